@@ -1,0 +1,127 @@
+"""The contract between the engine and whatever keeps the bytes.
+
+A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets live above it,
+once. It is used in two ways:
+
+- a **snapshot** reads. It sees everything that was committed before it opened (what is committed later may show or
+  not), never waits for a writer's work, and the memory behind a payload that it returned stays readable and unchanged
+  until the snapshot closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
+- a **transaction** reads and writes, one at a time among all threads and processes that share the location. What it
+  wrote becomes visible to others as a whole when it closes, and not at all if it closes with an exception or its
+  process dies. One thread must not open it while it holds a snapshot or a transaction of the same backend.
+
+A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
+`FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
+`IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` and one subclass
+of `prefixstore.testing.BackendContract`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+from prefixstore.budget import Used
+from prefixstore.codec import Buffer, Record, Usage
+from prefixstore.errors import StorageError
+
+__all__ = ["Backend", "Snapshot", "Transaction"]
+
+
+class Snapshot(ABC):
+    """The committed state of a location. May be handed from one thread to another, but not used by two at once."""
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """How many transactions have put or deleted pages; equal generations hold equal pages."""
+
+    @abstractmethod
+    def changes(self, since: int) -> list[bytes] | None:
+        """Keys put or deleted after generation `since`, oldest first; None if that is too long ago to tell."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        """All pages: key, record (or why it cannot be read), usage. In no particular order."""
+
+    @abstractmethod
+    def record(self, key: bytes) -> Record | None:
+        """The record of a page. Raises `CorruptError` or `IncompatibleError` if it cannot be read."""
+
+    @abstractmethod
+    def usage(self, key: bytes) -> Usage | None:
+        """The usage of a page."""
+
+    @abstractmethod
+    def payload(self, key: bytes) -> Buffer | None:
+        """The stored bytes of a page, valid until the snapshot closes. They are not verified."""
+
+    @abstractmethod
+    def payload_keys(self) -> Iterator[bytes]:
+        """Keys of all payloads, for checks."""
+
+    @abstractmethod
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        """Canonical settings of the namespaces that have pages here, by key."""
+
+    @property
+    @abstractmethod
+    def used(self) -> Used:
+        """What the location holds, index included; inside a transaction, with what it has written so far."""
+
+
+class Transaction(Snapshot):
+    """Exclusive and all or nothing."""
+
+    @abstractmethod
+    def cost(self, record: Record, n_bytes: int) -> int:
+        """At most how many bytes `used` grows by if this record is put with a payload of `n_bytes`."""
+
+    @abstractmethod
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        """Write a page. `payload` is copied before the call returns. Raises `FullError` if there is no room."""
+
+    @abstractmethod
+    def delete(self, key: bytes) -> bool:
+        """Delete a page, its usage and payload; whether there was anything of it."""
+
+    @abstractmethod
+    def touch(self, key: bytes, usage: Usage) -> None:
+        """Replace the usage of a page; nothing happens if the page is gone. Does not change `generation`."""
+
+    @abstractmethod
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        """Remember the canonical settings of a namespace."""
+
+
+class Backend(ABC):
+    """A location that keeps pages. Safe to use from many threads."""
+
+    @property
+    @abstractmethod
+    def location(self) -> str:
+        """The location as a URL."""
+
+    @abstractmethod
+    def snapshot(self) -> AbstractContextManager[Snapshot]:
+        """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
+
+    @abstractmethod
+    def transaction(self) -> AbstractContextManager[Transaction]:
+        """Read and write. Waits for other transactions; leaving the block commits."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
+
+    def reclaim(self) -> None:  # noqa: B027 - most backends have nothing to do
+        """Make room that deletions freed usable for the next transaction."""
+
+    @abstractmethod
+    def after_fork(self) -> None:
+        """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the location. A second call does nothing."""

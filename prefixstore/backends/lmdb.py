@@ -1,0 +1,242 @@
+"""Pages in an LMDB environment: a directory that many processes share.
+
+A payload is one value, so it lies in one piece in the memory map and a restore reads it from there. LMDB never
+overwrites what an open snapshot can see, so the map is safe to read while others evict. The size of the map is what
+bounds the file: it never grows beyond `FILE_FACTOR` times the budget, whatever the churn.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release, translate
+from prefixstore.budget import Used
+from prefixstore.codec import Buffer, Record, Usage
+from prefixstore.errors import LocationError, StorageError, UnavailableError
+
+__all__ = ["LMDBBackend", "open_lmdb"]
+
+FILE_FACTOR = 1.25
+CHANGES_KEPT = 4096
+
+META_GENERATION = struct.Struct("<Q")
+CHANGE_KEY = struct.Struct(">Q")
+PAGE_HEADER = 16
+KEY_BYTES = 16
+
+
+class _View(Snapshot):
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
+        self._txn = txn
+        self._db = databases
+
+    @property
+    def generation(self) -> int:
+        stored = self._txn.get(b"generation", db=self._db[b"meta"])
+        return int(META_GENERATION.unpack(stored)[0]) if stored is not None else 0
+
+    def changes(self, since: int) -> list[bytes] | None:
+        now = self.generation
+        if since == now:
+            return []
+        cursor = self._txn.cursor(self._db[b"changes"])
+        if since > now or not cursor.set_key(CHANGE_KEY.pack(since + 1)):
+            return None
+        return [
+            bytes(keys[i : i + KEY_BYTES])
+            for keys in cursor.iternext(keys=False)
+            for i in range(0, len(keys), KEY_BYTES)
+        ]
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        for stored_key, stored in self._txn.cursor(self._db[b"records"]):
+            key = bytes(stored_key)
+            record: Record | StorageError
+            try:
+                record = Record.unpack(key, stored)
+                usage = self.usage(key) or Usage(record.created)
+            except StorageError as error:
+                record, usage = error, Usage(0)
+            yield key, record, usage
+
+    def record(self, key: bytes) -> Record | None:
+        stored = self._txn.get(key, db=self._db[b"records"])
+        return Record.unpack(key, stored) if stored is not None else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        stored = self._txn.get(key, db=self._db[b"usage"])
+        return Usage.unpack(stored) if stored is not None else None
+
+    def payload(self, key: bytes) -> Buffer | None:
+        return self._txn.get(key, db=self._db[b"payloads"])
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return map(bytes, self._txn.cursor(self._db[b"payloads"]).iternext(values=False))
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return {bytes(key): bytes(settings) for key, settings in self._txn.cursor(self._db[b"namespaces"])}
+
+    @property
+    def used(self) -> Used:
+        stats = [self._txn.stat(self._db[name]) for name in DATABASES]
+        pages = 4 + sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        return Used(pages * stats[0]["psize"], self._txn.stat(self._db[b"records"])["entries"])
+
+
+class _Change(_View, Transaction):
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
+        super().__init__(txn, databases)
+        self._page_size = txn.stat(databases[b"meta"])["psize"]
+        self._changed: list[bytes] = []
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        # a payload has pages of its own; a record, its usage and the change may each split a leaf
+        payload = -(-(n_bytes + PAGE_HEADER) // self._page_size)
+        tokens = -(-(len(record.tokens) + 256) // self._page_size)
+        return (payload + tokens + 3) * self._page_size
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        # the bytes first, then the record that makes them visible
+        self._txn.put(key, payload, db=self._db[b"payloads"])
+        self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+        self._txn.put(key, record.pack(), db=self._db[b"records"])
+        self._changed.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
+        if any(found):
+            self._changed.append(key)
+        return any(found)
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        if self._txn.get(key, db=self._db[b"records"]) is not None:
+            self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        if self._txn.get(key, db=self._db[b"namespaces"]) != settings:
+            self._txn.put(key, settings, db=self._db[b"namespaces"])
+
+    def finish(self) -> None:
+        """Write down what changed, and forget changes that are too old to be asked for."""
+        if not self._changed:
+            return
+        generation = self.generation + 1
+        self._txn.put(b"generation", META_GENERATION.pack(generation), db=self._db[b"meta"])
+        self._txn.put(CHANGE_KEY.pack(generation), b"".join(self._changed), db=self._db[b"changes"])
+        cursor = self._txn.cursor(self._db[b"changes"])
+        while cursor.first() and CHANGE_KEY.unpack(cursor.key())[0] + CHANGES_KEPT <= generation:
+            cursor.delete()
+
+
+class LMDBBackend(Backend):
+    """Pages in an LMDB environment.
+
+    Parameters
+    ----------
+    path
+        A directory; created, readable by its owner only, if it is not there.
+    max_bytes
+        The budget; the file stays within `FILE_FACTOR` times this.
+    read_only
+        Open an existing store and never write to it.
+
+    Raises
+    ------
+    LocationError
+        If the path is a file, cannot be written, or holds no store to read.
+    IncompatibleError
+        If the path holds something else, or a newer format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
+        self._path = Path(path).expanduser().absolute()
+        self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
+        self._read_only = read_only
+        self._environment: Environment | None = None
+        self._closed = False
+        self._prepare_directory()
+        self._open()
+
+    def _prepare_directory(self) -> None:
+        try:
+            if not self._read_only:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.mkdir(mode=0o700, exist_ok=True)
+            if not self._path.is_dir():
+                raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
+        except (FileExistsError, NotADirectoryError):
+            raise LocationError(f"{self._path} is a file; an LMDB store is a directory of its own") from None
+        except OSError as error:
+            raise LocationError(f"{self._path} cannot be created: {error.strerror}; choose another location") from error
+        needed = os.R_OK | os.X_OK | (0 if self._read_only else os.W_OK)
+        if not os.access(self._path, needed):
+            raise LocationError(
+                f"{self._path} is not writable for this user; choose another location, or read_only=True"
+            )
+
+    def _open(self) -> Environment:
+        """The shared environment of this process, opened if need be."""
+        if self._environment is not None:
+            return self._environment
+        if self._closed:
+            raise UnavailableError(f"{self._path} is closed")
+        self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
+        return self._environment
+
+    @property
+    def location(self) -> str:
+        return f"lmdb://{self._path}"
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        environment = self._open()
+        with environment.begin(write=False) as txn:
+            yield _View(txn, environment.databases)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        environment = self._open()
+        if environment.read_only:
+            raise UnavailableError(f"{self._path} is open read-only")
+        with environment.begin(write=True) as txn:
+            change = _Change(txn, environment.databases)
+            yield change
+            change.finish()
+
+    def sync(self) -> None:
+        environment = self._open()
+        try:
+            environment.env.sync(True)
+        except lmdb.Error as error:
+            raise translate(error, self._path) from error
+
+    def reclaim(self) -> None:
+        """Let LMDB reuse what was deleted: dead readers go, and two commits pass (it keeps two states back)."""
+        environment = self._open()
+        environment.env.reader_check()
+        for _ in range(2):
+            with environment.begin(write=True) as txn:
+                passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
+                txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+
+    def after_fork(self) -> None:
+        self._environment = None
+
+    def close(self) -> None:
+        self._closed = True
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            release(environment)
+
+
+def open_lmdb(path: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:
+    """The store in this directory."""
+    return LMDBBackend(path, max_bytes, read_only=read_only)

@@ -1,0 +1,245 @@
+"""Pages in the memory of this process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.budget import Used
+from prefixstore.codec import RECORD, USAGE, Buffer, Record, Usage
+from prefixstore.errors import InvalidParameterError, StorageError
+
+__all__ = ["MemoryBackend", "open_memory"]
+
+# What Python holds for a page beside its tokens and payload: record, usage, dictionary slots (measured on 3.11).
+ENTRY_BYTES = RECORD.size + USAGE.size + 700
+CHANGES_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    record: Record
+    usage: Usage
+    payload: bytes
+
+    @property
+    def bytes(self) -> int:
+        return _cost(self.record, len(self.payload))
+
+
+def _cost(record: Record, n_bytes: int) -> int:
+    return len(record.tokens) + n_bytes + ENTRY_BYTES
+
+
+class _Pages:
+    """The committed state."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, _Entry] = {}
+        self.namespaces: dict[bytes, bytes] = {}
+        self.changes: deque[tuple[int, bytes]] = deque(maxlen=CHANGES_KEPT)
+        self.generation = 0
+        self.bytes = 0
+
+
+class _View(Snapshot):
+    """Reads the dictionaries as they are; each read is one dictionary operation, or made under the lock."""
+
+    def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
+        self._pages = pages
+        self._lock = lock
+
+    def _entry(self, key: bytes) -> _Entry | None:
+        return self._pages.entries.get(key)
+
+    @property
+    def generation(self) -> int:
+        return self._pages.generation
+
+    def changes(self, since: int) -> list[bytes] | None:
+        with self._lock:
+            kept = list(self._pages.changes)
+            now = self._pages.generation
+        if since == now:
+            return []
+        if since > now or not kept or kept[0][0] > since + 1:
+            return None
+        return [key for generation, key in kept if generation > since]
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        with self._lock:
+            entries = list(self._pages.entries.items())
+        for key, entry in entries:
+            yield key, entry.record, entry.usage
+
+    def record(self, key: bytes) -> Record | None:
+        entry = self._entry(key)
+        return entry.record if entry is not None else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        entry = self._entry(key)
+        return entry.usage if entry is not None else None
+
+    def payload(self, key: bytes) -> Buffer | None:
+        entry = self._entry(key)
+        return entry.payload if entry is not None else None
+
+    def payload_keys(self) -> Iterator[bytes]:
+        with self._lock:
+            return iter(list(self._pages.entries))
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        with self._lock:
+            return dict(self._pages.namespaces)
+
+    @property
+    def used(self) -> Used:
+        with self._lock:
+            return Used(self._pages.bytes, len(self._pages.entries))
+
+
+class _Change(_View, Transaction):
+    """What a transaction has staged, over the committed state; `apply` commits it."""
+
+    def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
+        super().__init__(pages, lock)
+        self._staged: dict[bytes, _Entry | None] = {}
+        self._structural: list[bytes] = []
+        self._staged_namespaces: dict[bytes, bytes] = {}
+        self._bytes = pages.bytes
+        self._entries = len(pages.entries)
+
+    def _entry(self, key: bytes) -> _Entry | None:
+        return self._staged[key] if key in self._staged else super()._entry(key)
+
+    @property
+    def used(self) -> Used:
+        return Used(self._bytes, self._entries)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        return _cost(record, n_bytes)
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        self.delete(key)
+        entry = _Entry(record, usage, bytes(payload))
+        self._staged[key] = entry
+        self._bytes += entry.bytes
+        self._entries += 1
+        self._structural.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        entry = self._entry(key)
+        if entry is None:
+            return False
+        self._staged[key] = None
+        self._bytes -= entry.bytes
+        self._entries -= 1
+        self._structural.append(key)
+        return True
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        entry = self._entry(key)
+        if entry is not None:
+            self._staged[key] = _Entry(entry.record, usage, entry.payload)
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        self._staged_namespaces[key] = settings
+
+    def apply(self) -> None:
+        pages = self._pages
+        with self._lock:
+            for key, entry in self._staged.items():
+                if entry is None:
+                    pages.entries.pop(key, None)
+                else:
+                    pages.entries[key] = entry
+            pages.namespaces |= self._staged_namespaces
+            pages.bytes = self._bytes
+            if self._structural:
+                pages.generation += 1
+                pages.changes.extend((pages.generation, key) for key in self._structural)
+
+
+class MemoryBackend(Backend):
+    """Pages in dictionaries. They end with the process; a forked child has a copy of its own."""
+
+    def __init__(self) -> None:
+        self._pages = _Pages()
+        self.after_fork()
+        _backends.add(self)
+
+    @property
+    def location(self) -> str:
+        return "memory:"
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        yield _View(self._pages, self._reading)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        with self._writing:
+            change = _Change(self._pages, self._reading)
+            yield change
+            change.apply()
+
+    def sync(self) -> None:
+        """Nothing to do: memory does not outlive the process."""
+
+    def after_fork(self) -> None:
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+
+    def close(self) -> None:
+        self._pages = _Pages()
+
+    def hold_still(self) -> None:
+        """Before a fork: the child must not inherit half a commit."""
+        self._writing.acquire()
+        self._reading.acquire()
+
+    def go_on(self) -> None:
+        """After a fork, in the parent."""
+        self._reading.release()
+        self._writing.release()
+
+
+_backends: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
+_held: list[MemoryBackend] = []
+
+
+def _before_fork() -> None:
+    _held.extend(_backends)
+    for backend in _held:
+        backend.hold_still()
+
+
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop().go_on()
+
+
+def _after_fork_in_child() -> None:
+    while _held:
+        _held.pop().after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def open_memory(path: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
+    """A new store in memory; it has no path, and its budget is the engine's to keep."""
+    if path:
+        raise InvalidParameterError(f'location="memory:{path}": memory has no path; write "memory:"')
+    if read_only:
+        raise InvalidParameterError(
+            'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'
+        )
+    return MemoryBackend()

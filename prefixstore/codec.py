@@ -1,0 +1,233 @@
+"""Pages to stored bytes and back. The byte layout of everything that prefixstore writes is in this module only.
+
+``docs/format.md`` shows the same tables; a test compares them with the structs below.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import xxhash
+import zstandard
+
+from prefixstore.boundaries import TOKEN_BYTES, boundary_hash
+from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
+
+__all__ = ["CODECS", "FORMAT_VERSION", "AutoCodec", "Buffer", "Record", "Usage", "decode", "encode", "pick"]
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+FORMAT_VERSION = 1
+CODECS = {"raw": 0, "zstd": 1}
+ZSTD_LEVEL = 1
+
+# version, codec, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace, parent,
+# checksum;
+# the tokens follow (int32 each), and then an xxh3-64 of everything before it.
+RECORD = struct.Struct("<BBHIIIQQQ16s16s16s")
+RECORD_SEAL = struct.Struct("<Q")
+# last used, hits, pinned, reserved
+USAGE = struct.Struct("<QIB3x")
+
+
+def checksum(stored: Buffer) -> bytes:
+    """xxh3-128 of stored bytes."""
+    return xxhash.xxh3_128_digest(stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What changes about a page after it was written. Nanoseconds since the epoch."""
+
+    last_used: int
+    hits: int = 0
+    pinned: bool = False
+
+    def pack(self) -> bytes:
+        """The stored form, `USAGE`."""
+        return USAGE.pack(self.last_used, min(self.hits, 2**32 - 1), self.pinned)
+
+    @classmethod
+    def unpack(cls, stored: Buffer) -> Usage:
+        """Read the stored form.
+
+        Raises
+        ------
+        CorruptError
+            If it has another length.
+        """
+        try:
+            last_used, hits, pinned = USAGE.unpack(stored)
+        except struct.error as error:
+            raise CorruptError(f"usage of a page: {error}") from None
+        return cls(last_used, hits, bool(pinned))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What never changes about a page: what it holds, how it is stored, and the proof of both.
+
+    Attributes
+    ----------
+    namespace, parent
+        Keys of the namespace and of the page before (of the namespace again for a first page), 16 bytes each.
+    start
+        Position of the first token.
+    tokens
+        The tokens, little-endian int32 bytes.
+    codec
+        One of the numbers in `CODECS`.
+    raw_bytes, stored_bytes
+        Size of the state, and of what the codec made of it.
+    checksum
+        xxh3-128 of the stored bytes.
+    compute_us
+        Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
+    created
+        Nanoseconds since the epoch.
+    """
+
+    namespace: bytes
+    parent: bytes
+    start: int
+    tokens: bytes
+    codec: int
+    raw_bytes: int
+    stored_bytes: int
+    checksum: bytes
+    compute_us: int
+    created: int
+
+    @property
+    def key(self) -> bytes:
+        """The boundary hash, which is the page's key in every backend."""
+        return boundary_hash(self.parent, self.tokens)
+
+    def pack(self) -> bytes:
+        """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""
+        body = (
+            RECORD.pack(
+                FORMAT_VERSION,
+                self.codec,
+                0,
+                len(self.tokens) // TOKEN_BYTES,
+                self.start,
+                min(self.compute_us, 2**32 - 1),
+                self.raw_bytes,
+                self.stored_bytes,
+                self.created,
+                self.namespace,
+                self.parent,
+                self.checksum,
+            )
+            + self.tokens
+        )
+        return body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def unpack(cls, key: bytes, stored: Buffer) -> Record:
+        """Read the stored form of the page with this key.
+
+        Raises
+        ------
+        CorruptError
+            If a byte differs from what was written, or the record belongs to another key.
+        IncompatibleError
+            If a newer version wrote it.
+        """
+        view = memoryview(stored)
+        if len(view) < RECORD.size + RECORD_SEAL.size:
+            raise CorruptError(f"record {key.hex()}: {len(view)} bytes are too few")
+        version, codec, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(view)
+        if version > FORMAT_VERSION:
+            raise IncompatibleError(
+                f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; upgrade it"
+            )
+        body = view[: -RECORD_SEAL.size]
+        if (seal := RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]) != xxhash.xxh3_64_intdigest(body):
+            raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
+        tokens = bytes(body[RECORD.size :])
+        record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created)
+        if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
+            raise CorruptError(f"record {key.hex()} belongs to another page")
+        return record
+
+
+def encode(raw: Buffer, codec: str) -> tuple[int, Buffer]:
+    """The number of the codec and the stored form of a page; a page that does not shrink is stored raw."""
+    if codec == "zstd":
+        packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(raw)
+        if len(packed) < len(raw):
+            return CODECS["zstd"], packed
+    return CODECS["raw"], raw
+
+
+def decode(record: Record, stored: Buffer) -> memoryview:
+    """The state in `stored`, after its length and checksum were verified. Stored raw, it is not copied.
+
+    Raises
+    ------
+    CorruptError
+        If the bytes are not those that were written.
+    IncompatibleError
+        If this version does not know the codec.
+    """
+    view = memoryview(stored)
+    if len(view) != record.stored_bytes:
+        raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} written")
+    if checksum(view) != record.checksum:
+        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
+    if record.codec == CODECS["raw"]:
+        raw = view
+    elif record.codec == CODECS["zstd"]:
+        try:
+            # the frame says its size before anything is allocated for it
+            if (claimed := zstandard.frame_content_size(view)) != record.raw_bytes:
+                raise CorruptError(f"page {record.key.hex()}: frame of {claimed} bytes, {record.raw_bytes} written")
+            raw = memoryview(zstandard.ZstdDecompressor().decompress(view))
+        except zstandard.ZstdError as error:
+            raise CorruptError(f"page {record.key.hex()}: {error}") from error
+    else:
+        raise IncompatibleError(f"page {record.key.hex()}: codec {record.codec} is unknown to this version; upgrade it")
+    if len(raw) != record.raw_bytes:
+        raise CorruptError(f"page {record.key.hex()}: {len(raw)} bytes decoded, {record.raw_bytes} written")
+    return raw
+
+
+class AutoCodec:
+    """Picks the codec of each page: zstd while it saves a tenth, otherwise raw, with a new look now and then."""
+
+    WORTH = 0.90
+    LOOK_AGAIN = 64
+
+    def __init__(self) -> None:
+        self._skip = 0
+
+    def __call__(self, raw: Buffer) -> tuple[int, Buffer]:
+        """Encode one page."""
+        if self._skip:
+            self._skip -= 1
+            return encode(raw, "raw")
+        number, stored = encode(raw, "zstd")
+        if len(stored) <= self.WORTH * len(raw):
+            return number, stored
+        self._skip = self.LOOK_AGAIN
+        return encode(raw, "raw")
+
+
+def pick(codec: str) -> Callable[[Buffer], tuple[int, Buffer]]:
+    """The encoder with this name.
+
+    Raises
+    ------
+    InvalidParameterError
+        If there is none.
+    """
+    if codec == "auto":
+        return AutoCodec()
+    if codec not in CODECS:
+        raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of 'auto', {', '.join(map(repr, CODECS))}")
+    return lambda raw: encode(raw, codec)

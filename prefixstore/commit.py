@@ -1,0 +1,185 @@
+"""Pages into the backend, within the budget: pack, evict, write, in one transaction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from prefixstore.backends.base import Backend, Transaction
+from prefixstore.budget import Budget
+from prefixstore.catalog import Catalog, NewPage
+from prefixstore.codec import Buffer, Record, Usage, checksum
+from prefixstore.errors import FullError, StorageError
+from prefixstore.stats import Counters
+
+__all__ = ["Committer"]
+
+log = logging.getLogger("prefixstore")
+
+Encoder: TypeAlias = Callable[[Buffer], tuple[int, Buffer]]
+Packed: TypeAlias = tuple[NewPage, Record, Buffer]
+
+ATTEMPTS = 4
+
+
+class Committer:
+    """Writes batches of announced pages. Used by one thread at a time, or by several: the backend takes turns.
+
+    Nothing of a page that cannot be written is an exception: it is dropped, counted and logged.
+    """
+
+    def __init__(self, backend: Backend, catalog: Catalog, budget: Budget, encode: Encoder, counters: Counters) -> None:
+        self._backend = backend
+        self._catalog = catalog
+        self._budget = budget
+        self._encode = encode
+        self._counters = counters
+
+    def commit(self, batch: Sequence[NewPage]) -> int:
+        """Write announced pages, and with them what was noted: uses, and damaged pages to delete.
+
+        Returns
+        -------
+        int
+            How many pages of the batch are stored now.
+        """
+        packed = [self._pack(new) for new in batch if new.page.key in self._catalog.pending]
+        room = sum(len(stored) for _, _, stored in packed)
+        cause: StorageError
+        for attempt in range(ATTEMPTS):
+            try:
+                if attempt:
+                    self._make_room(room << (attempt - 1))
+                return self._write(packed)
+            except FullError as error:
+                reason, cause = "full", error
+            except StorageError as error:
+                reason, cause = "unavailable", error
+                break
+        log.warning("%d pages are dropped: %s", len(packed), cause)
+        with self._catalog.lock:
+            for new, _, _ in packed:
+                self._catalog.drop(new.page.key, reason)
+        return 0
+
+    def _pack(self, new: NewPage) -> Packed:
+        page = new.page
+        number, stored = self._encode(new.lease.view)
+        record = Record(
+            page.namespace,
+            page.parent,
+            page.start,
+            page.tokens,
+            number,
+            page.raw_bytes,
+            len(stored),
+            checksum(stored),
+            page.compute_us,
+            page.created,
+        )
+        return new, record, stored
+
+    def _write(self, packed: Sequence[Packed]) -> int:
+        written: list[NewPage] = []
+        catalog = self._catalog
+        try:
+            with self._backend.transaction() as transaction:
+                with catalog.lock:
+                    catalog.refresh(transaction)
+                    damaged, touched = set(catalog.damaged), dict(catalog.touched)
+                for key in damaged:
+                    transaction.delete(key)
+                refused = [
+                    (new, reason)
+                    for new, record, stored in packed
+                    if (reason := self._put(transaction, new, record, stored, written)) is not None
+                ]
+                for key, hits in touched.items():
+                    self._write_use(transaction, key, hits)
+        except BaseException:
+            with catalog.lock:
+                catalog.distrust()
+            raise
+        with catalog.lock:
+            catalog.committed(written)
+            catalog.damaged -= damaged
+            for key, hits in touched.items():
+                if catalog.touched.get(key) == hits:
+                    del catalog.touched[key]
+            for new, reason in refused:
+                catalog.drop(new.page.key, reason)
+                if reason == "budget":
+                    catalog.refused.add(new.page.key)
+        self._counters.count("corrupt", len(damaged))
+        return len(written)
+
+    def _put(
+        self, transaction: Transaction, new: NewPage, record: Record, stored: Buffer, written: list[NewPage]
+    ) -> str | None:
+        """Write one page; or why not."""
+        page, catalog = new.page, self._catalog
+        if page.parent != page.namespace and transaction.record(page.parent) is None:
+            return "orphan"
+        with catalog.lock:
+            if page.key not in catalog.pending:
+                return None  # forgotten since: superseded, or cleared
+            older = catalog.index.superseded_by(page)
+            if older is not None and older.key not in catalog.pending:
+                transaction.delete(older.key)
+                page.pinned = page.pinned or older.pinned
+                catalog.forget(older.key)
+        if transaction.record(page.key) is None:
+            if not self._evict(transaction, transaction.cost(record, len(stored)), entries=1):
+                return "budget"
+            transaction.put_namespace(page.namespace, new.settings)
+            transaction.put(page.key, record, Usage(page.last_used, page.hits, page.pinned), stored)
+        with catalog.lock:
+            catalog.index.resize(page, len(stored))
+        written.append(new)
+        return None
+
+    def _evict(self, transaction: Transaction, adding: int, *, entries: int = 0) -> bool:
+        """Delete leaves, first victim first, until there is room for `adding` bytes; whether there is."""
+        if adding > self._budget.max_bytes:
+            return False
+        with self._catalog.lock:
+            victims = self._catalog.victims.victims()
+            try:
+                while self._budget.exceeded(transaction.used, adding=adding, entries=entries):
+                    victim = next(victims, None)
+                    if victim is None:
+                        return False
+                    usage = transaction.usage(victim.key)
+                    if usage is not None and (usage.last_used > victim.last_used or usage.pinned):
+                        # another process has used or pinned it since
+                        victim.last_used, victim.pinned = max(usage.last_used, victim.last_used), usage.pinned
+                        self._catalog.victims.push(victim)
+                        continue
+                    transaction.delete(victim.key)
+                    self._catalog.forget(victim.key)
+                    self._counters.count("evictions")
+            finally:
+                victims.close()
+        return True
+
+    def _write_use(self, transaction: Transaction, key: bytes, hits: int) -> None:
+        usage = transaction.usage(key)
+        page = self._catalog.index.get(key)
+        if usage is not None and page is not None:
+            last_used = max(usage.last_used, page.last_used)
+            transaction.touch(key, Usage(last_used, usage.hits + hits, usage.pinned))
+
+    def _make_room(self, room: int) -> None:
+        """Delete first and write later: what a transaction deletes is of use to a later one only."""
+        try:
+            with self._backend.transaction() as transaction:
+                with self._catalog.lock:
+                    self._catalog.refresh(transaction)
+                spare = max(self._budget.max_bytes - transaction.used.bytes, 0)
+                self._evict(transaction, min(spare + room, self._budget.max_bytes))
+        except BaseException:
+            with self._catalog.lock:
+                self._catalog.distrust()
+            raise
+        self._backend.reclaim()

@@ -1,0 +1,148 @@
+"""Match, get, put, evict, flush, check over tokens and bytes. Knows no llama.
+
+read:   match -> fetching              catalog (index), fetch (backend, codec)
+write:  wants -> announce -> commit    catalog, commit (codec, budget, eviction, backend)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from prefixstore.backends.base import Backend, Transaction
+from prefixstore.boundaries import Tokens, boundary_hash
+from prefixstore.budget import Budget, Used
+from prefixstore.catalog import Catalog, NewPage
+from prefixstore.check import Violation, violations
+from prefixstore.codec import Usage
+from prefixstore.commit import Committer, Encoder
+from prefixstore.eviction import Policy
+from prefixstore.fetch import Fetcher
+from prefixstore.index import Page, Path
+from prefixstore.stats import Counters
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The store, without a model. May be used from many threads.
+
+    Parameters
+    ----------
+    backend
+        Where bytes are kept; the engine closes it.
+    budget
+        What the backend may hold.
+    policy
+        The order of eviction.
+    encode
+        Makes stored bytes of a state: ``state -> (codec number, stored bytes)``.
+    counters
+        Counts what happens.
+    """
+
+    def __init__(self, backend: Backend, budget: Budget, policy: Policy, encode: Encoder, counters: Counters) -> None:
+        self._backend = backend
+        self._budget = budget
+        self._catalog = Catalog(policy, counters)
+        self._fetcher = Fetcher(backend, self._catalog, counters)
+        self._committer = Committer(backend, self._catalog, budget, encode, counters)
+
+    def after_fork(self) -> None:
+        """In a forked child, before anything else: new locks, threads and handles."""
+        self._backend.after_fork()
+        self._catalog.after_fork()
+        self._fetcher.after_fork()
+
+    def close(self) -> None:
+        """Release the backend."""
+        self._fetcher.close()
+        self._backend.close()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """The longest stored prefix of `tokens`, among what any process has committed and what is pending here."""
+        with self._backend.snapshot() as snapshot, self._catalog.lock:
+            self._catalog.refresh(snapshot)
+            return self._catalog.index.match(namespace, tokens, page_tokens)
+
+    def fetching(self, pages: Sequence[Page]) -> AbstractContextManager[Iterator[memoryview]]:
+        """The verified states of `pages`, in order, valid until the block is left; see `Fetcher.fetching`."""
+        return self._fetcher.fetching(pages)
+
+    def used(self) -> tuple[Used, int, int]:
+        """What the location holds, and the bytes of all payloads as stored and raw."""
+        with self._backend.snapshot() as snapshot, self._catalog.lock:
+            self._catalog.refresh(snapshot)
+            return snapshot.used, self._catalog.index.stored_bytes, self._catalog.index.raw_bytes
+
+    def touch(self, pages: Sequence[Page]) -> None:
+        """Note that pages were restored; it is written with the next batch, never by the caller."""
+        with self._catalog.lock:
+            self._catalog.touch(pages)
+
+    def check(self) -> list[Violation]:
+        """Every invariant of the location, every checksum."""
+        with self._backend.snapshot() as snapshot:
+            return violations(snapshot, self._budget)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
+        """Whether a page with these token bytes behind `parent` is worth taking."""
+        probe = Page(boundary_hash(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
+        with self._catalog.lock:
+            return self._catalog.wants(probe)
+
+    def missing(self, keys: Sequence[bytes]) -> list[int]:
+        """Which pages of a sequence, given by all their keys, are worth taking: up to the first that was refused."""
+        catalog = self._catalog
+        with catalog.lock:
+            missing = [i for i, key in enumerate(keys) if key not in catalog.index]
+            return list(itertools.takewhile(lambda i: keys[i] not in catalog.refused, missing))
+
+    def announce(self, new: NewPage) -> bool:
+        """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""
+        with self._catalog.lock:
+            return self._catalog.announce(new)
+
+    def commit(self, batch: Sequence[NewPage]) -> int:
+        """Write announced pages; the number of those that are stored now. See `Committer.commit`."""
+        return self._committer.commit(batch)
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether uses or damaged pages wait to be written with the next batch."""
+        return bool(self._catalog.touched or self._catalog.damaged)
+
+    def sync(self) -> None:
+        """Return when all that was committed is durable."""
+        self._backend.sync()
+
+    def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
+        """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
+        with self._backend.transaction() as transaction, self._catalog.lock:
+            self._catalog.refresh(transaction)
+            path = self._catalog.index.match(namespace, tokens, page_tokens)
+            for page in path.pages:
+                self._pin_page(transaction, page, pinned)
+        return path.n_tokens
+
+    def _pin_page(self, transaction: Transaction, page: Page, pinned: bool) -> None:
+        usage = transaction.usage(page.key)
+        if usage is not None:
+            transaction.touch(page.key, Usage(usage.last_used, usage.hits, pinned))
+        page.pinned = pinned
+        self._catalog.victims.push(page)
+
+    def clear(self, namespace: bytes | None) -> int:
+        """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""
+        with self._backend.transaction() as transaction, self._catalog.lock:
+            self._catalog.refresh(transaction)
+            doomed = [page.key for page in self._catalog.index if namespace in (None, page.namespace)]
+            for key in doomed:
+                transaction.delete(key)
+                self._catalog.forget(key)
+        return len(doomed)

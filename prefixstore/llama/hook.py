@@ -1,0 +1,324 @@
+"""Between a ``Llama`` and the engine: restores at a lookup, captures as tokens are evaluated.
+
+What llama-cpp-python does in a completion, and what happens here:
+
+    self.cache[prompt]                        lookup: pages behind the live prefix go into the context
+    self.eval(...)  for each batch            pages are captured as their boundaries are crossed
+    self.save_state()                         copies nothing
+    self.cache[prompt + completion] = state   the tail page is captured
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama import LlamaState
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
+from prefixstore.engine import Engine
+from prefixstore.errors import MisuseError, PrefixStoreError
+from prefixstore.llama.capture import Capturer
+from prefixstore.llama.lineage import Lineage
+from prefixstore.llama.memory import Memory, kind_of
+from prefixstore.llama.pace import Pace
+from prefixstore.llama.restore import Restorer
+from prefixstore.namespace import Namespace
+from prefixstore.stats import Counters
+from prefixstore.writer import Writer
+
+__all__ = ["Hook", "calling_completion", "register_cache"]
+
+log = logging.getLogger("prefixstore")
+
+REPLACED = ("eval", "reset", "save_state", "load_state")
+COMPLETION = llama_cpp.Llama._create_completion.__code__
+# what chat handlers that bring images or sound into the context have
+MEDIA_ATTRIBUTES = ("clip_model_path", "mtmd_ctx", "mmproj_path")
+
+
+def register_cache(cls: type) -> None:
+    """Make a class count as a cache of llama-cpp-python."""
+    BaseLlamaCache.register(cls)
+
+
+def calling_completion(depth: int) -> FrameType | None:
+    """The frame `depth` calls above the caller's, if it is ``Llama._create_completion``.
+
+    llama-cpp-python tells a cache neither which ``Llama`` asks nor what for, and a ``save_state()`` that it makes for
+    the cache looks like a user's. The calling frame is the one place where this can be seen for certain; where it is
+    something else, everything behaves as for a user.
+    """
+    frame = sys._getframe(depth + 1)
+    return frame if frame.f_code is COMPLETION else None
+
+
+class Hook:
+    """One ``Llama`` and its pages in the engine.
+
+    Parameters
+    ----------
+    llm
+        Kept by a weak reference: the store does not keep a model in memory.
+    engine, writer, counters
+        Of the store.
+    namespace
+        Of the context.
+    page_tokens
+        Length of a page, no longer than the model's sliding window.
+    min_tokens
+        Sequences shorter than this are neither stored nor restored.
+    read_only
+        Whether nothing is captured.
+    """
+
+    def __init__(
+        self,
+        llm: llama_cpp.Llama,
+        engine: Engine,
+        writer: Writer,
+        counters: Counters,
+        namespace: Namespace,
+        *,
+        page_tokens: int,
+        min_tokens: int,
+        read_only: bool,
+    ) -> None:
+        self.kind = kind_of(llm)
+        self.namespace = namespace
+        self.page_tokens = page_tokens
+        self._llm = weakref.ref(llm)
+        self._counters = counters
+        self._read_only = read_only
+        self._memory = memory = Memory(llm)
+        self._lineage = lineage = Lineage(namespace.key, page_tokens, llm.n_ctx())
+        self._pace = pace = Pace()
+        self._restorer = Restorer(engine, counters, memory, lineage, pace, writer.nudge, min_tokens)
+        self._capturer = Capturer(engine, writer, counters, memory, lineage, namespace.canonical, pace, min_tokens)
+        self._originals: dict[str, Callable[..., Any] | None] = {}
+        # states that the user saved, and the tokens that they are known to hold
+        self._saved: weakref.WeakKeyDictionary[LlamaState, Tokens] = weakref.WeakKeyDictionary()
+        # where rows are overwritten, pages are taken after each batch that llama.cpp really computes at once
+        self._step = min(llm.n_batch, llm.context_params.n_ubatch) if memory.forgets else llm.n_batch
+
+    @property
+    def llm(self) -> llama_cpp.Llama:
+        """The model.
+
+        Raises
+        ------
+        MisuseError
+            If it is gone.
+        """
+        llm = self._llm()
+        if llm is None:
+            raise MisuseError("the Llama is gone; keep a reference to it as long as the store is attached")
+        return llm
+
+    # -- in and out of the Llama --------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Put the hook's methods in the place of the Llama's."""
+        methods = self.llm.__dict__
+        if any(isinstance(methods.get(name), _Replacement) for name in REPLACED):
+            raise MisuseError("llm is attached to another PrefixStore; detach() that one first")
+        for name in REPLACED:
+            self._originals[name] = methods.get(name)
+            methods[name] = _Replacement(self, name)
+
+    def detach(self) -> None:
+        """Give the Llama its own methods back."""
+        llm = self._llm()
+        methods = llm.__dict__ if llm is not None else {}
+        for name, original in self._originals.items():
+            if methods.get(name) == _Replacement(self, name):
+                if original is None:
+                    del methods[name]
+                else:
+                    methods[name] = original
+        self._originals = {}
+
+    def _original(self, name: str) -> Callable[..., Any]:
+        llm = self.llm
+        bound: Callable[..., Any] = self._originals.get(name) or getattr(type(llm), name).__get__(llm)
+        return bound
+
+    def _excuse(self) -> str | None:
+        """Why nothing is done for this context now."""
+        if self.kind != "pages":
+            return self.kind
+        handler = self.llm.chat_handler
+        if handler is not None and any(hasattr(handler, name) for name in MEDIA_ATTRIBUTES):
+            return "multimodal"
+        return None
+
+    # -- what stands in the place of the Llama's methods --------------------------------------------------------------
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """``Llama.eval`` in the same batches, with pages captured in between."""
+        llm, lineage = self.llm, self._lineage
+        original = self._original("eval")
+        known = self._excuse() is None and lineage.catch_up(llm, self._memory)
+        if not known:
+            lineage.rewind(0)
+        for i in range(0, len(tokens), self._step) or (0,):
+            batch = tokens[i : i + self._step]
+            started = time.perf_counter()
+            original(batch)
+            self._pace.computed(len(batch), time.perf_counter() - started)
+            self._counters.count("tokens_computed", len(batch))
+            if known:
+                pages = lineage.n // lineage.page_tokens
+                lineage.extend(batch)
+                if lineage.n // lineage.page_tokens > pages:
+                    self._capture_quietly(tail=False)
+
+    def reset(self) -> None:
+        """``Llama.reset``; what comes into the context next may be no tokens."""
+        self._lineage.rewind(0)
+        self._original("reset")()
+
+    def save_state(self) -> LlamaState:
+        """``Llama.save_state``; inside a completion that saves for this store, an empty state."""
+        llm = self.llm
+        if calling_completion(2) is not None and getattr(llm.cache, "_hook", None) is self:
+            return live_state(llm)
+        state: LlamaState = self._original("save_state")()
+        if self._lineage.catch_up(llm, self._memory):
+            self._saved[state] = self._lineage.tokens.copy()
+        return state
+
+    def load_state(self, state: LlamaState) -> None:
+        """``Llama.load_state``; a state that a lookup returned is in the context already."""
+        if isinstance(state, _LiveState):
+            return
+        self._original("load_state")(state)
+        self._lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
+
+    # -- what the store asks for --------------------------------------------------------------------------------------
+
+    def lookup(self, prompt: TokenSequence, completion: FrameType | None) -> LlamaState | None:
+        """Restore what is stored of a prompt.
+
+        Parameters
+        ----------
+        prompt
+            The tokens.
+        completion
+            The frame of the completion that asks, if one does.
+
+        Returns
+        -------
+        LlamaState or None
+            Stands for what is live now; None for a miss.
+        """
+        llm = self.llm
+        tokens = as_tokens(prompt)
+        limit = len(tokens) - 1
+        asked = completion.f_locals if completion is not None else {}
+        if asked.get("logprobs") is not None:
+            if asked.get("echo"):
+                # the logits of the prompt itself are wanted; they are not stored
+                if self._lineage.unscored:
+                    llm.reset()
+                self._counters.count("miss:logprobs")
+                return None
+            # the same batches as without a store give the same logits, bit by bit
+            limit -= limit % llm.n_batch
+        return live_state(llm) if self._restore_quietly(tokens, limit) else None
+
+    def restore(self, tokens: Tokens) -> int:
+        """Restore for a caller who goes on with ``eval`` or ``generate``; the number of tokens that are live."""
+        llm = self.llm
+        limit = max(len(tokens) - 1, 0)
+        self._restore_quietly(tokens, limit)
+        live = min(self._restorer.live_prefix(llm, tokens)[0], limit)
+        if live < llm.n_tokens:
+            # recurrent memory cannot go back, and a window may have moved on
+            if self.kind != "pages" or not self._memory.holds(live):
+                live = 0
+            if live == 0:
+                llm.reset()
+            llm.n_tokens = live
+            llm._requires_eval = True
+        return live
+
+    def completed(self) -> None:
+        """A completion is over: capture its tail."""
+        self._capture_quietly(tail=True)
+
+    def capture(self) -> int:
+        """Capture all of the context that is not stored, waiting for room in the queue; the number of pages."""
+        if self._read_only or self._excuse() is not None:
+            return 0
+        if not self._originals:
+            # not attached: nobody has watched, the caller knows
+            self._capturer.vouch(self.llm)
+        return self._capturer.capture(self.llm, tail=True, wait=True)
+
+    # -- the promise: a fault of the store never breaks a completion --------------------------------------------------
+
+    def _restore_quietly(self, tokens: Tokens, limit: int) -> bool:
+        if (excuse := self._excuse()) is not None:
+            self._counters.count(f"miss:{excuse}")
+            return False
+        try:
+            return self._restorer.restore(self.llm, tokens, limit)
+        except Exception as error:  # noqa: BLE001 - the promise
+            self._report("miss:error", error)
+            return False
+
+    def _capture_quietly(self, *, tail: bool) -> None:
+        if self._read_only or self._excuse() is not None:
+            return
+        try:
+            self._capturer.capture(self.llm, tail=tail)
+        except Exception as error:  # noqa: BLE001 - the promise
+            self._report("dropped:error", error)
+
+    def _report(self, name: str, error: Exception) -> None:
+        self._counters.count(name)
+        log.warning(
+            "the completion goes on without the store: %s", error, exc_info=not isinstance(error, PrefixStoreError)
+        )
+
+
+class _Replacement:
+    """A method of the hook in the place of a method of the Llama."""
+
+    def __init__(self, hook: Hook, name: str) -> None:
+        self._hook = hook
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._hook, self._name)(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Replacement) and (self._hook, self._name) == (other._hook, other._name)
+
+    def __hash__(self) -> int:
+        return hash((id(self._hook), self._name))
+
+
+class _LiveState(LlamaState):
+    """Stands for what the context holds already; there is nothing to load."""
+
+
+def live_state(llm: llama_cpp.Llama) -> _LiveState:
+    """A state without bytes, for the tokens that the context holds."""
+    return _LiveState(
+        input_ids=llm.input_ids[: llm.n_tokens].copy(),
+        scores=np.empty((0, 0), np.single),
+        n_tokens=llm.n_tokens,
+        llama_state=b"",
+        llama_state_size=0,
+        seed=llm._seed,
+    )

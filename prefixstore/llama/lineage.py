@@ -1,0 +1,103 @@
+"""What is known to be in a context, because it came there through ``eval`` or a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llama_cpp
+import numpy as np
+
+from prefixstore.boundaries import Tokens, boundary_hash
+from prefixstore.llama.memory import Memory
+
+__all__ = ["Lineage"]
+
+
+class Lineage:
+    """The tokens of a context and the keys of their pages.
+
+    Only what was seen to enter is trusted: a state that a user loaded, or an image that a chat handler evaluated, is in
+    the context without being in the lineage, and no page is taken behind it.
+
+    Parameters
+    ----------
+    namespace
+        Key of the namespace.
+    page_tokens
+        Length of a page.
+    capacity
+        Length of the context.
+
+    Attributes
+    ----------
+    n
+        How many tokens are known.
+    unscored
+        Positions below this were restored: their rows of ``llm.scores`` were not computed.
+    gone
+        Keys of pages that the context does not hold completely any more.
+    """
+
+    def __init__(self, namespace: bytes, page_tokens: int, capacity: int) -> None:
+        self.namespace = namespace
+        self.page_tokens = page_tokens
+        self.n = 0
+        self.unscored = 0
+        self.gone: set[bytes] = set()
+        self._tokens: Tokens = np.empty(capacity, "<i4")
+        self._keys: list[bytes] = []
+
+    @property
+    def tokens(self) -> Tokens:
+        """The known tokens, a view."""
+        return self._tokens[: self.n]
+
+    def rewind(self, n: int) -> None:
+        """Keep the first `n` tokens."""
+        self.n = min(self.n, n)
+        self.unscored = min(self.unscored, n)
+        del self._keys[self.n // self.page_tokens :]
+        if n == 0:
+            self.gone.clear()
+
+    def extend(self, tokens: Sequence[int] | Tokens) -> None:
+        """These tokens were evaluated behind the others."""
+        end = self.n + len(tokens)
+        self._tokens[self.n : end] = tokens
+        self.n = end
+
+    def replace(self, tokens: Tokens) -> None:
+        """The context holds exactly these tokens."""
+        self.rewind(0)
+        self.extend(tokens)
+
+    def restored(self, tokens: Tokens) -> None:
+        """The context holds exactly these tokens, and their logits were never computed."""
+        self.replace(tokens)
+        self.unscored = len(tokens)
+
+    def catch_up(self, llm: llama_cpp.Llama, memory: Memory) -> bool:
+        """Follow a context that was rewound; whether all that it holds is known."""
+        n = llm.n_tokens
+        if n == self.n:
+            return True
+        if n > self.n or not np.array_equal(self._tokens[:n], llm.input_ids[:n]) or not memory.holds(n):
+            self.rewind(0)
+            return n == 0
+        self.rewind(n)
+        return True
+
+    def page_bytes(self, start: int, end: int) -> bytes:
+        """The token bytes of a page."""
+        return self._tokens[start:end].tobytes()
+
+    def keys(self) -> list[bytes]:
+        """The keys of all full pages."""
+        for i in range(len(self._keys), self.n // self.page_tokens):
+            start = i * self.page_tokens
+            self._keys.append(boundary_hash(self.parent(i), self.page_bytes(start, start + self.page_tokens)))
+        return self._keys
+
+    def parent(self, i: int) -> bytes:
+        """The key that page `i` follows."""
+        return self._keys[i - 1] if i else self.namespace

@@ -1,0 +1,160 @@
+"""The memory of a llama.cpp context: take pages out, put pages back.
+
+A page leaves by tagging: sequence 1 is made to hold all cells, sequence 0 the cells of one page, and
+``llama_state_seq_get_data`` writes sequence 0. (Sequence 1 cannot be written itself: with ``n_seq_max == 1`` its cells
+come out without a sequence id, and the loader refuses them.) A page comes back the same way round: it is loaded as
+sequence 1, whose cells are then given to sequence 0. Tags change, tensors do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from prefixstore.buffers import Lease
+from prefixstore.errors import ContextError
+
+__all__ = ["Memory", "kind_of", "page_tokens_for"]
+
+SEQUENCE = 0  # what Llama computes in
+SCRATCH = 1
+END = -1
+
+# magic, sequence id, number of streams, cells of the first stream
+STATE_HEADER = struct.Struct("<IIII")
+
+_u8_p = ctypes.POINTER(ctypes.c_uint8)
+
+
+def kind_of(llm: llama_cpp.Llama) -> str:
+    """``"pages"``, or why no pages can be taken: ``"recurrent"``, ``"hybrid"``, ``"encoder"`` or ``"no_memory"``."""
+    model = llm._model.model
+    if llama_cpp.llama_model_is_recurrent(model):
+        return "recurrent"
+    if llama_cpp.llama_model_is_hybrid(model):
+        return "hybrid"
+    if llama_cpp.llama_model_has_encoder(model):
+        return "encoder"
+    if not llama_cpp.llama_get_memory(llm._ctx.ctx):
+        return "no_memory"
+    return "pages"
+
+
+def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
+    """The length of a page: as wanted, but no longer than the model's sliding window, whose rows it would lack."""
+    window = int(llama_cpp.llama_model_n_swa(llm._model.model))
+    return min(wanted, window) if window else wanted
+
+
+class Memory:
+    """Sequence 0 of a context whose memory can be cut into pages.
+
+    Attributes
+    ----------
+    window
+        Length of the model's sliding window in tokens; 0 if it has none.
+    forgets
+        Whether rows that have left the window are overwritten (``swa_full=False``).
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = weakref.ref(llm)
+        self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
+        self.forgets = bool(self.window) and not llm.context_params.swa_full
+
+    def _pointers(self) -> tuple[Any, Any]:
+        llm = self._llm()
+        ctx = llm._ctx.ctx if llm is not None else None
+        if ctx is None:
+            raise ContextError("the Llama is closed; detach() the store before llm.close()")
+        return ctx, llama_cpp.llama_get_memory(ctx)
+
+    def holds(self, n: int) -> bool:
+        """Whether the first `n` tokens are all there, as far as the next token needs them: it can go on from `n`."""
+        _, mem = self._pointers()
+        first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
+        last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
+        needed_from = max(0, n - self.window) if self.forgets else 0
+        return n == 0 or (0 <= first <= needed_from and last >= n - 1)
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` tokens only."""
+        _, mem = self._pointers()
+        if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
+            raise ContextError(f"llama.cpp does not cut this context at {n}")
+
+    def load(self, state: memoryview, n_tokens: int) -> bool:
+        """Append a page of `n_tokens` tokens, straight from where it lies; whether llama.cpp took it."""
+        ctx, mem = self._pointers()
+        if len(state) < STATE_HEADER.size or STATE_HEADER.unpack_from(state)[2:] != (1, n_tokens):
+            return False
+        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
+        try:
+            if llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH) != len(state):
+                return False
+            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
+        finally:
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        return True
+
+    def take(self, ranges: Sequence[tuple[int, int]], lease: Callable[[int], Lease | None]) -> list[Lease | str]:
+        """Copy pages out.
+
+        Parameters
+        ----------
+        ranges
+            First position and boundary of each page.
+        lease
+            Supplies a buffer of so many bytes, or None.
+
+        Returns
+        -------
+        list
+            For each page a lease, which the caller releases, or why there is none: ``"incomplete"`` (the context does
+            not hold all rows of the page any more) or ``"queue_full"``. It ends at the first that is none.
+        """
+        ctx, mem = self._pointers()
+        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
+            raise ContextError("sequence 1 of the context is in use")
+        taken: list[Lease | str] = []
+        llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
+        llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+        try:
+            for start, end in ranges:
+                llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
+                taken.append(self._copy(ctx, mem, start, end, lease))
+                llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+                if isinstance(taken[-1], str):
+                    break
+        except BaseException:
+            for got in taken:
+                if isinstance(got, Lease):
+                    got.release()
+            raise
+        finally:
+            llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        return taken
+
+    @staticmethod
+    def _copy(ctx: Any, mem: Any, start: int, end: int, lease: Callable[[int], Lease | None]) -> Lease | str:
+        first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
+        last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
+        if (first, last) != (start, end - 1):
+            return "incomplete"
+        size = llama_cpp.llama_state_seq_get_size(ctx, SEQUENCE)
+        buffer = lease(size)
+        if buffer is None:
+            return "queue_full"
+        target = ctypes.cast(buffer.address, _u8_p)
+        if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
+            buffer.release()
+            raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
+        return buffer

@@ -1,0 +1,47 @@
+"""How long computing and restoring take here, measured as they happen."""
+
+from __future__ import annotations
+
+__all__ = ["Pace"]
+
+WEIGHT = 0.3
+# batches of fewer tokens say nothing about the rate of a prefill
+SMALLEST_BATCH = 32
+# a restore must lose by this much before it is left out, and one in so many is done all the same, to measure again
+LOSES_BY = 1.2
+TRY_AGAIN = 8
+
+
+class Pace:
+    """Decides whether a restore is worth it."""
+
+    def __init__(self) -> None:
+        self.token_seconds: float | None = None
+        self.page_seconds: float | None = None
+        self._left_out = 0
+
+    def computed(self, n_tokens: int, seconds: float) -> None:
+        """A batch was evaluated."""
+        if n_tokens >= SMALLEST_BATCH:
+            self.token_seconds = _mean(self.token_seconds, seconds / n_tokens)
+
+    def restored(self, n_pages: int, seconds: float) -> None:
+        """Pages were put back."""
+        self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
+
+    def is_worth(self, n_tokens: int, n_pages: int) -> bool:
+        """Whether restoring `n_pages` is expected to be faster than computing the `n_tokens` they save."""
+        if self.token_seconds is None or self.page_seconds is None:
+            return True
+        if self.page_seconds * n_pages <= self.token_seconds * n_tokens * LOSES_BY:
+            return True
+        self._left_out += 1
+        return self._left_out % TRY_AGAIN == 0
+
+    def compute_us(self, n_tokens: int) -> int:
+        """Microseconds that computing so many tokens takes here; 0 as long as nothing was computed."""
+        return round(self.token_seconds * n_tokens * 1e6) if self.token_seconds is not None else 0
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else (1 - WEIGHT) * old + WEIGHT * new

@@ -1,0 +1,50 @@
+"""What must be equal for a stored state to be valid in a context: the namespace."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+__all__ = ["Namespace"]
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The settings a state depends on, and their fingerprint.
+
+    Parameters
+    ----------
+    settings
+        Everything that must be equal, by name. Values are JSON scalars: str, int, float, bool or None.
+
+    Notes
+    -----
+    Two contexts share pages exactly if their settings are equal. The settings are kept in the store beside the
+    fingerprint, so that a difference can be named later.
+    """
+
+    settings: Mapping[str, str | int | float | bool | None]
+
+    @property
+    def canonical(self) -> bytes:
+        """The settings as canonical JSON: sorted keys, no blanks, UTF-8."""
+        return json.dumps(dict(self.settings), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+    @property
+    def key(self) -> bytes:
+        """The 16 bytes that stand for the namespace: xxh3-128 of `canonical`."""
+        return xxhash.xxh3_128_digest(self.canonical)
+
+    def differences(self, other: Namespace) -> dict[str, tuple[object, object]]:
+        """The settings that differ from `other`: name to (here, there)."""
+        names = sorted(self.settings.keys() | other.settings.keys())
+        pairs = {name: (self.settings.get(name), other.settings.get(name)) for name in names}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @classmethod
+    def parse(cls, canonical: bytes) -> Namespace:
+        """The namespace whose `canonical` bytes these are."""
+        return cls(json.loads(canonical))

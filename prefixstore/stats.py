@@ -1,0 +1,126 @@
+"""What the store has done, counted as it runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from prefixstore.budget import format_bytes
+
+__all__ = ["Counters", "Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a store has done since it was opened, and what its location holds.
+
+    Attributes
+    ----------
+    hits
+        Lookups that restored pages.
+    live_hits
+        Lookups for which the context already held as much as the store had to offer.
+    misses
+        Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
+        ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
+        ``"logprobs"`` (the logits of the prompt were asked for), ``"multimodal"`` (images are not in the tokens),
+        ``"recurrent"``, ``"hybrid"``, ``"encoder"``, ``"no_memory"`` (no pages can be taken of this model),
+        ``"error"``.
+    unreadable
+        Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
+        ``"unavailable"``, ``"refused"`` (by llama.cpp).
+    tokens_restored, tokens_computed
+        Tokens put back from the store, and tokens that went through ``eval``.
+    pages_captured
+        Pages taken out of the context.
+    dropped
+        Pages that were captured, or should have been, and are not stored, by reason: ``"queue_full"``, ``"budget"``,
+        ``"full"`` (the disk or the map), ``"orphan"`` (the page before was evicted), ``"incomplete"`` (a sliding window
+        has moved on), ``"unavailable"``, ``"error"``.
+    evictions, corrupt
+        Pages removed for room, and because they were damaged; by this store.
+    restore_seconds, capture_seconds
+        Foreground time spent on putting pages back and on taking pages out.
+    seconds_saved
+        Time that computing the restored tokens would have taken, at the rate measured here, less `restore_seconds`.
+    entries, bytes_used
+        Pages in the location, and what it holds in bytes, index included.
+    bytes_stored, bytes_raw
+        Payloads as stored, and the states they stand for.
+    queued_bytes
+        Bytes captured and not yet written.
+    kind
+        What is stored of this context: ``"pages"``, or ``"none: "`` and the reason; ``"unbound"`` without a Llama.
+    """
+
+    hits: int
+    live_hits: int
+    misses: dict[str, int]
+    unreadable: dict[str, int]
+    tokens_restored: int
+    tokens_computed: int
+    pages_captured: int
+    dropped: dict[str, int]
+    evictions: int
+    corrupt: int
+    restore_seconds: float
+    capture_seconds: float
+    seconds_saved: float
+    entries: int
+    bytes_used: int
+    bytes_stored: int
+    bytes_raw: int
+    queued_bytes: int
+    kind: str
+
+    def __str__(self) -> str:
+        saved = f"{self.seconds_saved:.1f} s saved"
+        packed = f"{format_bytes(self.bytes_stored)} for {format_bytes(self.bytes_raw)} of state"
+        lines = {
+            "kind": self.kind,
+            "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",
+            "tokens": f"{self.tokens_restored} restored, {self.tokens_computed} computed, {saved}",
+            "stored": f"{self.entries} pages, {format_bytes(self.bytes_used)} used, {packed}",
+            "pages": f"{self.pages_captured} captured, {self.evictions} evicted, dropped: {_reasons(self.dropped)}",
+        }
+        return "\n".join(f"{name:8} {line}" for name, line in lines.items())
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())) or "none"
+
+
+class Counters:
+    """Counts by name, safe to raise from many threads."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """A lock that no thread of the parent holds."""
+        self._lock = threading.Lock()
+
+    def count(self, name: str, by: int = 1) -> None:
+        """Raise a count. A name such as ``"miss:not_found"`` belongs to the group before the colon."""
+        with self._lock:
+            self._counts[name] += by
+
+    def time(self, name: str, seconds: float) -> None:
+        """Add to a time."""
+        with self._lock:
+            self._seconds[name] += seconds
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def seconds(self, name: str) -> float:
+        """A time, in seconds."""
+        return self._seconds.get(name, 0.0)
+
+    def group(self, prefix: str) -> dict[str, int]:
+        """The counts of a group, by what stands behind the colon."""
+        with self._lock:
+            return {name.split(":", 1)[1]: n for name, n in self._counts.items() if name.startswith(prefix + ":")}

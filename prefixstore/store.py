@@ -1,0 +1,459 @@
+"""`PrefixStore`, the public face: the engine, and the hook into a ``Llama``."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from prefixstore.backends import is_persistent, open_backend
+from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
+from prefixstore.budget import Budget, parse_bytes
+from prefixstore.check import Violation
+from prefixstore.codec import pick
+from prefixstore.engine import Engine
+from prefixstore.errors import (
+    ClosedError,
+    InvalidParameterError,
+    MissingExtraError,
+    MisuseError,
+    NotAttachedError,
+)
+from prefixstore.eviction import POLICIES
+from prefixstore.namespace import Namespace
+from prefixstore.stats import Counters, Stats
+from prefixstore.writer import Writer
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+    from llama_cpp.llama import LlamaState
+    from typing_extensions import Self
+
+    from prefixstore.llama.hook import Hook
+
+__all__ = ["Match", "PrefixStore"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is stored of a prompt.
+
+    Attributes
+    ----------
+    n_tokens
+        Length of the longest stored prefix, in tokens.
+    pages
+        Keys of the pages that hold it, in order; the last one may reach beyond the prefix.
+    bytes
+        Size of these pages as stored.
+    """
+
+    n_tokens: int
+    pages: tuple[str, ...]
+    bytes: int
+
+
+class PrefixStore:
+    """A persistent prefix cache for llama-cpp-python.
+
+    Parameters
+    ----------
+    location
+        ``"lmdb:///path"``, a bare path (LMDB as well), ``"memory:"``, or None for LMDB in the user's cache directory.
+    llm
+        The ``llama_cpp.Llama`` to attach to. The store does not keep it alive.
+    namespace
+        A name that separates this store's pages from others in the same location. Required if there is no `llm` and the
+        location is persistent; with an `llm` it comes on top of the model's fingerprint, not in its place.
+    salt
+        Separates pages like `namespace`, for tenants who must not see each other's.
+    page_tokens
+        Tokens in a page. A model with a shorter sliding window gets shorter pages.
+    min_tokens
+        Sequences shorter than this are neither stored nor restored.
+    max_bytes
+        What the location may hold, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It holds for the
+        location as a whole; every process that writes keeps to its own figure.
+    max_entries
+        How many pages the location may hold; None for no limit.
+    codec
+        ``"raw"``, ``"zstd"``, or ``"auto"``: zstd as long as it saves a tenth.
+    policy
+        Which pages go first when there is no room: ``"lru"``.
+    read_only
+        Restore from an existing store, and never write to it.
+    write_behind
+        Whether pages are packed and written by a thread of their own. If not, the completion waits for it.
+    queue_bytes
+        Memory for pages that wait to be written. What does not fit is captured later, or not at all.
+
+    Raises
+    ------
+    InvalidParameterError
+        If a parameter cannot be used; the message names it and the way out.
+    LocationError, IncompatibleError
+        If the location cannot be opened.
+    ContextError
+        If the file of the model cannot be read.
+
+    Examples
+    --------
+    >>> llm = Llama("model.gguf", n_ctx=8192)  # doctest: +SKIP
+    >>> llm.set_cache(PrefixStore("lmdb:///var/cache/kv", llm))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        location: str | os.PathLike[str] | None = None,
+        llm: Llama | None = None,
+        *,
+        namespace: str | None = None,
+        salt: str | None = None,
+        page_tokens: int = 256,
+        min_tokens: int = 16,
+        max_bytes: int | str = "10GiB",
+        max_entries: int | None = None,
+        codec: str = "auto",
+        policy: str = "lru",
+        read_only: bool = False,
+        write_behind: bool = True,
+        queue_bytes: int | str = "256MiB",
+    ) -> None:
+        if policy not in POLICIES:
+            raise InvalidParameterError(f"policy={policy!r} is unknown; choose one of {', '.join(map(repr, POLICIES))}")
+        if is_persistent(location) and llm is None and namespace is None:
+            raise InvalidParameterError(
+                "a persistent location needs llm=, or namespace= with a name that stands for the model and its settings"
+            )
+        self._page_tokens = _count(page_tokens, "page_tokens", 1)
+        self._min_tokens = _count(min_tokens, "min_tokens", 0)
+        self._label = _text(namespace, "namespace")
+        self._salt = _text(salt, "salt")
+        self._read_only = read_only
+        self._hook: Hook | None = None
+        entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
+        self._budget = Budget(parse_bytes(max_bytes, "max_bytes"), entries)
+        queue = parse_bytes(queue_bytes, "queue_bytes")
+        encode = pick(codec)
+        self._counters = Counters()
+        backend = open_backend(location, max_bytes=self._budget.max_bytes, read_only=read_only)
+        self.location = backend.location
+        self._engine = Engine(backend, self._budget, POLICIES[policy], encode, self._counters)
+        self._writer = Writer(self._engine, queue, write_behind, self._counters, read_only=read_only)
+        # at the end of the process, or when nobody holds the store any more: what was captured is written
+        self._finalizer = weakref.finalize(self, _close, self._engine, self._writer)
+        _stores.add(self)
+        try:
+            if llm is not None:
+                self.attach(llm)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"PrefixStore({self.location!r}, kind={self.kind!r})"
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def attach(self, llm: Llama) -> None:
+        """Bind the store to a ``Llama``: from now on its pages are captured as it evaluates tokens.
+
+        Raises
+        ------
+        MisuseError
+            If the store, or the Llama, is attached already.
+        """
+        self._alive()
+        if self._hook is not None:
+            raise MisuseError("the store is attached to a Llama; detach() it first, or open another PrefixStore")
+        hook = self._make_hook(llm)
+        hook.attach()
+        self._hook = hook
+
+    def detach(self) -> None:
+        """Leave the ``Llama`` as it was. Does nothing if the store is not attached."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.detach()
+
+    def close(self) -> None:
+        """Detach, write what is queued, make it durable, and release the location. A second call does nothing."""
+        self.detach()
+        _stores.discard(self)
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        self._alive()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _alive(self) -> None:
+        if not self._finalizer.alive:
+            raise ClosedError("the store is closed; open a new PrefixStore")
+
+    def after_fork(self) -> None:
+        """In a forked child: new handles, locks and threads. What the parent captured, the parent writes."""
+        self._engine.after_fork()
+        self._writer.after_fork()
+
+    def _make_hook(self, llm: Llama) -> Hook:
+        try:
+            from prefixstore.llama.fingerprint import namespace_of  # noqa: PLC0415 - the extra "llama"
+            from prefixstore.llama.hook import Hook, register_cache  # noqa: PLC0415
+            from prefixstore.llama.memory import page_tokens_for  # noqa: PLC0415
+        except ImportError as error:
+            raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
+        if not hasattr(llm, "_ctx"):
+            raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
+        register_cache(PrefixStore)
+        page_tokens = page_tokens_for(llm, self._page_tokens)
+        namespace = namespace_of(llm, page_tokens=page_tokens, salt=self._salt, label=self._label)
+        return Hook(
+            llm,
+            self._engine,
+            self._writer,
+            self._counters,
+            namespace,
+            page_tokens=page_tokens,
+            min_tokens=self._min_tokens,
+            read_only=self._read_only,
+        )
+
+    def _hook_of(self, llm: Llama | None) -> Hook:
+        """The hook of the attached Llama, or one for this call."""
+        self._alive()
+        if llm is not None and (self._hook is None or self._hook.llm is not llm):
+            return self._make_hook(llm)
+        if self._hook is None:
+            raise NotAttachedError("no Llama is attached; give one as llm=, or call attach(llm) first")
+        return self._hook
+
+    # -- what the store is asked --------------------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """What is stored of the attached context: ``"pages"``, or ``"none: "`` and why; ``"unbound"`` without one."""
+        if self._hook is None:
+            return "unbound"
+        return "pages" if self._hook.kind == "pages" else f"none: {self._hook.kind}"
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace in which the store looks.
+
+        Raises
+        ------
+        NotAttachedError
+            If it is known neither from a Llama nor by name.
+        """
+        if self._hook is not None:
+            return self._hook.namespace
+        if self._label is None:
+            raise NotAttachedError("without a Llama the namespace is not known; attach(llm), or give namespace=")
+        return Namespace({"label": self._label, "salt": self._salt, "page_tokens": self._page_tokens})
+
+    def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
+        """What the engine wants to know about a prompt."""
+        self._alive()
+        page_tokens = self._hook.page_tokens if self._hook is not None else self._page_tokens
+        return self.namespace.key, as_tokens(tokens), page_tokens
+
+    def match(self, tokens: TokenSequence) -> Match:
+        """The longest stored prefix of `tokens`. Nothing changes, in the store or in the context.
+
+        Parameters
+        ----------
+        tokens
+            Token ids, shape ``(n,)``; an int32 array is fastest.
+        """
+        path = self._engine.match(*self._place(tokens))
+        pages = tuple(page.key.hex() for page in path.pages)
+        return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
+
+    def restore(self, tokens: TokenSequence, llm: Llama | None = None) -> int:
+        """Put what is stored of a prompt into the context, for a caller who goes on with ``eval`` or ``generate``.
+
+        Parameters
+        ----------
+        tokens
+            The prompt, shape ``(n,)``. Its last token is always left to evaluate.
+        llm
+            The Llama; the attached one by default.
+
+        Returns
+        -------
+        int
+            How many tokens of the prompt are live now: go on with ``llm.eval(tokens[n:])``.
+        """
+        return self._hook_of(llm).restore(as_tokens(tokens))
+
+    def capture(self, llm: Llama | None = None) -> int:
+        """Take all pages of the context that are not stored, the tail included; the number of pages.
+
+        They are written behind; `flush` waits for it. For an `llm` that the store is not attached to, the caller
+        vouches that the context holds what ``llm.input_ids`` says.
+        """
+        return self._hook_of(llm).capture()
+
+    def pin(self, tokens: TokenSequence) -> int:
+        """Keep the stored prefix of `tokens` from eviction; the number of tokens that are pinned."""
+        return self._pin(tokens, pinned=True)
+
+    def unpin(self, tokens: TokenSequence) -> int:
+        """Undo `pin`; the number of tokens that are not pinned any more."""
+        return self._pin(tokens, pinned=False)
+
+    def _pin(self, tokens: TokenSequence, *, pinned: bool) -> int:
+        namespace, wanted, page_tokens = self._place(tokens)
+        self._writable("pin")
+        self._writer.drain()
+        return self._engine.pin(namespace, wanted, page_tokens, pinned=pinned)
+
+    def flush(self) -> None:
+        """Return when all that was captured is durable.
+
+        Raises
+        ------
+        StorageError
+            If the location cannot make it so.
+        """
+        self._alive()
+        self._writer.flush()
+
+    def check(self) -> list[Violation]:
+        """Verify every invariant and every checksum of the location; what is wrong."""
+        self._alive()
+        self._writer.drain()
+        return self._engine.check()
+
+    def clear(self, *, everything: bool = False) -> int:
+        """Delete the pages of this store's namespace, pinned ones too; how many there were.
+
+        Parameters
+        ----------
+        everything
+            Delete the pages of all namespaces in the location.
+        """
+        self._alive()
+        self._writable("clear")
+        namespace = None if everything else self.namespace.key
+        self._writer.drain()
+        return self._engine.clear(namespace)
+
+    def _writable(self, name: str) -> None:
+        if self._read_only:
+            raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
+
+    def stats(self) -> Stats:
+        """What the store has done since it was opened, and what its location holds now."""
+        self._alive()
+        count = self._counters
+        used, stored, raw = self._engine.used()
+        return Stats(
+            hits=count["hits"],
+            live_hits=count["live_hits"],
+            misses=count.group("miss"),
+            unreadable=count.group("unreadable"),
+            tokens_restored=count["tokens_restored"],
+            tokens_computed=count["tokens_computed"],
+            pages_captured=count["pages_captured"],
+            dropped=count.group("dropped"),
+            evictions=count["evictions"],
+            corrupt=count["corrupt"],
+            restore_seconds=count.seconds("restore"),
+            capture_seconds=count.seconds("capture"),
+            seconds_saved=count.seconds("saved"),
+            entries=used.entries,
+            bytes_used=used.bytes,
+            bytes_stored=stored,
+            bytes_raw=raw,
+            queued_bytes=self._writer.queued_bytes,
+            kind=self.kind,
+        )
+
+    # -- as llama-cpp-python calls a cache ----------------------------------------------------------------------------
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget, in bytes."""
+        return self._budget.max_bytes
+
+    @property
+    def cache_size(self) -> int:
+        """What the location holds, in bytes, index included."""
+        self._alive()
+        return self._engine.used()[0].bytes
+
+    def __bool__(self) -> bool:
+        # llama-cpp-python asks `if self.cache:` and means `is not None`
+        return True
+
+    def __contains__(self, tokens: TokenSequence) -> bool:
+        return self.match(tokens).n_tokens > 0
+
+    def __getitem__(self, tokens: TokenSequence) -> LlamaState:
+        from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
+
+        completion = calling_completion(1)
+        state = self._bound(completion).lookup(tokens, completion)
+        if state is None:
+            raise KeyError("nothing is stored of this prompt")
+        return state
+
+    def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
+        from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
+
+        # neither argument says what the context holds: the key has tokens that were never evaluated
+        self._bound(calling_completion(1)).completed()
+
+    def _bound(self, completion: Any) -> Hook:
+        """The hook of the Llama that asks."""
+        self._alive()
+        if self._hook is None:
+            raise NotAttachedError(
+                "the store is a cache for the Llama it is attached to; create it as PrefixStore(location, llm), "
+                "or call attach(llm)"
+            )
+        if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
+            raise MisuseError(
+                "set_cache() was called on another Llama than the store is attached to; give each its own"
+            )
+        return self._hook
+
+
+def _close(engine: Engine, writer: Writer) -> None:
+    try:
+        writer.close()
+    finally:
+        engine.close()
+
+
+# every open store of this process, for the child of a fork
+_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _count(value: int, parameter: str, smallest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at least {smallest}")
+    return value
+
+
+def _text(value: str | None, parameter: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidParameterError(f"{parameter}={value!r} must be a text that is not empty")
+    return value

@@ -1,0 +1,153 @@
+"""Writing behind: a bounded queue and one thread, so that the foreground pays for a copy only."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+from prefixstore.buffers import Buffers, Lease
+from prefixstore.catalog import NewPage
+from prefixstore.engine import Engine
+from prefixstore.errors import PrefixStoreError
+from prefixstore.stats import Counters
+
+__all__ = ["Writer"]
+
+log = logging.getLogger("prefixstore")
+
+# One commit costs one flush of the disk: pages that wait together are written together.
+BATCH_BYTES = 64 << 20
+# Uses of pages are written with the next batch, or after this many seconds without one.
+NOTES_AFTER = 2.0
+
+
+class Writer:
+    """Takes captured pages and has the engine commit them.
+
+    Parameters
+    ----------
+    engine
+        Commits the pages.
+    queue_bytes
+        How many bytes may wait; one page of any size always may.
+    behind
+        Whether a thread commits, or the caller of `submit`.
+    counters
+        Counts what is dropped.
+    read_only
+        Whether uses and damaged pages are not noted in the backend.
+    """
+
+    def __init__(self, engine: Engine, queue_bytes: int, behind: bool, counters: Counters, *, read_only: bool) -> None:
+        self._engine = engine
+        self._queue_bytes = queue_bytes
+        self._behind = behind
+        self._counters = counters
+        self._read_only = read_only
+        self.after_fork()
+
+    def after_fork(self) -> None:
+        """An empty queue: the parent writes what it has captured."""
+        self._buffers = Buffers(self._queue_bytes)
+        self._queue: deque[NewPage] = deque()
+        self._wake = threading.Condition()
+        self._busy = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes captured and not yet written."""
+        return self._buffers.leased
+
+    def lease(self, size: int, *, wait: bool = False) -> Lease | None:
+        """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
+        return self._buffers.lease(size, wait=wait)
+
+    def submit(self, new: NewPage) -> bool:
+        """Have a page written; its buffer is the writer's from now on. False if the page is not wanted."""
+        if not self._engine.announce(new):
+            new.lease.release()
+            return False
+        if not self._behind:
+            self._commit([new])
+            return True
+        with self._wake:
+            self._queue.append(new)
+            self._start()
+            self._wake.notify_all()
+        return True
+
+    def nudge(self) -> None:
+        """Uses or damaged pages were noted: see to it that they are written some time."""
+        if not self._read_only:
+            with self._wake:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closing:
+            self._thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Return when everything submitted so far is durable.
+
+        Raises
+        ------
+        StorageError
+            If the backend cannot make it so.
+        """
+        self.drain()
+        if not self._read_only:
+            self._engine.sync()
+
+    def drain(self) -> None:
+        """Return when nothing is queued or noted any more: all that was submitted is committed, or dropped."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._queue and not self._busy)
+        if self._engine.has_notes and not self._read_only:
+            self._engine.commit([])
+
+    def close(self) -> None:
+        """Write what is queued and noted, make it durable, and end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.flush()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._busy = False
+                self._wake.notify_all()
+                self._wake.wait_for(lambda: self._queue or self._closing, timeout=NOTES_AFTER)
+                if self._closing and not self._queue:
+                    return
+                batch = self._next_batch()
+                self._busy = True
+            if batch or self._engine.has_notes:
+                self._commit(batch)
+
+    def _next_batch(self) -> list[NewPage]:
+        batch: list[NewPage] = []
+        size = 0
+        while self._queue and (not batch or size + len(self._queue[0].lease.view) <= BATCH_BYTES):
+            batch.append(self._queue.popleft())
+            size += len(batch[-1].lease.view)
+        return batch
+
+    def _commit(self, batch: list[NewPage]) -> None:
+        try:
+            self._engine.commit(batch)
+        except PrefixStoreError as error:
+            log.warning("a batch of %d pages is dropped: %s", len(batch), error)
+        except Exception:  # a fault of the store must not end the thread that keeps it
+            log.exception("a batch of %d pages is dropped", len(batch))
+            self._counters.count("dropped:error", len(batch))
+        finally:
+            for new in batch:
+                new.lease.release()
