@@ -10,14 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Snapshot
+from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.boundaries import boundary_hash
 from prefixstore.buffers import Lease
 from prefixstore.codec import Record, Usage
-from prefixstore.errors import StorageError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.eviction import Policy, VictimQueue
 from prefixstore.index import Index, Page
 from prefixstore.stats import Counters
@@ -71,52 +72,84 @@ class Catalog:
         self.damaged: set[bytes] = set()
         self.refused: set[bytes] = set()
         self._generation = -1
+        self._trusted = False
 
     # -- keeping up with the backend; all under the lock --------------------------------------------------------------
 
     def refresh(self, snapshot: Snapshot) -> None:
-        """Bring the index to the generation of the snapshot."""
+        """Bring the index to the generation of the snapshot, unless it is ahead of it."""
         generation = snapshot.generation
-        if generation == self._generation:
+        if generation < self._generation or (generation == self._generation and self._trusted):
+            # a snapshot that was opened before the last refresh tells nothing new
             return
-        changed = snapshot.changes(self._generation) if 0 <= self._generation < generation else None
+        changed = snapshot.changes(self._generation) if self._trusted else None
         if changed is None:
             self._rebuild(snapshot)
         else:
             for key in changed:
                 self._refresh_page(snapshot, key)
         self.refused.clear()
-        self._generation = generation
+        self._generation, self._trusted = generation, True
 
     def distrust(self) -> None:
-        """The index was changed for a transaction that failed: rebuild it at the next refresh."""
-        self._generation = -1
+        """The index may know less than is stored: rebuild it at the next refresh."""
+        self._trusted = False
+
+    @contextmanager
+    def transaction(self, backend: Backend) -> Iterator[Transaction]:
+        """A transaction, for which the index is up to date. If it fails, the index is not to be trusted."""
+        try:
+            with backend.transaction() as transaction:
+                with self.lock:
+                    self.refresh(transaction)
+                yield transaction
+        except BaseException:
+            with self.lock:
+                self.distrust()
+            raise
 
     def _refresh_page(self, snapshot: Snapshot, key: bytes) -> None:
         try:
             record, usage = snapshot.record(key), snapshot.usage(key)
-        except StorageError as error:
+        except (CorruptError, IncompatibleError) as error:
             log.warning("a page cannot be read: %s", error)
             record, usage = None, None
+            if isinstance(error, CorruptError):
+                self.damaged.add(key)
         if record is not None:
             self._know(key, record, usage or Usage(record.created))
         elif key not in self.pending:
-            self.forget(key)
+            self.lose(key)
 
     def _rebuild(self, snapshot: Snapshot) -> None:
+        found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+        stored: dict[bytes, tuple[Record, Usage]] = {}
+        for key, (record, usage) in found.items():
+            if isinstance(record, Record):
+                stored[key] = record, usage
+            elif isinstance(record, CorruptError):
+                self.damaged.add(key)
+            elif not isinstance(record, IncompatibleError):
+                raise record
         self.index = Index()
         self.victims = VictimQueue(self.index, self._policy)
-        readable = [(record, key, usage) for key, record, usage in snapshot.scan() if isinstance(record, Record)]
-        readable.sort(key=lambda found: found[0].start)
-        for record, key, usage in readable:
-            self._know(key, record, usage)
-        for new in sorted(self.pending.values(), key=lambda new: new.page.start):
-            # a node of the old index: what hung on it is added anew, if it is still there
-            new.page.child_tokens, new.page.children = [], []
-            if not self.index.add(new.page):
-                self.drop(new.page.key, "orphan")
+        # parents first; a page that is both pending and stored is the pending node
+        places = [(new.page.start, 0, key) for key, new in self.pending.items()]
+        places += [(record.start, 1, key) for key, (record, _) in stored.items()]
+        for _, is_stored, key in sorted(places):
+            if is_stored:
+                record, usage = stored[key]
+                if not self._know(key, record, usage) and record.parent not in found:
+                    self.damaged.add(key)
+            else:
+                # a node of the old index: what hung on it is added anew, if it is still there
+                page = self.pending[key].page
+                page.child_tokens, page.children = [], []
+                if not self.index.add(page):
+                    self.drop(key, "orphan")
 
-    def _know(self, key: bytes, record: Record, usage: Usage) -> None:
+    def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
+        """Note a stored page; whether it has its place in the index."""
         page = self.index.get(key)
         if page is not None:
             self.index.resize(page, record.stored_bytes)
@@ -137,8 +170,11 @@ class Catalog:
                 usage.hits,
                 usage.pinned,
             )
-            self.index.add(page)
-        self.victims.push(page)
+            if not self.index.add(page):
+                return False
+        if key not in self.pending:
+            self.victims.push(page)
+        return True
 
     # -- pages come and go; all under the lock ------------------------------------------------------------------------
 
@@ -162,7 +198,8 @@ class Catalog:
     def committed(self, news: Iterable[NewPage]) -> None:
         """These pages are in the backend now."""
         for new in news:
-            if self.pending.pop(new.page.key, None) is not None:
+            if self.pending.get(new.page.key) is new:
+                del self.pending[new.page.key]
                 self.victims.push(new.page)
 
     def forget(self, key: bytes) -> list[Page]:
@@ -178,15 +215,21 @@ class Catalog:
         return gone
 
     def drop(self, key: bytes, reason: str) -> None:
-        """Give a pending page up, with what depends on it, and count them."""
-        if self.pending.pop(key, None) is not None:
-            self._counters.count(f"dropped:{reason}")
-        lost = [page.key for page in self.forget(key) if page.key != key]
-        self._counters.count(f"dropped:{reason}", len(lost))
+        """Give a pending page up, with what is pending behind it, and count them."""
+        pending = len(self.pending)
+        self.pending.pop(key, None)
+        self.forget(key)
+        if lost := pending - len(self.pending):
+            self._counters.count(f"dropped:{reason}", lost)
+
+    def lose(self, key: bytes) -> None:
+        """A stored page is gone: forget it, and count what was pending behind it."""
+        self.drop(key, "orphan")
 
     def damage(self, key: bytes) -> None:
-        """A page is damaged: forget it and what depends on it, and have it deleted with the next batch."""
-        self.damaged.update([key, *(page.key for page in self.forget(key))])
+        """A page is damaged: forget it and what depends on it, and have them deleted with the next batch."""
+        self.damaged.add(key)
+        self.lose(key)
 
     def touch(self, pages: Iterable[Page]) -> None:
         """Note that pages were used; it is written with the next batch."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.budget import Budget
 from prefixstore.catalog import Catalog, NewPage
-from prefixstore.codec import Buffer, Record, Usage, checksum
-from prefixstore.errors import FullError, StorageError
+from prefixstore.codec import Buffer, Record, Usage, checksum, decode
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
@@ -44,7 +45,21 @@ class Committer:
         int
             How many pages of the batch are stored now.
         """
-        packed = [self._pack(new) for new in batch if new.page.key in self._catalog.pending]
+        catalog = self._catalog
+        try:
+            return self._commit([new for new in batch if catalog.pending.get(new.page.key) is new])
+        except BaseException:
+            # their buffers go back to the pool now: nobody may find them any more
+            with catalog.lock:
+                given_up = [new.page.key for new in batch if catalog.pending.get(new.page.key) is new]
+                for key in given_up:
+                    del catalog.pending[key]
+                for key in given_up:
+                    catalog.lose(key)
+            raise
+
+    def _commit(self, batch: Sequence[NewPage]) -> int:
+        packed = [self._pack(new) for new in batch]
         room = sum(len(stored) for _, _, stored in packed)
         cause: StorageError
         for attempt in range(ATTEMPTS):
@@ -59,8 +74,9 @@ class Committer:
                 break
         log.warning("%d pages are dropped: %s", len(packed), cause)
         with self._catalog.lock:
-            for new, _, _ in packed:
-                self._catalog.drop(new.page.key, reason)
+            for new in batch:
+                if self._catalog.pending.get(new.page.key) is new:
+                    self._catalog.drop(new.page.key, reason)
         return 0
 
     def _pack(self, new: NewPage) -> Packed:
@@ -83,27 +99,22 @@ class Committer:
     def _write(self, packed: Sequence[Packed]) -> int:
         written: list[NewPage] = []
         catalog = self._catalog
-        try:
-            with self._backend.transaction() as transaction:
-                with catalog.lock:
-                    catalog.refresh(transaction)
-                    damaged, touched = set(catalog.damaged), dict(catalog.touched)
-                for key in damaged:
-                    transaction.delete(key)
-                refused = [
-                    (new, reason)
-                    for new, record, stored in packed
-                    if (reason := self._put(transaction, new, record, stored, written)) is not None
-                ]
-                for key, hits in touched.items():
-                    self._write_use(transaction, key, hits)
-        except BaseException:
+        with catalog.transaction(self._backend) as transaction:
             with catalog.lock:
-                catalog.distrust()
-            raise
+                damaged, touched = set(catalog.damaged), dict(catalog.touched)
+            removed = self._remove_damaged(transaction, damaged) if damaged else 0
+            refused = [
+                (new, reason)
+                for new, record, stored in packed
+                if (reason := self._put(transaction, new, record, stored, written)) is not None
+            ]
+            for key, hits in touched.items():
+                self._write_use(transaction, key, hits)
         with catalog.lock:
             catalog.committed(written)
-            catalog.damaged -= damaged
+            if damaged:
+                catalog.damaged -= damaged
+                catalog.distrust()
             for key, hits in touched.items():
                 if catalog.touched.get(key) == hits:
                     del catalog.touched[key]
@@ -111,29 +122,56 @@ class Committer:
                 catalog.drop(new.page.key, reason)
                 if reason == "budget":
                     catalog.refused.add(new.page.key)
-        self._counters.count("corrupt", len(damaged))
+        self._counters.count("corrupt", removed)
         return len(written)
+
+    def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes]) -> int:
+        """Delete those that are damaged indeed, and all that is stored behind them; how many.
+
+        Another process may have put a good page in the place of a suspect, or pages behind it that are not known here.
+        """
+        children: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for key, record, _ in transaction.scan():
+            if isinstance(record, Record):
+                children[record.parent].append(key)
+        doomed = dict.fromkeys(key for key in suspects if _is_damaged(transaction, key))
+        behind = list(doomed)
+        for key in behind:
+            behind += children.pop(key, ())
+        doomed |= dict.fromkeys(behind)
+        for key in doomed:
+            transaction.delete(key)
+            with self._catalog.lock:
+                if key not in self._catalog.pending:
+                    self._catalog.lose(key)
+        return len(doomed)
 
     def _put(
         self, transaction: Transaction, new: NewPage, record: Record, stored: Buffer, written: list[NewPage]
     ) -> str | None:
         """Write one page; or why not."""
         page, catalog = new.page, self._catalog
-        if page.parent != page.namespace and transaction.record(page.parent) is None:
-            return "orphan"
+        try:
+            if page.parent != page.namespace and not _is_stored(transaction, page.parent):
+                return "orphan"
+            is_stored = _is_stored(transaction, page.key)
+        except IncompatibleError as error:
+            log.warning("a page is not written: %s", error)
+            return "unavailable"
         with catalog.lock:
-            if page.key not in catalog.pending:
+            if catalog.pending.get(page.key) is not new:
                 return None  # forgotten since: superseded, or cleared
             older = catalog.index.superseded_by(page)
             if older is not None and older.key not in catalog.pending:
                 transaction.delete(older.key)
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)
-        if transaction.record(page.key) is None:
+        if not is_stored:
             if not self._evict(transaction, transaction.cost(record, len(stored)), entries=1):
                 return "budget"
             transaction.put_namespace(page.namespace, new.settings)
-            transaction.put(page.key, record, Usage(page.last_used, page.hits, page.pinned), stored)
+            # hits that it has had already are among the uses that are written afterwards
+            transaction.put(page.key, record, Usage(page.last_used, 0, page.pinned), stored)
         with catalog.lock:
             catalog.index.resize(page, len(stored))
         written.append(new)
@@ -172,14 +210,29 @@ class Committer:
 
     def _make_room(self, room: int) -> None:
         """Delete first and write later: what a transaction deletes is of use to a later one only."""
-        try:
-            with self._backend.transaction() as transaction:
-                with self._catalog.lock:
-                    self._catalog.refresh(transaction)
-                spare = max(self._budget.max_bytes - transaction.used.bytes, 0)
-                self._evict(transaction, min(spare + room, self._budget.max_bytes))
-        except BaseException:
-            with self._catalog.lock:
-                self._catalog.distrust()
-            raise
+        with self._catalog.transaction(self._backend) as transaction:
+            spare = max(self._budget.max_bytes - transaction.used.bytes, 0)
+            self._evict(transaction, min(spare + room, self._budget.max_bytes))
         self._backend.reclaim()
+
+
+def _is_stored(transaction: Transaction, key: bytes) -> bool:
+    """Whether a page is there; one whose record is damaged is not, and may be overwritten."""
+    try:
+        return transaction.record(key) is not None
+    except CorruptError:
+        return False
+
+
+def _is_damaged(transaction: Transaction, key: bytes) -> bool:
+    """Whether a page cannot be restored for good: by its own fault, or because the page before it is missing."""
+    try:
+        record, payload = transaction.record(key), transaction.payload(key)
+        if record is None or payload is None:
+            return record is not None or payload is not None
+        decode(record, payload)
+        return record.parent != record.namespace and transaction.record(record.parent) is None
+    except CorruptError:
+        return True
+    except IncompatibleError:
+        return False

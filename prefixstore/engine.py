@@ -45,6 +45,7 @@ class Engine:
     def __init__(self, backend: Backend, budget: Budget, policy: Policy, encode: Encoder, counters: Counters) -> None:
         self._backend = backend
         self._budget = budget
+        self._counters = counters
         self._catalog = Catalog(policy, counters)
         self._fetcher = Fetcher(backend, self._catalog, counters)
         self._committer = Committer(backend, self._catalog, budget, encode, counters)
@@ -52,6 +53,7 @@ class Engine:
     def after_fork(self) -> None:
         """In a forked child, before anything else: new locks, threads and handles."""
         self._backend.after_fork()
+        self._counters.after_fork()
         self._catalog.after_fork()
         self._fetcher.after_fork()
 
@@ -123,11 +125,12 @@ class Engine:
 
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
-        with self._backend.transaction() as transaction, self._catalog.lock:
-            self._catalog.refresh(transaction)
+        with self._catalog.transaction(self._backend) as transaction, self._catalog.lock:
             path = self._catalog.index.match(namespace, tokens, page_tokens)
             for page in path.pages:
                 self._pin_page(transaction, page, pinned)
+            # what was refused for want of room may find it now
+            self._catalog.refused.clear()
         return path.n_tokens
 
     def _pin_page(self, transaction: Transaction, page: Page, pinned: bool) -> None:
@@ -135,12 +138,12 @@ class Engine:
         if usage is not None:
             transaction.touch(page.key, Usage(usage.last_used, usage.hits, pinned))
         page.pinned = pinned
-        self._catalog.victims.push(page)
+        if page.key not in self._catalog.pending:
+            self._catalog.victims.push(page)
 
     def clear(self, namespace: bytes | None) -> int:
         """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""
-        with self._backend.transaction() as transaction, self._catalog.lock:
-            self._catalog.refresh(transaction)
+        with self._catalog.transaction(self._backend) as transaction, self._catalog.lock:
             doomed = [page.key for page in self._catalog.index if namespace in (None, page.namespace)]
             for key in doomed:
                 transaction.delete(key)

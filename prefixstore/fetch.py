@@ -1,4 +1,4 @@
-"""Verified states of pages, read ahead: while one is used, the next is read, verified and decoded."""
+"""Verified states of pages, read ahead: while one is used, the next ones are read, verified and decoded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
+from threading import Semaphore
 
 from prefixstore.backends.base import Backend, Snapshot
 from prefixstore.buffers import Lease
@@ -18,6 +20,9 @@ from prefixstore.stats import Counters
 __all__ = ["Fetcher"]
 
 log = logging.getLogger("prefixstore")
+
+# pages that are ready before they are asked for
+AHEAD = 2
 
 
 class Fetcher:
@@ -64,16 +69,31 @@ class Fetcher:
     def _states(
         self, snapshot: Snapshot, pages: Sequence[Page], held: dict[bytes, Lease]
     ) -> Generator[memoryview, None, None]:
-        state = self._state(snapshot, pages[0], held) if pages else None
-        for following in [*pages[1:], None]:
-            if state is None:
-                return
-            # one thread at a time uses the snapshot: the caller only looks at bytes that it was given
-            coming = self._ahead.submit(self._state, snapshot, following, held) if following is not None else None
+        ready: SimpleQueue[memoryview | None] = SimpleQueue()
+        room = Semaphore(AHEAD)
+        left = False
+
+        def read() -> None:
             try:
-                yield state
+                for page in pages:
+                    room.acquire()
+                    state = None if left else self._state(snapshot, page, held)
+                    if state is None:
+                        break
+                    ready.put(state)
             finally:
-                state = coming.result() if coming is not None else None
+                ready.put(None)
+
+        # only this one thread uses the snapshot: the caller looks at bytes that it was given
+        reading = self._ahead.submit(read)
+        try:
+            while (state := ready.get()) is not None:
+                yield state
+                room.release()
+        finally:
+            left = True
+            room.release()
+            reading.result()
 
     def _state(self, snapshot: Snapshot, page: Page, held: dict[bytes, Lease]) -> memoryview | None:
         if page.key in held:

@@ -70,13 +70,15 @@ class Writer:
         if not self._engine.announce(new):
             new.lease.release()
             return False
-        if not self._behind:
-            self._commit([new])
-            return True
         with self._wake:
-            self._queue.append(new)
-            self._start()
-            self._wake.notify_all()
+            # once the thread has been told to end, nobody would take it from the queue
+            queued = self._behind and not self._closing
+            if queued:
+                self._queue.append(new)
+                self._start()
+                self._wake.notify_all()
+        if not queued:
+            self._commit([new])
         return True
 
     def nudge(self) -> None:

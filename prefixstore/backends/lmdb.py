@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release, translate
+from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release
 from prefixstore.budget import Used
 from prefixstore.codec import Buffer, Record, Usage
 from prefixstore.errors import LocationError, StorageError, UnavailableError
@@ -98,10 +99,10 @@ class _Change(_View, Transaction):
         self._changed: list[bytes] = []
 
     def cost(self, record: Record, n_bytes: int) -> int:
-        # a payload has pages of its own; a record, its usage and the change may each split a leaf
+        # a payload has pages of its own; each of the four trees may split a leaf and the branch above it
         payload = -(-(n_bytes + PAGE_HEADER) // self._page_size)
         tokens = -(-(len(record.tokens) + 256) // self._page_size)
-        return (payload + tokens + 3) * self._page_size
+        return (payload + tokens + 8) * self._page_size
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         # the bytes first, then the record that makes them visible
@@ -160,8 +161,9 @@ class LMDBBackend(Backend):
         self._path = Path(path).expanduser().absolute()
         self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
         self._read_only = read_only
-        self._environment: Environment | None = None
         self._closed = False
+        self._environment: Environment | None = None
+        self.after_fork()
         self._prepare_directory()
         self._open()
 
@@ -184,12 +186,12 @@ class LMDBBackend(Backend):
 
     def _open(self) -> Environment:
         """The shared environment of this process, opened if need be."""
-        if self._environment is not None:
+        with self._opening:
+            if self._closed:
+                raise UnavailableError(f"{self._path} is closed")
+            if self._environment is None:
+                self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
             return self._environment
-        if self._closed:
-            raise UnavailableError(f"{self._path} is closed")
-        self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
-        return self._environment
 
     @property
     def location(self) -> str:
@@ -204,7 +206,7 @@ class LMDBBackend(Backend):
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         environment = self._open()
-        if environment.read_only:
+        if self._read_only:
             raise UnavailableError(f"{self._path} is open read-only")
         with environment.begin(write=True) as txn:
             change = _Change(txn, environment.databases)
@@ -213,10 +215,9 @@ class LMDBBackend(Backend):
 
     def sync(self) -> None:
         environment = self._open()
-        try:
+        # within a transaction, because the map is not replaced, nor the process forked, before it has ended
+        with environment.begin(write=False):
             environment.env.sync(True)
-        except lmdb.Error as error:
-            raise translate(error, self._path) from error
 
     def reclaim(self) -> None:
         """Let LMDB reuse what was deleted: dead readers go, and two commits pass (it keeps two states back)."""
@@ -229,10 +230,12 @@ class LMDBBackend(Backend):
 
     def after_fork(self) -> None:
         self._environment = None
+        self._opening = threading.Lock()
 
     def close(self) -> None:
-        self._closed = True
-        environment, self._environment = self._environment, None
+        with self._opening:
+            self._closed = True
+            environment, self._environment = self._environment, None
         if environment is not None:
             release(environment)
 

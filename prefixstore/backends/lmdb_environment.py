@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +28,8 @@ from prefixstore.errors import (
 __all__ = ["DATABASES", "Environment", "acquire", "release", "translate"]
 
 SMALLEST_MAP = 1 << 20
+# a disk with less room than this counts as full
+SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
 MAGIC = b"prefixstore"
 DATABASES = (b"meta", b"namespaces", b"records", b"usage", b"payloads", b"changes")
@@ -33,13 +38,18 @@ META_FORMAT = struct.Struct("<I")
 
 def translate(error: lmdb.Error, path: Path) -> StorageError:
     """The error of our tree that says what an LMDB error means for the caller."""
-    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)):
+    if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
         return FullError(f"{path}: {error}")
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")
     if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
         return IncompatibleError(f"{path} is not an LMDB environment that this version can read: {error}")
     return UnavailableError(f"{path}: {error}")
+
+
+def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
+    """Whether LMDB calls a write that was cut short for want of room an I/O error."""
+    return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
 
 
 class Environment:
@@ -49,7 +59,8 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.users = 0
-        self._active = 0
+        self._active: Counter[int] = Counter()  # open transactions by thread
+        self._wanted_still = 0
         self._turnstile = threading.Condition()
         try:
             self.env = lmdb.open(
@@ -57,13 +68,17 @@ class Environment:
                 map_size=max(map_size, SMALLEST_MAP),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
+                # a cached one would hold a reader slot, which a forked child would take from its parent
+                max_spare_txns=0,
                 mode=0o600,
                 # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
                 metasync=False,
                 readonly=read_only,
                 create=not read_only,
             )
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
+            if type(error) in (lmdb.Error, lmdb.ReadonlyError) or isinstance(error, OSError):
+                raise LocationError(f"{path} cannot be opened: {error}; choose another location") from error
             raise translate(error, path) from error
         try:
             if not read_only:
@@ -77,29 +92,39 @@ class Environment:
             raise
 
     def _open_databases(self) -> dict[bytes, Any]:
-        with self.env.begin() as txn:
+        with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         if names and not names >= set(DATABASES):
-            raise IncompatibleError(f"{self.path} holds another application's LMDB database; choose another location")
+            raise self._foreign()
         if not names and self.read_only:
             raise LocationError(f"{self.path} holds no store, and read_only=True creates none")
-        databases = {name: self.env.open_db(name, create=not self.read_only) for name in DATABASES}
-        with self.env.begin(write=not names) as txn:
-            meta = databases[b"meta"]
-            if not names:
-                txn.put(b"magic", MAGIC, db=meta)
-                txn.put(b"format", META_FORMAT.pack(FORMAT_VERSION), db=meta)
-            if txn.get(b"magic", db=meta) != MAGIC:
-                raise IncompatibleError(
-                    f"{self.path} holds another application's LMDB database; choose another location"
-                )
-            version = META_FORMAT.unpack(txn.get(b"format", b"", db=meta))[0]
-        if version > FORMAT_VERSION:
+        databases = (
+            self._open_or_create() if not self.read_only else {name: self.env.open_db(name) for name in DATABASES}
+        )
+        with self.begin(write=False) as txn:
+            magic, version = (bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format"))
+        if magic != MAGIC or len(version) != META_FORMAT.size:
+            raise self._foreign()
+        found = META_FORMAT.unpack(version)[0]
+        if found > FORMAT_VERSION:
             raise IncompatibleError(
-                f"{self.path} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; "
+                f"{self.path} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; "
                 "upgrade prefixstore, or choose another location"
             )
         return databases
+
+    def _open_or_create(self) -> dict[bytes, Any]:
+        """In one transaction: a crash leaves nothing of a new store, and another process never sees half of one."""
+        with self.begin(write=True) as txn:
+            new = txn.stat()["entries"] == 0
+            databases = {name: self.env.open_db(name, txn) for name in DATABASES}
+            if new:
+                txn.put(b"magic", MAGIC, db=databases[b"meta"])
+                txn.put(b"format", META_FORMAT.pack(FORMAT_VERSION), db=databases[b"meta"])
+        return databases
+
+    def _foreign(self) -> IncompatibleError:
+        return IncompatibleError(f"{self.path} holds another application's LMDB database; choose another location")
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
@@ -112,9 +137,12 @@ class Environment:
 
     @contextmanager
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
+        me = threading.get_ident()
         while True:
             with self._turnstile:
-                self._active += 1
+                # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
+                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active)
+                self._active[me] += 1
             try:
                 with self.env.begin(write=write, buffers=True) as txn:
                     yield txn
@@ -123,17 +151,30 @@ class Environment:
                 pass  # raised by begin only: another process has let the file grow
             finally:
                 with self._turnstile:
-                    self._active -= 1
+                    self._active[me] -= 1
+                    self._active += Counter()  # forgets those that are zero
                     self._turnstile.notify_all()
             self.resize(0)
 
+    def hold_still(self) -> None:
+        """Wait until no transaction of this process is open, and let none begin until `go_on`."""
+        self._turnstile.acquire()
+        self._wanted_still += 1
+        self._turnstile.wait_for(lambda: not self._active)
+
+    def go_on(self) -> None:
+        """Let transactions begin again."""
+        self._wanted_still -= 1
+        self._turnstile.notify_all()
+        self._turnstile.release()
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No transaction of this process is open, and none begins."""
-        with self._turnstile:
-            while self._active:
-                self._turnstile.wait()
+        self.hold_still()
+        try:
             yield
+        finally:
+            self.go_on()
 
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
@@ -148,21 +189,33 @@ class Environment:
 
 
 _open: dict[Path, Environment] = {}
-_open_lock = threading.Lock()
+_open_lock = threading.RLock()
 
 
-def _reset_after_fork() -> None:
-    """A forked child must not touch the parent's handles, not even to close them; it opens its own."""
-    global _open_lock
-    _inherited.extend(_open.values())
+def _before_fork() -> None:
+    """Wait until no transaction is open in this process, and let none begin."""
+    _open_lock.acquire()
+    for environment in _open.values():
+        environment.hold_still()
+
+
+def _after_fork_in_parent() -> None:
+    for environment in _open.values():
+        environment.go_on()
+    _open_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """A child must not use the parent's handles. Without a transaction, closing them takes nothing from the parent."""
+    for environment in _open.values():
+        environment.env.close()
+        environment.go_on()
     _open.clear()
-    _open_lock = threading.Lock()
+    _open_lock.release()
 
 
-# Kept alive on purpose: closing them in the child would take the parent's reader slots away.
-_inherited: list[Environment] = []
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:

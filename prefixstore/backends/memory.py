@@ -43,7 +43,7 @@ class _Pages:
     def __init__(self) -> None:
         self.entries: dict[bytes, _Entry] = {}
         self.namespaces: dict[bytes, bytes] = {}
-        self.changes: deque[tuple[int, bytes]] = deque(maxlen=CHANGES_KEPT)
+        self.changes: deque[tuple[int, list[bytes]]] = deque(maxlen=CHANGES_KEPT)
         self.generation = 0
         self.bytes = 0
 
@@ -58,6 +58,10 @@ class _View(Snapshot):
     def _entry(self, key: bytes) -> _Entry | None:
         return self._pages.entries.get(key)
 
+    def _items(self) -> list[tuple[bytes, _Entry]]:
+        with self._lock:
+            return list(self._pages.entries.items())
+
     @property
     def generation(self) -> int:
         return self._pages.generation
@@ -70,12 +74,10 @@ class _View(Snapshot):
             return []
         if since > now or not kept or kept[0][0] > since + 1:
             return None
-        return [key for generation, key in kept if generation > since]
+        return [key for generation, keys in kept if generation > since for key in keys]
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        with self._lock:
-            entries = list(self._pages.entries.items())
-        for key, entry in entries:
+        for key, entry in self._items():
             yield key, entry.record, entry.usage
 
     def record(self, key: bytes) -> Record | None:
@@ -91,8 +93,7 @@ class _View(Snapshot):
         return entry.payload if entry is not None else None
 
     def payload_keys(self) -> Iterator[bytes]:
-        with self._lock:
-            return iter(list(self._pages.entries))
+        return (key for key, _ in self._items())
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         with self._lock:
@@ -117,6 +118,13 @@ class _Change(_View, Transaction):
 
     def _entry(self, key: bytes) -> _Entry | None:
         return self._staged[key] if key in self._staged else super()._entry(key)
+
+    def _items(self) -> list[tuple[bytes, _Entry]]:
+        items = dict(super()._items()) | self._staged
+        return [(key, entry) for key, entry in items.items() if entry is not None]
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return {**super().namespaces(), **self._staged_namespaces}
 
     @property
     def used(self) -> Used:
@@ -163,7 +171,7 @@ class _Change(_View, Transaction):
             pages.bytes = self._bytes
             if self._structural:
                 pages.generation += 1
-                pages.changes.extend((pages.generation, key) for key in self._structural)
+                pages.changes.append((pages.generation, self._structural))
 
 
 class MemoryBackend(Backend):
@@ -212,9 +220,12 @@ class MemoryBackend(Backend):
 
 _backends: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
 _held: list[MemoryBackend] = []
+# one thread forks at a time: another one must not let go what this one holds
+_forking = threading.Lock()
 
 
 def _before_fork() -> None:
+    _forking.acquire()
     _held.extend(_backends)
     for backend in _held:
         backend.hold_still()
@@ -223,11 +234,13 @@ def _before_fork() -> None:
 def _after_fork_in_parent() -> None:
     while _held:
         _held.pop().go_on()
+    _forking.release()
 
 
 def _after_fork_in_child() -> None:
     while _held:
         _held.pop().after_fork()
+    _forking.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -79,10 +79,12 @@ class Capturer:
         wanted = self._wanted(tail)
         if not wanted:
             return 0
+        before = self._counters["pages_captured"]
         started = time.perf_counter()
-        taken = self._memory.take(wanted, lambda size: self._writer.lease(size, wait=wait))
+        # each page is on its way before the next is taken: while one waits for room, those before it are written
+        self._memory.take(wanted, lambda size: self._writer.lease(size, wait=wait), self._submit)
         self._counters.time("capture", time.perf_counter() - started)
-        return sum(self._submit(start, end, got) for (start, end), got in zip(wanted, taken, strict=False))
+        return self._counters["pages_captured"] - before
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
         """First position and boundary of each page to take. A page whose parent cannot be stored is not among them."""
@@ -102,13 +104,13 @@ class Capturer:
                 wanted.append((start, lineage.n))
         return wanted
 
-    def _submit(self, start: int, end: int, got: Lease | str) -> bool:
+    def _submit(self, start: int, end: int, got: Lease | str) -> None:
         lineage = self._lineage
         if isinstance(got, str):
             self._counters.count(f"dropped:{got}")
             if got == "incomplete" and end % lineage.page_tokens == 0:
                 lineage.gone.add(lineage.keys()[start // lineage.page_tokens])
-            return False
+            return
         new = NewPage.of(
             lineage.namespace,
             self._settings,
@@ -118,9 +120,7 @@ class Capturer:
             got,
             self._pace.compute_us(end - start),
         )
-        submitted = self._writer.submit(new)
-        self._counters.count("pages_captured", submitted)
-        return submitted
+        self._counters.count("pages_captured", self._writer.submit(new))
 
     def vouch(self, llm: llama_cpp.Llama) -> None:
         """Take the context's word for what it holds."""

@@ -84,27 +84,33 @@ class Memory:
         return n == 0 or (0 <= first <= needed_from and last >= n - 1)
 
     def cut(self, n: int) -> None:
-        """Keep the first `n` tokens only."""
+        """Keep the first `n` tokens only, tagged as sequence 0 only."""
         _, mem = self._pointers()
+        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
             raise ContextError(f"llama.cpp does not cut this context at {n}")
 
     def load(self, state: memoryview, n_tokens: int) -> bool:
-        """Append a page of `n_tokens` tokens, straight from where it lies; whether llama.cpp took it."""
+        """Append a page of `n_tokens` tokens, straight from where it lies; whether llama.cpp took it.
+
+        The page keeps its second tag until the next one is loaded, or until `cut`.
+        """
         ctx, mem = self._pointers()
         if len(state) < STATE_HEADER.size or STATE_HEADER.unpack_from(state)[2:] != (1, n_tokens):
             return False
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
-        try:
-            if llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH) != len(state):
-                return False
-            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
-        finally:
-            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        if llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH) != len(state):
+            return False
+        llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
         return True
 
-    def take(self, ranges: Sequence[tuple[int, int]], lease: Callable[[int], Lease | None]) -> list[Lease | str]:
-        """Copy pages out.
+    def take(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        lease: Callable[[int], Lease | None],
+        accept: Callable[[int, int, Lease | str], object],
+    ) -> None:
+        """Copy pages out, up to the first that cannot be had.
 
         Parameters
         ----------
@@ -112,36 +118,28 @@ class Memory:
             First position and boundary of each page.
         lease
             Supplies a buffer of so many bytes, or None.
-
-        Returns
-        -------
-        list
-            For each page a lease, which the caller releases, or why there is none: ``"incomplete"`` (the context does
-            not hold all rows of the page any more) or ``"queue_full"``. It ends at the first that is none.
+        accept
+            Is given each page, ``accept(start, end, buffer)``, and releases its buffer when it is done with it; for a
+            page that cannot be had, the reason: ``"incomplete"`` (the context does not hold all rows of it any more)
+            or ``"queue_full"``.
         """
         ctx, mem = self._pointers()
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
             raise ContextError("sequence 1 of the context is in use")
-        taken: list[Lease | str] = []
         llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
         llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         try:
             for start, end in ranges:
                 llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
-                taken.append(self._copy(ctx, mem, start, end, lease))
-                llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
-                if isinstance(taken[-1], str):
+                got = self._copy(ctx, mem, start, end, lease)
+                accept(start, end, got)
+                if isinstance(got, str):
                     break
-        except BaseException:
-            for got in taken:
-                if isinstance(got, Lease):
-                    got.release()
-            raise
+                llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         finally:
             llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
             llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        return taken
 
     @staticmethod
     def _copy(ctx: Any, mem: Any, start: int, end: int, lease: Callable[[int], Lease | None]) -> Lease | str:

@@ -1,0 +1,121 @@
+"""What all benchmarks share: the model, its prompt, and how times are taken."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from prefixstore.llama.synthetic import DEMO, write_model
+
+N_CTX = 8192
+CACHE = Path(__file__).parent / ".cache"
+
+
+def model_path(**overrides: Any) -> Path:
+    """The demo's model: Llama shape, 16 layers, 32 KiB of state a token; written once."""
+    name = "-".join(["demo", *(f"{key}{value}" for key, value in sorted(overrides.items()))])
+    path = CACHE / f"{name}.gguf"
+    if not path.exists():
+        CACHE.mkdir(exist_ok=True)
+        write_model(path, replace(DEMO, **overrides))
+    return path
+
+
+def load(path: Path, **options: Any) -> llama_cpp.Llama:
+    return llama_cpp.Llama(str(path), verbose=False, **{"n_ctx": N_CTX, **options})
+
+
+def prompt_tokens(llm: llama_cpp.Llama, n: int, seed: int = 0) -> list[int]:
+    """`n` tokens that the model knows, the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(300, 8000, n).tolist()
+
+
+def state_of(llm: llama_cpp.Llama) -> ctypes.Array[ctypes.c_uint8]:
+    """The whole state of sequence 0, as one buffer."""
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    buffer = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
+    return buffer
+
+
+def seconds(work: Callable[[], object]) -> float:
+    gc.collect()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def alternate(
+    works: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Times of each work, taken in turns, so that a noisy moment hits all of them."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):
+        for name, work in works.items():
+            before()
+            times[name].append(seconds(work))
+    return times
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Percentiles in seconds."""
+    ordered = sorted(times)
+    return {
+        "p50": statistics.median(ordered),
+        "p95": ordered[min(len(ordered) - 1, int(len(ordered) * 0.95))],
+        "min": ordered[0],
+    }
+
+
+def ratio(reference: list[float], ours: list[float]) -> float:
+    """The median of the ratios of times that were taken next to each other."""
+    return statistics.median(r / o for r, o in zip(reference, ours, strict=True))
+
+
+def in_child(module: str, *arguments: str) -> None:
+    """Run a function of a benchmark in a process of its own."""
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True, cwd=Path(__file__).parent.parent)
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were taken."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "llama_cpp_python": llama_cpp.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def tree_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory, as they lie on the disk."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,106 @@
+"""(c): a conversation of 20 turns: what saving costs each turn, and what lies on the disk, beside the stock caches.
+
+Foreground seconds for saving are what the completion spends in its cache after the last token, and, for us, also what
+captures between batches take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
+
+from benchmarks.common import load, model_path, prompt_tokens, state_of, tree_bytes
+from prefixstore import PrefixStore
+
+TURNS = 20
+NEW_TOKENS = 300
+ANSWER_TOKENS = 4
+
+
+def converse(llm: Any, saving: Callable[[], float]) -> list[float]:
+    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before."""
+    said: list[int] = []
+    per_turn = []
+    for turn in range(TURNS):
+        said += prompt_tokens(llm, NEW_TOKENS, seed=turn)
+        before = saving()
+        llm(said, max_tokens=ANSWER_TOKENS, temperature=0)
+        per_turn.append(saving() - before)
+        said = llm.input_ids[: llm.n_tokens].tolist()
+    return per_turn
+
+
+class Timed:
+    """A stock cache, and the time that completions spend on saving into it: ``save_state`` and ``__setitem__``."""
+
+    def __init__(self, cache: Any, llm: Any) -> None:
+        self._cache = cache
+        self._save = llm.save_state
+        self.seconds = 0.0
+        llm.save_state = self.save_state
+
+    def save_state(self) -> Any:
+        started = time.perf_counter()
+        try:
+            return self._save()
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._cache[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        started = time.perf_counter()
+        self._cache[key] = value
+        self.seconds += time.perf_counter() - started
+
+
+def figures(per_turn: list[float], **more: Any) -> dict[str, Any]:
+    first, last = statistics.median(per_turn[1:6]), statistics.median(per_turn[-5:])
+    return {"seconds_per_turn": per_turn, "turns_2_to_6": first, "last_5": last, "growth": last / first, **more}
+
+
+def run() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    path = model_path(n_vocab=32000)
+    with tempfile.TemporaryDirectory() as directory:
+        llm = load(path)
+        location = Path(directory) / "kv"
+        with PrefixStore(location, llm, codec="raw") as store:
+            llm.set_cache(store)  # type: ignore[arg-type]
+            per_turn = converse(llm, lambda: store.stats().capture_seconds)
+            store.flush()
+            stats = store.stats()
+            state = len(state_of(llm))
+        results["prefixstore"] = figures(
+            per_turn,
+            state_bytes=state,
+            stored_bytes=stats.bytes_stored,
+            used_bytes=stats.bytes_used,
+            used_of_state=stats.bytes_used / state,
+            disk_bytes=tree_bytes(location),
+            dropped=stats.dropped,
+        )
+        for name, make in (
+            ("LlamaRAMCache", lambda: LlamaRAMCache(capacity_bytes=64 << 30)),
+            ("LlamaDiskCache", lambda: LlamaDiskCache(f"{directory}/disk", capacity_bytes=64 << 30)),
+        ):
+            llm = load(path)
+            cache = make()
+            timed = Timed(cache, llm)
+            llm.set_cache(timed)  # type: ignore[arg-type]
+            per_turn = converse(llm, lambda timed=timed: timed.seconds)
+            if name == "LlamaRAMCache":
+                held = sum(
+                    len(s.llama_state) + s.scores.nbytes + s.input_ids.nbytes for s in cache.cache_state.values()
+                )
+            else:
+                held = tree_bytes(Path(directory) / "disk")
+            results[name] = figures(per_turn, claimed_bytes=int(cache.cache_size), held_bytes=held)
+    return results

@@ -1,0 +1,74 @@
+"""(a), (b): a restore of 4,096 tokens in a second process, beside the limit and beside ``Llama.load_state``.
+
+The limit is one ``llama_state_seq_set_data`` of the same state from a warm buffer.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from benchmarks.common import alternate, in_child, load, model_path, prompt_tokens, ratio, state_of, summary
+from prefixstore import PrefixStore
+
+N_TOKENS = 4096
+ROUNDS = 15
+
+
+def capture(location: str, flash: bool, codec: str) -> None:
+    llm = load(model_path(), flash_attn=flash)
+    with PrefixStore(location, llm, codec=codec) as store:
+        llm.eval(prompt_tokens(llm, N_TOKENS))
+        store.capture()
+
+
+def measure(location: str, flash: bool, codec: str) -> dict[str, Any]:
+    llm = load(model_path(), flash_attn=flash)
+    tokens = prompt_tokens(llm, N_TOKENS + 1)
+
+    def forget() -> None:
+        llm.reset()
+        llm._ctx.kv_cache_clear()
+
+    with PrefixStore(location, llm, codec=codec, read_only=True) as store:
+        assert store.restore(tokens) == N_TOKENS
+        state = state_of(llm)
+        saved = llm.save_state()
+        times = alternate(
+            {
+                "limit": lambda: llama_cpp.llama_state_seq_set_data(llm.ctx, state, len(state), 0),
+                "prefixstore": lambda: store.restore(tokens),
+                "load_state": lambda: llm.load_state(saved),
+            },
+            ROUNDS,
+            forget,
+        )
+        assert store.stats().tokens_restored == (ROUNDS + 1) * N_TOKENS
+        stats = store.stats()
+    return {
+        "state_bytes": len(state),
+        "stored_bytes": stats.bytes_stored,
+        "seconds": {name: summary(taken) for name, taken in times.items()},
+        "of_limit": ratio(times["limit"], times["prefixstore"]),
+        "times_load_state": ratio(times["load_state"], times["prefixstore"]),
+    }
+
+
+def run() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for flash in (True, False):
+        for codec in ("raw", "auto"):
+            with tempfile.TemporaryDirectory() as directory:
+                location = str(Path(directory) / "kv")
+                in_child(__name__, location, str(int(flash)), codec)
+                name = f"{'flash attention' if flash else 'V transposed'}, {codec}"
+                results[name] = measure(location, flash, codec)
+    return results
+
+
+if __name__ == "__main__":
+    capture(sys.argv[1], bool(int(sys.argv[2])), sys.argv[3])

@@ -1,0 +1,7 @@
+"""``python -m prefixstore`` is ``prefixstore``."""
+
+import sys
+
+from prefixstore.cli import main
+
+sys.exit(main())

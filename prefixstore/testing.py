@@ -1,0 +1,807 @@
+"""For authors of backends: the contract of `prefixstore.backends.base` as a test class, and backends that misbehave.
+
+A new backend subclasses `BackendContract` in a test module, or `PersistentBackendContract` if what it keeps outlives
+`close`, and says how to open one. pytest finds the tests; nothing here imports it.
+
+>>> class TestMemoryBackend(BackendContract):
+...     def open_backend(self, tmp_path):
+...         return MemoryBackend()
+
+`FaultyBackend` and `SlowBackend` wrap any backend, so that what is above it can be tested against its failures.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.boundaries import as_tokens, boundary_hash
+from prefixstore.budget import Used
+from prefixstore.codec import Buffer, Record, Usage, checksum
+from prefixstore.errors import StorageError, UnavailableError
+
+__all__ = ["BackendContract", "FaultyBackend", "Operation", "PersistentBackendContract", "SlowBackend", "make_page"]
+
+NAMESPACE = bytes(range(16))
+SETTINGS = b'{"label":"contract"}'
+PATIENCE = 30.0
+
+
+def make_page(
+    payload: bytes, tokens: list[int], *, parent: bytes = NAMESPACE, start: int = 0, namespace: bytes = NAMESPACE
+) -> tuple[bytes, Record]:
+    """The key and the record of a raw page with these tokens behind `parent`."""
+    raw = as_tokens(tokens).tobytes()
+    size = len(payload)
+    record = Record(namespace, parent, start, raw, 0, size, size, checksum(payload), 1000, 1_700_000_000_000_000_000)
+    return boundary_hash(parent, raw), record
+
+
+def _payload(seed: int, size: int) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+def _put(transaction: Transaction, number: int, payload: bytes | None = None, *, last_used: int = 1) -> bytes:
+    """Put the first page number `number`, and return its key."""
+    payload = _payload(number, 100 + number % 50) if payload is None else payload
+    key, record = make_page(payload, [number, number + 1])
+    transaction.put_namespace(NAMESPACE, SETTINGS)
+    transaction.put(key, record, Usage(last_used), payload)
+    return key
+
+
+def _stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage, bytes]]:
+    """All that a backend holds."""
+    with backend.snapshot() as snapshot:
+        return {key: (record, usage, bytes(snapshot.payload(key) or b"")) for key, record, usage in snapshot.scan()}
+
+
+def _together(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own, and raise what the first of them that failed has raised."""
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    if failures:
+        raise failures[0]
+
+
+def _in_child(work: Callable[[], bool]) -> bool:
+    """What `work` answers in a forked child; false if it raises, or if the child does not end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # "this process is multi-threaded": that is the point
+        pid = os.fork()
+    if pid == 0:
+        passed = False
+        try:
+            passed = work()
+        except BaseException:  # noqa: BLE001 - the child must not return into the parent's stack
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(0 if passed else 1)
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.005)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return False
+
+
+class _Rollback(Exception):  # noqa: N818 - not an error
+    """Raised on purpose inside a transaction."""
+
+
+class BackendContract:
+    """What every backend promises, as tests. Subclass it and say how to open one."""
+
+    def open_backend(self, tmp_path: Path) -> Backend:
+        """A new, empty backend with room for at least 64 MiB. Each test gets a directory of its own."""
+        raise NotImplementedError
+
+    @contextmanager
+    def opened(self, tmp_path: Path) -> Iterator[Backend]:
+        """A new backend, closed at the end."""
+        with closing(self.open_backend(tmp_path)) as backend:
+            yield backend
+
+    # -- reading and writing ------------------------------------------------------------------------------------------
+
+    def test_an_empty_backend_holds_nothing(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend, backend.snapshot() as snapshot:
+            assert list(snapshot.scan()) == []
+            assert list(snapshot.payload_keys()) == []
+            assert dict(snapshot.namespaces()) == {}
+            assert snapshot.used.entries == 0
+            assert snapshot.changes(snapshot.generation) == []
+
+    def test_a_missing_key_is_none_and_not_an_error(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                _put(transaction, 1)
+            for opened in (backend.snapshot, backend.transaction):
+                with opened() as view:
+                    missing = bytes(16)
+                    assert (view.record(missing), view.usage(missing), view.payload(missing)) == (None, None, None)
+
+    def test_what_is_put_comes_back(self, tmp_path: Path) -> None:
+        payload = _payload(0, 5000)
+        key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
+        usage = Usage(2**63 - 1, 2**32 - 1, pinned=True)
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                transaction.put_namespace(NAMESPACE, SETTINGS)
+                transaction.put(key, record, usage, payload)
+            with backend.snapshot() as snapshot:
+                assert snapshot.record(key) == record
+                assert snapshot.usage(key) == usage
+                stored = snapshot.payload(key)
+                assert stored is not None
+                assert bytes(stored) == payload
+                assert list(snapshot.scan()) == [(key, record, usage)]
+                assert list(snapshot.payload_keys()) == [key]
+                assert snapshot.used.entries == 1
+
+    def test_a_second_put_replaces_the_first(self, tmp_path: Path) -> None:
+        small, large = _payload(1, 10), _payload(2, 20_000)
+        with self.opened(tmp_path) as backend:
+            for payload in (small, large, small):
+                key, record = make_page(payload, [1, 2])
+                with backend.transaction() as transaction:
+                    transaction.put(key, record, Usage(len(payload)), payload)
+                assert _stored(backend) == {key: (record, Usage(len(payload)), payload)}
+                with backend.snapshot() as snapshot:
+                    assert snapshot.used.entries == 1
+
+    def test_a_deleted_page_is_gone_with_its_usage_and_payload(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                gone, kept = _put(transaction, 1), _put(transaction, 2)
+            with backend.transaction() as transaction:
+                assert transaction.delete(gone) is True
+                assert transaction.delete(gone) is False
+                assert transaction.delete(bytes(16)) is False
+            with backend.snapshot() as snapshot:
+                assert (snapshot.record(gone), snapshot.usage(gone), snapshot.payload(gone)) == (None, None, None)
+                assert list(snapshot.payload_keys()) == [kept]
+                assert snapshot.used.entries == 1
+
+    def test_touch_replaces_the_usage_and_nothing_else(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1)
+            record, _, payload = _stored(backend)[key]
+            with backend.transaction() as transaction:
+                transaction.touch(key, Usage(5, 6, pinned=True))
+                assert transaction.usage(key) == Usage(5, 6, pinned=True)
+            assert _stored(backend) == {key: (record, Usage(5, 6, pinned=True), payload)}
+
+    def test_touching_a_page_that_is_gone_does_not_bring_it_back(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1)
+            with backend.transaction() as transaction:
+                transaction.delete(key)
+                transaction.touch(key, Usage(9))
+                transaction.touch(bytes(16), Usage(9))
+            assert _stored(backend) == {}
+            with backend.snapshot() as snapshot:
+                assert snapshot.usage(key) is None
+
+    def test_namespaces_are_remembered_with_their_settings(self, tmp_path: Path) -> None:
+        other = bytes(reversed(NAMESPACE))
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                _put(transaction, 1)
+                key, record = make_page(b"x", [1], parent=other, namespace=other)
+                transaction.put_namespace(other, b"{}")
+                transaction.put(key, record, Usage(1), b"x")
+            with backend.snapshot() as snapshot:
+                assert dict(snapshot.namespaces()) == {NAMESPACE: SETTINGS, other: b"{}"}
+
+    def test_payloads_of_any_size_and_kind_of_buffer_come_back(self, tmp_path: Path) -> None:
+        sizes = [0, 1, 2, 15, 16, 17, 2000, 2040, 4079, 4080, 4081, 4096, 65_537, (5 << 20) + 3]
+        payloads = [_payload(size, size) for size in sizes]
+        keys: dict[bytes, bytes] = {}
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                for i, payload in enumerate(payloads):
+                    key, record = make_page(payload, [i])
+                    memory: Buffer = (payload, bytearray(payload), memoryview(payload))[i % 3]
+                    transaction.put(key, record, Usage(1), memory)
+                    keys[key] = payload
+            with backend.snapshot() as snapshot:
+                for key, payload in keys.items():
+                    stored = snapshot.payload(key)
+                    assert stored is not None
+                    assert bytes(stored) == payload
+
+    def test_put_copies_the_payload_before_it_returns(self, tmp_path: Path) -> None:
+        payload = _payload(1, 10_000)
+        memory = bytearray(payload)
+        key, record = make_page(payload, [1])
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                transaction.put(key, record, Usage(1), memory)
+                memory[:] = bytes(len(memory))
+            assert _stored(backend)[key][2] == payload
+
+    # -- transactions -------------------------------------------------------------------------------------------------
+
+    def test_a_transaction_sees_what_it_has_done_and_nobody_else_does(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                old = _put(transaction, 1)
+            before = _stored(backend)
+            with backend.transaction() as transaction:
+                used = transaction.used
+                new = _put(transaction, 2, _payload(2, 50_000))
+                transaction.delete(old)
+                assert transaction.record(new) is not None
+                assert transaction.record(old) is None
+                assert {key for key, _, _ in transaction.scan()} == set(transaction.payload_keys()) == {new}
+                assert transaction.used.entries == used.entries
+                assert transaction.used.bytes >= used.bytes + 50_000 - 8192
+                seen: list[object] = []
+                _together(lambda: seen.append(_stored(backend)))
+                assert seen == [before]
+            assert set(_stored(backend)) == {new}
+
+    def test_a_transaction_that_fails_leaves_no_trace(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                kept, touched = _put(transaction, 1), _put(transaction, 2)
+            with backend.snapshot() as snapshot:
+                generation, used, namespaces = snapshot.generation, snapshot.used, dict(snapshot.namespaces())
+            before = _stored(backend)
+            with suppress(_Rollback), backend.transaction() as transaction:
+                transaction.delete(kept)
+                transaction.touch(touched, Usage(99, 99))
+                transaction.put_namespace(bytes(16), b"other")
+                _put(transaction, 3, _payload(3, 100_000))
+                raise _Rollback
+            assert _stored(backend) == before
+            with backend.snapshot() as snapshot:
+                assert (snapshot.generation, snapshot.used) == (generation, used)
+                assert dict(snapshot.namespaces()) == namespaces
+                assert snapshot.changes(generation) == []
+
+    def test_transactions_of_threads_take_turns(self, tmp_path: Path) -> None:
+        rounds, workers = 20, 4
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1, last_used=0)
+
+            def count() -> None:
+                for _ in range(rounds):
+                    with backend.transaction() as transaction:
+                        usage = transaction.usage(key)
+                        assert usage is not None
+                        time.sleep(0)  # an invitation to get in between
+                        transaction.touch(key, Usage(usage.last_used + 1))
+
+            _together(*[count] * workers)
+            with backend.snapshot() as snapshot:
+                assert snapshot.usage(key) == Usage(rounds * workers)
+
+    def test_many_threads_read_whole_transactions_while_others_write(self, tmp_path: Path) -> None:
+        """Two pages are put and deleted together, so a snapshot that is older than both has both or neither."""
+        done = threading.Event()
+        a, b = make_page(b"a", [1])[0], make_page(b"b", [2])[0]
+        with self.opened(tmp_path) as backend:
+
+            def write() -> None:
+                try:
+                    for i in range(60):
+                        with backend.transaction() as transaction:
+                            for tokens in ([1], [2]):
+                                payload = _payload(i, 3000)
+                                key, record = make_page(payload, tokens)
+                                transaction.put(key, record, Usage(i), payload)
+                        with backend.transaction() as transaction:
+                            transaction.delete(a)
+                            transaction.delete(b)
+                finally:
+                    done.set()
+
+            def read() -> None:
+                while not done.is_set():
+                    with backend.snapshot() as snapshot:
+                        for key, record, _ in snapshot.scan():
+                            payload = snapshot.payload(key)
+                            if isinstance(record, Record) and payload is not None:
+                                now = snapshot.record(key)
+                                assert now is None or checksum(payload) in (record.checksum, now.checksum)
+
+            _together(write, read, read, read)
+            assert _stored(backend) == {}
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def test_a_payload_stays_as_it_is_while_the_snapshot_is_open(self, tmp_path: Path) -> None:
+        payload = _payload(1, 300_000)
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1, payload)
+            with backend.snapshot() as snapshot:
+                stored = snapshot.payload(key)
+                assert stored is not None
+
+                def overwrite() -> None:
+                    with backend.transaction() as transaction:
+                        transaction.delete(key)
+                    backend.reclaim()
+                    for i in range(2, 12):
+                        with backend.transaction() as transaction:
+                            _put(transaction, i, _payload(i, 300_000))
+
+                _together(overwrite)
+                assert bytes(stored) == payload
+            with backend.snapshot() as snapshot:
+                assert snapshot.payload(key) is None
+
+    def test_a_snapshot_may_be_handed_to_another_thread(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1)
+            with backend.snapshot() as snapshot:
+                read: list[object] = []
+                _together(lambda: read.append(snapshot.record(key)))
+                assert read == [snapshot.record(key)]
+                assert read != [None]
+
+    # -- generations --------------------------------------------------------------------------------------------------
+
+    def test_the_generation_counts_transactions_that_put_or_delete(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+
+            def step(work: Callable[[Transaction], object]) -> int:
+                with backend.snapshot() as snapshot:
+                    before = snapshot.generation
+                with backend.transaction() as transaction:
+                    work(transaction)
+                with backend.snapshot() as snapshot:
+                    return snapshot.generation - before
+
+            key, _ = make_page(_payload(1, 101), [1, 2])
+            assert step(lambda transaction: transaction.record(key)) == 0
+            assert step(lambda transaction: _put(transaction, 1)) == 1
+            assert step(lambda transaction: transaction.touch(key, Usage(3))) == 0
+            assert step(lambda transaction: transaction.put_namespace(bytes(16), b"{}")) == 0
+            assert step(lambda transaction: transaction.delete(bytes(16))) == 0
+            assert step(lambda transaction: [_put(transaction, i) for i in range(2, 5)]) == 1
+            assert step(lambda transaction: transaction.delete(key)) == 1
+
+    def test_changes_are_complete_or_none(self, tmp_path: Path) -> None:
+        done: list[tuple[int, set[bytes]]] = []
+        with self.opened(tmp_path) as backend:
+            for i in range(12):
+                changed: set[bytes] = set()
+                with backend.transaction() as transaction:
+                    changed |= {_put(transaction, 10 * i + j) for j in range(3)}
+                    if i:
+                        gone = make_page(_payload(10 * i - 10, 100 + (10 * i - 10) % 50), [10 * i - 10, 10 * i - 9])[0]
+                        assert transaction.delete(gone)
+                        changed.add(gone)
+                with backend.snapshot() as snapshot:
+                    done.append((snapshot.generation, changed))
+            with backend.snapshot() as snapshot:
+                assert snapshot.changes(done[-1][0]) == []
+                assert snapshot.changes(done[-1][0] + 1) is None
+                assert snapshot.changes(2**40) is None
+                known = [snapshot.changes(generation) for generation, _ in done]
+            for i, keys in enumerate(known):
+                if keys is not None:
+                    assert set(keys) == set().union(*(changed for _, changed in done[i + 1 :]))
+            # what is known of an older generation is known of a younger one
+            assert [keys is not None for keys in known] == sorted(keys is not None for keys in known)
+            assert known[-2] is not None, "nothing is known of the generation before the last"
+
+    def test_changes_come_oldest_first(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                first = _put(transaction, 1)
+            with backend.snapshot() as snapshot:
+                since = snapshot.generation
+            keys = []
+            for i in range(2, 6):
+                with backend.transaction() as transaction:
+                    keys.append(_put(transaction, i))
+            with backend.transaction() as transaction:
+                transaction.delete(first)
+            with backend.snapshot() as snapshot:
+                assert snapshot.changes(since) == [*keys, first]
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def test_used_grows_by_no_more_than_the_cost(self, tmp_path: Path) -> None:
+        chance = random.Random(5)
+        keys: list[bytes] = []
+        with self.opened(tmp_path) as backend:
+            for i in range(150):
+                with backend.snapshot() as snapshot:
+                    before = snapshot.used
+                cost = 0
+                with backend.transaction() as transaction:
+                    transaction.put_namespace(NAMESPACE, SETTINGS)
+                    for _ in range(chance.choice([1, 1, 2, 5])):
+                        payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
+                        parent = chance.randbytes(16)
+                        key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
+                        cost += transaction.cost(record, len(payload))
+                        within = transaction.used
+                        transaction.put(key, record, Usage(1), payload)
+                        assert transaction.used.entries == within.entries + 1
+                        keys.append(key)
+                    if i % 3 == 0:
+                        transaction.delete(keys.pop(chance.randrange(len(keys))))
+                with backend.snapshot() as snapshot:
+                    assert snapshot.used.bytes - before.bytes <= cost
+                    assert snapshot.used.entries == len(keys)
+
+    def test_used_is_at_least_what_the_payloads_weigh_and_shrinks_when_they_go(self, tmp_path: Path) -> None:
+        sizes = [10, 1000, 100_000, 1 << 20]
+        with self.opened(tmp_path) as backend:
+            with backend.snapshot() as snapshot:
+                empty = snapshot.used
+            with backend.transaction() as transaction:
+                keys = [_put(transaction, i, _payload(i, size)) for i, size in enumerate(sizes)]
+            with backend.snapshot() as snapshot:
+                full = snapshot.used
+                assert full.bytes - empty.bytes >= sum(sizes)
+                assert full.entries == len(sizes)
+            with backend.transaction() as transaction:
+                for key in keys:
+                    transaction.delete(key)
+            with backend.snapshot() as snapshot:
+                assert snapshot.used.entries == 0
+                assert snapshot.used.bytes - empty.bytes <= 32_768
+
+    def test_reclaim_and_sync_change_nothing_that_is_stored(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                keys = [_put(transaction, i) for i in range(5)]
+                transaction.delete(keys[0])
+            before = _stored(backend)
+            with backend.snapshot() as snapshot:
+                generation = snapshot.generation
+            backend.sync()
+            backend.reclaim()
+            backend.sync()
+            assert _stored(backend) == before
+            with backend.snapshot() as snapshot:
+                assert snapshot.generation == generation
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def test_closing_twice_does_nothing(self, tmp_path: Path) -> None:
+        backend = self.open_backend(tmp_path)
+        with backend.transaction() as transaction:
+            _put(transaction, 1)
+        location = backend.location
+        backend.close()
+        backend.close()
+        assert backend.location == location
+        assert ":" in location
+
+    def test_a_forked_child_reads_and_writes_and_leaves_the_parent_alone(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                key = _put(transaction, 1)
+            before = _stored(backend)
+
+            def child() -> bool:
+                backend.after_fork()
+                found = _stored(backend) == before
+                with backend.transaction() as transaction:
+                    new = _put(transaction, 2)
+                wrote = set(_stored(backend)) == {key, new}
+                backend.close()
+                return found and wrote
+
+            assert _in_child(child)
+            assert _stored(backend)[key] == before[key]
+            with backend.transaction() as transaction:
+                another = _put(transaction, 3)
+            assert another in _stored(backend)
+
+    def test_a_child_forked_while_another_thread_writes_does_not_hang(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            stop = threading.Event()
+            answers: list[bool] = []
+
+            def write() -> None:
+                number = 0
+                while not stop.is_set():
+                    number += 1
+                    with backend.transaction() as transaction:
+                        _put(transaction, number % 20, _payload(number % 7, 2000))
+                    backend.sync()
+
+            def child() -> bool:
+                backend.after_fork()
+                with backend.transaction() as transaction:
+                    key = _put(transaction, 100)
+                return key in _stored(backend)
+
+            def fork() -> None:
+                try:
+                    answers.extend(_in_child(child) for _ in range(5))
+                finally:
+                    stop.set()
+
+            _together(write, fork)
+            assert answers == [True] * 5
+
+
+class PersistentBackendContract(BackendContract):
+    """What a backend promises besides if what it keeps outlives `close`, and is shared by all who open it."""
+
+    def reopen(self, tmp_path: Path) -> Backend:
+        """Open once more what `open_backend` has opened in this directory."""
+        return self.open_backend(tmp_path)
+
+    def test_what_was_committed_is_there_after_it_is_opened_again(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                keys = [_put(transaction, i, _payload(i, 10_000 * i)) for i in range(5)]
+                transaction.touch(keys[0], Usage(7, 8, pinned=True))
+            with backend.transaction() as transaction:
+                transaction.delete(keys[1])
+            before = _stored(backend)
+            with backend.snapshot() as snapshot:
+                state = (snapshot.generation, snapshot.used, dict(snapshot.namespaces()), snapshot.changes(1))
+            backend.sync()
+        with closing(self.reopen(tmp_path)) as backend:
+            assert _stored(backend) == before
+            with backend.snapshot() as snapshot:
+                assert (snapshot.generation, snapshot.used, dict(snapshot.namespaces()), snapshot.changes(1)) == state
+
+    def test_two_who_open_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
+        with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
+            with one.snapshot() as snapshot:
+                since = snapshot.generation
+            with one.transaction() as transaction:
+                first = _put(transaction, 1)
+            with two.transaction() as transaction:
+                assert transaction.record(first) is not None
+                second = _put(transaction, 2)
+                transaction.delete(first)
+            with one.snapshot() as snapshot:
+                assert snapshot.record(first) is None
+                assert snapshot.record(second) is not None
+                assert snapshot.changes(since) == [first, second, first]
+
+    def test_one_may_close_while_the_other_goes_on(self, tmp_path: Path) -> None:
+        one, two = self.open_backend(tmp_path), self.reopen(tmp_path)
+        with one.transaction() as transaction:
+            key = _put(transaction, 1)
+        one.close()
+        one.close()
+        assert set(_stored(two)) == {key}
+        with two.transaction() as transaction:
+            transaction.delete(key)
+        two.close()
+        with closing(self.reopen(tmp_path)) as three:
+            assert _stored(three) == {}
+
+    def test_what_a_forked_child_commits_the_parent_sees(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            key, _ = make_page(_payload(2, 102), [2, 3])
+
+            def child() -> bool:
+                backend.after_fork()
+                with backend.transaction() as transaction:
+                    _put(transaction, 2)
+                backend.close()
+                return True
+
+            assert _stored(backend) == {}
+            assert _in_child(child)
+            assert set(_stored(backend)) == {key}
+
+
+# -- backends that misbehave on purpose -------------------------------------------------------------------------------
+
+Operation: TypeAlias = Literal["snapshot", "record", "payload", "transaction", "put", "delete", "commit", "sync"]
+
+
+class _WrappedSnapshot(Snapshot):
+    def __init__(self, inner: Snapshot, before: Callable[[Operation], None]) -> None:
+        self._snapshot = inner
+        self._before = before
+
+    @property
+    def generation(self) -> int:
+        return self._snapshot.generation
+
+    def changes(self, since: int) -> list[bytes] | None:
+        return self._snapshot.changes(since)
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        return self._snapshot.scan()
+
+    def record(self, key: bytes) -> Record | None:
+        self._before("record")
+        return self._snapshot.record(key)
+
+    def usage(self, key: bytes) -> Usage | None:
+        return self._snapshot.usage(key)
+
+    def payload(self, key: bytes) -> Buffer | None:
+        self._before("payload")
+        return self._snapshot.payload(key)
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return self._snapshot.payload_keys()
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return self._snapshot.namespaces()
+
+    @property
+    def used(self) -> Used:
+        return self._snapshot.used
+
+
+class _WrappedTransaction(_WrappedSnapshot, Transaction):
+    def __init__(self, inner: Transaction, before: Callable[[Operation], None]) -> None:
+        super().__init__(inner, before)
+        self._transaction = inner
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        return self._transaction.cost(record, n_bytes)
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        self._before("put")
+        self._transaction.put(key, record, usage, payload)
+
+    def delete(self, key: bytes) -> bool:
+        self._before("delete")
+        return self._transaction.delete(key)
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        self._transaction.touch(key, usage)
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        self._transaction.put_namespace(key, settings)
+
+
+class _WrappedBackend(Backend):
+    """Another backend, with something that happens before each operation."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _before(self, operation: Operation) -> None:
+        """Called before each operation."""
+        raise NotImplementedError
+
+    @property
+    def location(self) -> str:
+        return self._backend.location
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        self._before("snapshot")
+        with self._backend.snapshot() as snapshot:
+            yield _WrappedSnapshot(snapshot, self._before)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        self._before("transaction")
+        with self._backend.transaction() as transaction:
+            yield _WrappedTransaction(transaction, self._before)
+            # raised here, it takes the transaction back
+            self._before("commit")
+
+    def sync(self) -> None:
+        self._before("sync")
+        self._backend.sync()
+
+    def reclaim(self) -> None:
+        self._backend.reclaim()
+
+    def after_fork(self) -> None:
+        self._backend.after_fork()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class FaultyBackend(_WrappedBackend):
+    """A backend whose operations fail on purpose.
+
+    Parameters
+    ----------
+    backend
+        Does the work; closed with this one.
+    operation
+        What fails: ``"snapshot"``, ``"record"``, ``"payload"``, ``"transaction"``, ``"put"``, ``"delete"``,
+        ``"commit"`` (nothing of the transaction stays) or ``"sync"``.
+    error
+        What is raised; `UnavailableError` by default.
+    at
+        The first call that fails, counted from 1.
+    times
+        How many calls fail; None for all from there on.
+
+    Attributes
+    ----------
+    calls
+        How often each operation was called.
+    failures
+        How many calls have failed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        operation: Operation,
+        error: StorageError | None = None,
+        *,
+        at: int = 1,
+        times: int | None = 1,
+    ) -> None:
+        super().__init__(backend)
+        self._operation = operation
+        self._error = error if error is not None else UnavailableError(f"{operation} fails on purpose")
+        self._failing = range(at, at + times) if times is not None else range(at, 2**62)
+        self._lock = threading.Lock()
+        self.calls: dict[Operation, int] = {}
+        self.failures = 0
+
+    def _before(self, operation: Operation) -> None:
+        with self._lock:
+            self.calls[operation] = self.calls.get(operation, 0) + 1
+            fails = operation == self._operation and self.calls[operation] in self._failing
+            self.failures += fails
+        if fails:
+            raise self._error
+
+
+class SlowBackend(_WrappedBackend):
+    """A backend that takes its time.
+
+    Parameters
+    ----------
+    backend
+        Does the work; closed with this one.
+    seconds
+        How much longer each operation takes.
+    operations
+        Which operations; all by default.
+    """
+
+    def __init__(self, backend: Backend, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
+        super().__init__(backend)
+        self._seconds = seconds
+        self._operations = operations
+
+    def _before(self, operation: Operation) -> None:
+        if self._operations is None or operation in self._operations:
+            time.sleep(self._seconds)

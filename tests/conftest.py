@@ -1,0 +1,30 @@
+"""Models for the tests: real GGUF files, small, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models import load, write
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a model once: ``models("llama")``, ``models("llama", seed=1)``."""
+    directory = tmp_path_factory.mktemp("models")
+    return lambda arch, **options: write(directory, arch, **options)
+
+
+@pytest.fixture(autouse=True)
+def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the user's cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def llama(models: Callable[..., Path]) -> Callable[..., Any]:
+    """Loads a model: ``llama("gemma3", swa_full=False)``."""
+    return lambda arch="llama", **options: load(models(arch), **options)

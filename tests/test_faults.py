@@ -1,0 +1,171 @@
+"""A fault of the store is a miss, counted: completions go on, and the store recovers by itself."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import llama_cpp
+import pytest
+
+from prefixstore import PrefixStore, UnavailableError
+from prefixstore.llama.memory import Memory
+from tests.models import answer, prompt
+
+TOKENS = prompt(700)
+
+
+@pytest.fixture
+def cold(llama) -> str:
+    return answer(llama(), TOKENS, 6)
+
+
+def broken(*_, **__):
+    raise UnavailableError("the disk is on fire")
+
+
+@pytest.mark.parametrize("method", ["snapshot", "transaction"])
+def test_a_backend_that_fails_costs_a_miss_and_comes_back(llama, cold, tmp_path, monkeypatch, method):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        llm.set_cache(store)
+        with monkeypatch.context() as faulty:
+            faulty.setattr(store._engine._backend, method, broken)
+            assert answer(llm, TOKENS, 6) == cold
+            llm.reset()
+            assert answer(llm, TOKENS, 6) == cold
+            store._writer.drain()
+        stats = store.stats()
+        assert stats.misses.get("unavailable", 0) == (2 if method == "snapshot" else 0)
+        assert (stats.dropped.get("unavailable", 0) > 0) == (method == "transaction")
+        llm.reset()
+        assert answer(llm, TOKENS, 6) == cold
+        store.flush()
+        llm.reset()
+        assert answer(llm, TOKENS, 6) == cold
+        assert store.stats().hits > 0
+        assert store.check() == []
+
+
+def test_an_unexpected_exception_does_not_reach_a_completion(llama, cold, monkeypatch, caplog):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        with monkeypatch.context() as faulty:
+            faulty.setattr(Memory, "take", lambda *_: 1 / 0)
+            faulty.setattr(type(store._engine), "match", lambda *_: 1 / 0)
+            with caplog.at_level(logging.WARNING, "prefixstore"):
+                assert answer(llm, TOKENS, 6) == cold
+        stats = store.stats()
+        assert stats.misses == {"error": 1}
+        assert stats.dropped["error"] >= 1
+        assert "division by zero" in caplog.text
+
+
+def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, cold, monkeypatch):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        answer(llm, TOKENS, 1)
+        real, loads = llama_cpp.llama_state_seq_set_data, []
+
+        def second_fails(*arguments):
+            loads.append(1)
+            return real(*arguments) if len(loads) != 2 else 0
+
+        monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", second_fails)
+        llm.reset()
+        assert answer(llm, TOKENS, 6) == cold
+        stats = store.stats()
+        assert stats.unreadable == {"refused": 1}
+        assert stats.tokens_restored == 256
+
+
+def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
+    llm = llama()
+    memory = Memory(llm)
+    llm.eval(TOKENS)
+    taken = []
+    with PrefixStore("memory:", llm) as store:
+        memory.take([(0, 256)], store._writer.lease, lambda start, end, lease: taken.append(lease))
+        state = bytes(taken[0].view)
+        taken[0].release()
+        memory.cut(0)
+        for forged, n in ((state, 255), (state[:10], 256), (b"", 256), (state[:-1], 256), (state + b"x", 256)):
+            assert not memory.load(memoryview(forged), n)
+        memory.cut(0)
+        assert memory.load(memoryview(state), 256)
+
+
+def test_a_restore_that_loses_to_computing_is_not_done(llama):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        answer(llm, TOKENS, 1)
+        store._hook._pace.page_seconds = 1000.0  # a location slower than the model
+        for _ in range(7):
+            llm.reset()
+            answer(llm, TOKENS, 1)
+        assert store.stats().misses["slow"] == 7
+        assert store.stats().hits == 0
+        llm.reset()
+        answer(llm, TOKENS, 1)  # now and then it is measured again
+        assert store.stats().hits == 1
+
+
+FULL_DISK = """
+import sys
+from prefixstore import PrefixStore
+from tests.models import answer, load, prompt
+llm = load(sys.argv[1])
+with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
+    llm.set_cache(store)
+    for seed in range(30):
+        llm.reset()
+        answer(llm, prompt(700, seed), 2)
+        store._writer.drain()
+    last = store.match(prompt(700, 29)).n_tokens
+    assert store.check() == [], store.check()
+    stats = store.stats()
+    assert stats.evictions or stats.dropped.get("full"), stats
+    print(last, stats.evictions, stats.dropped)
+"""
+
+
+def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
+    small = tmp_path / "disk"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], check=False, capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a small disk needs the right to mount one")
+    try:
+        script = [sys.executable, "-c", FULL_DISK, str(models("llama")), str(small / "kv")]
+        done = subprocess.run(
+            script, check=False, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+        shutil.rmtree(small)
+
+
+def test_a_full_map_is_an_eviction(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm, max_bytes="3MB") as store:
+        llm.set_cache(store)
+        for seed in range(25):
+            llm.reset()
+            answer(llm, prompt(700, seed), 2)
+        store.flush()
+        stats = store.stats()
+        assert stats.evictions > 40
+        assert stats.bytes_used <= 3_000_000
+        assert set(stats.dropped) <= {"full", "budget", "orphan"}
+        assert store.check() == []
+        assert store.match(prompt(700, 24)).n_tokens == 700
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.25 * 3_000_000

@@ -1,0 +1,214 @@
+"""Bad input gets an error of our tree that names the parameter and the way out."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+import prefixstore
+from prefixstore import (
+    ClosedError,
+    IncompatibleError,
+    InvalidParameterError,
+    LocationError,
+    MissingExtraError,
+    MisuseError,
+    NotAttachedError,
+    PrefixStore,
+    PrefixStoreError,
+)
+from tests.models import prompt
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"location": "redis://host"}, "scheme 'redis' is unknown; known are lmdb, memory"),
+        ({"location": ""}, "location is empty"),
+        ({"location": "lmdb:///x?sync=0"}, "options in the URL"),
+        ({"location": "memory:x"}, "memory has no path"),
+        ({"max_bytes": 0}, "max_bytes=0 must be positive"),
+        ({"max_bytes": -5}, "max_bytes=-5 must be positive"),
+        ({"max_bytes": "10 parsecs"}, "max_bytes='10 parsecs' is no size"),
+        ({"max_bytes": "GiB"}, "20GiB"),
+        ({"max_bytes": 1.5}, "max_bytes=1.5 is no size"),
+        ({"max_bytes": True}, "max_bytes=True is no size"),
+        ({"queue_bytes": "-1"}, "queue_bytes"),
+        ({"max_entries": 0}, "max_entries=0 must be an integer of at least 1"),
+        ({"page_tokens": 0}, "page_tokens=0 must be an integer of at least 1"),
+        ({"page_tokens": -256}, "page_tokens"),
+        ({"page_tokens": 12.5}, "page_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"codec": "rar"}, "codec='rar' is unknown; choose one of 'auto', 'raw', 'zstd'"),
+        ({"policy": "random"}, "policy='random' is unknown; choose one of 'lru'"),
+        ({"namespace": ""}, "namespace='' must be a text"),
+        ({"salt": 7}, "salt=7 must be a text"),
+        ({"read_only": True}, "read_only=True"),
+        ({"llm": "model.gguf"}, "llm must be a llama_cpp.Llama, not str"),
+    ],
+    ids=str,
+)
+def test_a_parameter_that_cannot_be_used_is_named(arguments, says):
+    with pytest.raises(InvalidParameterError) as raised:
+        PrefixStore(**({"location": "memory:"} | arguments))
+    assert says in str(raised.value)
+    assert isinstance(raised.value, (ValueError, PrefixStoreError))
+
+
+def test_a_persistent_location_needs_a_model_or_a_name(tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"llm=, or namespace="):
+        PrefixStore(tmp_path / "kv")
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("location", ["lmdb://{}", "{}"])
+def test_a_location_that_is_a_file_is_refused(tmp_path, location):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(LocationError, match="is a file; an LMDB store is a directory"):
+        PrefixStore(location.format(tmp_path / "file"), namespace="n")
+    with pytest.raises(LocationError, match=r"file|cannot be created"):
+        PrefixStore(location.format(tmp_path / "file" / "below"), namespace="n")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_location_that_cannot_be_written_is_refused():
+    with pytest.raises(LocationError, match="choose another location"):
+        PrefixStore("lmdb:///proc/prefixstore", namespace="n")
+
+
+def test_a_store_to_read_must_be_there(tmp_path):
+    with pytest.raises(LocationError, match="not a directory"):
+        PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
+    (tmp_path / "kv").mkdir()
+    with pytest.raises(PrefixStoreError):
+        PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
+    assert not (tmp_path / "kv").is_file()
+
+
+def test_the_database_of_another_application_is_never_touched(tmp_path):
+    with lmdb.open(str(tmp_path), max_dbs=1) as env, env.begin(write=True) as txn:
+        txn.put(b"theirs", b"1")
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(IncompatibleError, match="another application"):
+        PrefixStore(tmp_path, namespace="n")
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    PrefixStore(tmp_path, namespace="n").close()
+    with lmdb.open(str(tmp_path), max_dbs=6) as env:
+        meta = env.open_db(b"meta")
+        with env.begin(write=True) as txn:
+            txn.put(b"format", (99).to_bytes(4, "little"), db=meta)
+    with pytest.raises(IncompatibleError, match=r"format 99.*upgrade"):
+        PrefixStore(tmp_path, namespace="n")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ("text", "tokenize text first"),
+        ([1.5, 2.5], "flat sequence of integers"),
+        ([[1, 2], [3, 4]], "flat sequence of integers"),
+        ([1, 2**31], "int32"),
+        (np.array([-(2**31) - 1]), "int32"),
+        ([2**70], "integers"),
+        ([1, [2]], "integers"),
+    ],
+    ids=str,
+)
+def test_tokens_that_are_none_are_refused(tokens, says):
+    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError) as raised:
+        store.match(tokens)
+    assert says in str(raised.value)
+
+
+def test_tokens_may_be_any_flat_sequence_of_integers():
+    with PrefixStore("memory:", namespace="n") as store:
+        for tokens in ([], (), [1, 2], (1, 2), range(5), np.arange(5), np.arange(5, dtype=np.int32), np.arange(9)[::2]):
+            assert store.match(tokens).n_tokens == 0
+
+
+def test_a_closed_store_says_so(tmp_path):
+    store = PrefixStore(tmp_path, namespace="n")
+    store.close()
+    store.close()
+    for use in (store.flush, store.stats, store.check, store.clear, lambda: store.match([1]), lambda: store.pin([1])):
+        with pytest.raises(ClosedError, match="open a new PrefixStore"):
+            use()
+    with pytest.raises(ClosedError), store:
+        pass
+    assert bool(store)
+
+
+def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):
+    with PrefixStore(tmp_path, namespace="n") as store:
+        for use in (store.capture, lambda: store.restore([1, 2]), lambda: store[[1, 2]]):
+            with pytest.raises(NotAttachedError, match="attach"):
+                use()
+    with PrefixStore("memory:") as store, pytest.raises(NotAttachedError, match="namespace="):
+        store.match([1])
+
+
+def test_a_closed_llama_does_not_crash(llama):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.eval(prompt(300))
+        llm.close()
+        with pytest.raises(PrefixStoreError, match="closed"):
+            store.capture()
+
+
+def test_a_missing_package_names_its_extra(monkeypatch, llama):
+    llm = llama()
+    real = builtins.__import__
+
+    def fail(name, *rest, **more):
+        if name.startswith(("llama_cpp", "prefixstore.llama")):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    for name in [name for name in sys.modules if name.startswith("prefixstore.llama")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with pytest.raises(MissingExtraError, match=r'pip install "prefixstore\[llama\]"'):
+        PrefixStore("memory:", llm)
+
+
+def test_nothing_at_all_means_lmdb_in_the_users_cache_directory(llama):
+    with PrefixStore(namespace="n") as store:
+        assert store.location == f"lmdb://{os.environ['XDG_CACHE_HOME']}/prefixstore/kv"
+
+
+def test_files_are_for_their_owner_only(tmp_path):
+    with PrefixStore(tmp_path / "kv", namespace="n"):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "kv").iterdir()}
+        assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
+
+
+def test_importing_prefixstore_imports_no_llama(tmp_path):
+    script = "import prefixstore, sys; print('llama_cpp' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+        cwd=Path(prefixstore.__file__).parents[1],
+    )
+    assert done.stdout == "False\n"
+
+
+def test_every_error_is_drawn_in_the_tree():
+    from prefixstore import errors
+
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert all(f" {name} " in errors.__doc__ or f"{name}\n" in errors.__doc__ for name in classes)
+    assert issubclass(MisuseError, PrefixStoreError)
