@@ -13,6 +13,8 @@ import numpy as np
 from prefixstore.llama.synthetic import TINY, write_model
 
 N_CTX = 4096
+# the models are tiny, and llama.cpp's threads wait for each other by spinning: two processes would starve each other
+ONE_THREAD = {"n_threads": 1, "n_threads_batch": 1}
 
 
 def write(directory: Path, arch: str, **options: Any) -> Path:
@@ -24,7 +26,7 @@ def write(directory: Path, arch: str, **options: Any) -> Path:
 
 
 def load(path: str | Path, **options: Any) -> llama_cpp.Llama:
-    return llama_cpp.Llama(str(path), verbose=False, **{"n_ctx": N_CTX, "n_threads": 2, **options})
+    return llama_cpp.Llama(str(path), verbose=False, **{"n_ctx": N_CTX, **ONE_THREAD, **options})
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

@@ -56,7 +56,7 @@ def test_the_same_model_at_another_path_is_the_same_model(filled, models, tmp_pa
 
 
 def test_another_n_batch_n_ctx_or_number_of_threads_is_the_same_state(filled, models):
-    assert found(filled, load(models("llama"), n_batch=64, n_ctx=2048, n_threads=1, n_threads_batch=1)) == 600
+    assert found(filled, load(models("llama"), n_batch=64, n_ctx=2048, n_threads=2, n_threads_batch=2)) == 600
 
 
 def test_one_changed_weight_is_another_model(filled, models, tmp_path):

@@ -91,8 +91,8 @@ def in_fork(work: Callable[[], None]) -> None:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
 @pytest.mark.parametrize("location", ["lmdb", "memory:"])
 def test_a_forked_child_works_and_so_does_its_parent(models, tmp_path, location):
-    # one thread: the OpenMP runtime of llama.cpp does not survive a fork once it has started threads
-    llm = load(models("llama"), n_threads=1, n_threads_batch=1)
+    # in one thread: the OpenMP runtime of llama.cpp does not survive a fork once it has started more
+    llm = load(models("llama"))
     tokens = prompt(700)
     with PrefixStore(tmp_path if location == "lmdb" else location, llm) as store:
         llm.set_cache(store)
@@ -121,7 +121,7 @@ def test_a_forked_child_works_and_so_does_its_parent(models, tmp_path, location)
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
-    llm = load(models("llama"), n_threads=1, n_threads_batch=1)
+    llm = load(models("llama"))
     with PrefixStore(tmp_path, llm) as store:
         llm.set_cache(store)
         for seed in range(6):
