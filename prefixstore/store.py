@@ -173,10 +173,10 @@ class PrefixStore:
         self._hook = hook
 
     def detach(self) -> None:
-        """Leave the ``Llama`` as it was. Does nothing if the store is not attached."""
+        """Leave the ``Llama`` as it was, without this store as its cache. Does nothing if the store is not attached."""
         hook, self._hook = self._hook, None
         if hook is not None:
-            hook.detach()
+            hook.detach(self)
 
     def close(self) -> None:
         """Detach, write what is queued, make it durable, and release the location. A second call does nothing."""

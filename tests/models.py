@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 from prefixstore.llama.synthetic import TINY, write_model
 
 N_CTX = 4096
+# `make torture` runs the attacks this many times as long
+TORTURE = 20 if os.environ.get("PREFIXSTORE_TORTURE") else 1
 # the models are tiny, and llama.cpp's threads wait for each other by spinning: two processes would starve each other
 ONE_THREAD = {"n_threads": 1, "n_threads_batch": 1}
 

@@ -21,6 +21,7 @@ from prefixstore.engine import Engine
 from prefixstore.eviction import lru
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
+from tests.models import TORTURE
 
 P = 4
 NAMESPACES = (b"n" * 16, b"o" * 16)
@@ -224,7 +225,7 @@ class TwoSmallOnLMDB(Small):
 
 def bounded(machine, examples, steps=25):
     case = machine.TestCase
-    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    case.settings = settings(max_examples=examples * TORTURE, stateful_step_count=steps, deadline=None)
     return case
 
 

@@ -239,6 +239,20 @@ def test_detach_leaves_the_llama_as_it_was(llama, store):
     assert llm.eval == bound
 
 
+def test_a_llama_whose_store_was_closed_goes_on_without_it(llama):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        with_store = answer(llm, prompt(300), 4)
+    assert llm.cache is None
+    assert answer(llm, prompt(300), 4) == with_store
+    other = LlamaRAMCache()
+    llm.set_cache(other)
+    with PrefixStore("memory:", llm):
+        pass
+    assert llm.cache is other
+
+
 def test_detach_gives_back_what_the_user_had_put_in_place(llama, store):
     llm, calls = llama(), []
     own = lambda tokens: calls.append(len(tokens)) or type(llm).eval(llm, tokens)  # noqa: E731

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from prefixstore import PrefixStore
-from tests.models import answer, load, prompt
+from tests.models import TORTURE, answer, load, prompt
 from tests.worker import ROOT, command, in_process
 
 
@@ -124,7 +124,7 @@ def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
     llm = load(models("llama"))
     with PrefixStore(tmp_path, llm) as store:
         llm.set_cache(store)
-        for seed in range(6):
+        for seed in range(6 * TORTURE):
             llm.reset()
             answer(llm, prompt(1000, seed), 1)
 
@@ -135,7 +135,7 @@ def test_a_fork_in_the_middle_of_writing_loses_nothing(models, tmp_path):
 
             in_fork(child)
         store.flush()
-        for seed in range(6):
+        for seed in range(6 * TORTURE):
             assert store.match(prompt(1000, seed)).n_tokens == 1000
         assert store.check() == []
 
@@ -145,7 +145,7 @@ def test_a_killed_process_leaves_a_store_that_serves_all_that_was_flushed(models
     rng = random.Random(7)
     arguments = {"model": model, "location": location, "options": {}, "store": {"max_bytes": "60MB"}}
     llm = load(model)
-    for _ in range(5):
+    for _ in range(5 * TORTURE):
         with subprocess.Popen(
             command("capture_until_killed", **arguments), cwd=ROOT, stdout=subprocess.PIPE, text=True
         ) as process:

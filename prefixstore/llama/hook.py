@@ -134,9 +134,11 @@ class Hook:
             self._originals[name] = methods.get(name)
             methods[name] = _Replacement(self, name)
 
-    def detach(self) -> None:
-        """Give the Llama its own methods back."""
+    def detach(self, cache: object) -> None:
+        """Give the Llama its own methods back, and take `cache` away from it if it is there."""
         llm = self._llm()
+        if llm is not None and llm.cache is cache:
+            llm.set_cache(None)
         methods = llm.__dict__ if llm is not None else {}
         for name, original in self._originals.items():
             if methods.get(name) == _Replacement(self, name):
