@@ -8,7 +8,9 @@ once. It is used in two ways:
   until the snapshot closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
 - a **transaction** reads and writes, one at a time among all threads and processes that share the location. What it
   wrote becomes visible to others as a whole when it closes, and not at all if it closes with an exception or its
-  process dies. One thread must not open it while it holds a snapshot or a transaction of the same backend.
+  process dies.
+
+A thread holds one snapshot or transaction of a backend at a time, and does not fork while it holds one.
 
 A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
