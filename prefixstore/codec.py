@@ -142,12 +142,15 @@ class Record:
         if len(view) < RECORD.size + RECORD_SEAL.size:
             raise CorruptError(f"record {key.hex()}: {len(view)} bytes are too few")
         version, codec, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(view)
-        if version > FORMAT_VERSION:
+        body = view[: -RECORD_SEAL.size]
+        seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
+        # a record of ours whose version byte alone is damaged is not of the future
+        ours = xxhash.xxh3_64_intdigest(bytes([FORMAT_VERSION]) + bytes(body[1:])) == seal
+        if version > FORMAT_VERSION and not ours:
             raise IncompatibleError(
                 f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; upgrade it"
             )
-        body = view[: -RECORD_SEAL.size]
-        if (seal := RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]) != xxhash.xxh3_64_intdigest(body):
+        if version != FORMAT_VERSION or not ours:
             raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
         tokens = bytes(body[RECORD.size :])
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created)

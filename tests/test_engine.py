@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import struct
 import threading
 import time
 from contextlib import closing, contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 
 from prefixstore.backends.lmdb import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
@@ -424,7 +426,8 @@ def test_the_page_of_a_newer_version_is_left_alone(tmp_path):
     keys = boundary_hashes(NS, as_tokens(A), P)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
         records = env.open_db(b"records", txn)
-        txn.put(keys[1], b"\xff" + txn.get(keys[1], db=records)[1:], db=records)
+        future = b"\xff" + txn.get(keys[1], db=records)[1:-8]
+        txn.put(keys[1], future + struct.pack("<Q", xxhash.xxh3_64_intdigest(future)), db=records)
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         assert store.match(A) == 4
         batch = store.pages(A)
