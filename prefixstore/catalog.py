@@ -183,6 +183,10 @@ class Catalog:
         known = page.key in self.index or page.key in self.refused or self.index.covers(page)
         return not known and self.index.has_parent_of(page)
 
+    def is_pending(self, new: NewPage) -> bool:
+        """Whether this very page still waits: it was not superseded, dropped, or cleared and captured anew."""
+        return self.pending.get(new.page.key) is new
+
     def announce(self, new: NewPage) -> bool:
         """Put a pending page into the index; False, and nothing happens, if it is not wanted."""
         if not self.wants(new.page):
@@ -198,7 +202,7 @@ class Catalog:
     def committed(self, news: Iterable[NewPage]) -> None:
         """These pages are in the backend now."""
         for new in news:
-            if self.pending.get(new.page.key) is new:
+            if self.is_pending(new):
                 del self.pending[new.page.key]
                 self.victims.push(new.page)
 

@@ -144,13 +144,14 @@ class Record:
         version, codec, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(view)
         body = view[: -RECORD_SEAL.size]
         seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
-        # a record of ours whose version byte alone is damaged is not of the future
-        ours = xxhash.xxh3_64_intdigest(bytes([FORMAT_VERSION]) + bytes(body[1:])) == seal
-        if version > FORMAT_VERSION and not ours:
-            raise IncompatibleError(
-                f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; upgrade it"
-            )
-        if version != FORMAT_VERSION or not ours:
+        if version != FORMAT_VERSION or xxhash.xxh3_64_intdigest(body) != seal:
+            # a record of ours whose version byte alone is damaged is not of the future
+            mended = bytes([FORMAT_VERSION]) + bytes(body[1:])
+            if version > FORMAT_VERSION and xxhash.xxh3_64_intdigest(mended) != seal:
+                raise IncompatibleError(
+                    f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; "
+                    "upgrade it"
+                )
             raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
         tokens = bytes(body[RECORD.size :])
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created)

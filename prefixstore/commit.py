@@ -47,11 +47,11 @@ class Committer:
         """
         catalog = self._catalog
         try:
-            return self._commit([new for new in batch if catalog.pending.get(new.page.key) is new])
+            return self._commit([new for new in batch if catalog.is_pending(new)])
         except BaseException:
             # their buffers go back to the pool now: nobody may find them any more
             with catalog.lock:
-                given_up = [new.page.key for new in batch if catalog.pending.get(new.page.key) is new]
+                given_up = [new.page.key for new in batch if catalog.is_pending(new)]
                 for key in given_up:
                     del catalog.pending[key]
                 for key in given_up:
@@ -75,7 +75,7 @@ class Committer:
         log.warning("%d pages are dropped: %s", len(packed), cause)
         with self._catalog.lock:
             for new in batch:
-                if self._catalog.pending.get(new.page.key) is new:
+                if self._catalog.is_pending(new):
                     self._catalog.drop(new.page.key, reason)
         return 0
 
@@ -159,7 +159,7 @@ class Committer:
             log.warning("a page is not written: %s", error)
             return "unavailable"
         with catalog.lock:
-            if catalog.pending.get(page.key) is not new:
+            if not catalog.is_pending(new):
                 return None  # forgotten since: superseded, or cleared
             older = catalog.index.superseded_by(page)
             if older is not None and older.key not in catalog.pending:
