@@ -73,7 +73,7 @@ def run() -> dict[str, Any]:
         llm = load(path)
         location = Path(directory) / "kv"
         with PrefixStore(location, llm, codec="raw") as store:
-            llm.set_cache(store)  # type: ignore[arg-type]
+            llm.set_cache(store)
             per_turn = converse(llm, lambda: store.stats().capture_seconds)
             store.flush()
             stats = store.stats()
@@ -94,7 +94,7 @@ def run() -> dict[str, Any]:
             llm = load(path)
             cache = make()
             timed = Timed(cache, llm)
-            llm.set_cache(timed)  # type: ignore[arg-type]
+            llm.set_cache(timed)
             per_turn = converse(llm, lambda timed=timed: timed.seconds)
             if name == "LlamaRAMCache":
                 held = sum(

@@ -26,7 +26,7 @@ def run() -> dict[str, Any]:
                 for kind in ("without", "with") if turn % 2 else ("with", "without"):
                     if kind == "with":
                         store.attach(llm)
-                        llm.set_cache(store)  # type: ignore[arg-type]
+                        llm.set_cache(store)
                     llm.reset()
                     tokens = prompt_tokens(llm, n_prompt, seed=turn)
                     started = time.perf_counter()

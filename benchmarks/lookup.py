@@ -80,7 +80,7 @@ def run() -> dict[str, Any]:
                 # leaves the stored prompt in the middle of the page with the siblings
                 forked = prompt.copy()
                 forked[PROMPT_TOKENS // PAGE_TOKENS // 2 * PAGE_TOKENS + 100 :] += 1
-                fork = times(lambda: store.match(forked), ROUNDS)  # noqa: B023
+                fork = times(lambda: store.match(forked), ROUNDS)  # noqa: B023 - called at once
                 entries = store.stats().entries
         results[kind.rstrip(":")] = {
             "pages": entries,
