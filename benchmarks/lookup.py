@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.common import summary
 from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.codec import Record, Usage, checksum
+from prefixstore.record import Record, Usage, checksum
 from prefixstore.store import PrefixStore
 
 PAGE_TOKENS = 256

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["Budget", "Used", "format_bytes", "parse_bytes"]
+__all__ = ["Budget", "Quota", "Used", "format_bytes", "parse_bytes", "parse_seconds"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -44,6 +47,72 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+
+
+def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
+    """A number of seconds from a number, a `timedelta`, or text such as ``"90s"``, ``"12h"`` or ``"30d"``.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it cannot be read, or is not positive; the message names `parameter`.
+    """
+    seconds: float = math.nan
+    if isinstance(duration, timedelta):
+        seconds = duration.total_seconds()
+    elif isinstance(duration, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", duration)
+        if found is not None and found[2] in _SECONDS:
+            seconds = float(found[1]) * _SECONDS[found[2]]
+    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = duration
+    if not 0 < seconds < 100 * 366 * 86_400:
+        raise InvalidParameterError(
+            f'{parameter}={duration!r} is no time; write seconds, a timedelta, or text such as "90s", "12h" or "30d"'
+        )
+    return seconds
+
+
+@dataclass(frozen=True)
+class Quota:
+    """What one tenant may hold, in bytes: stored bytes and tokens of its pages. None for no limit.
+
+    Attributes
+    ----------
+    namespace
+        One namespace: one model with its settings, one salt.
+    salt
+        All namespaces of one salt together.
+    """
+
+    namespace: int | None = None
+    salt: int | None = None
+
+    @classmethod
+    def parse(cls, quota: int | str | Mapping[str, int | str] | None, max_bytes: int) -> Quota:
+        """A quota from one size, which holds for each namespace and for each salt, or from sizes for either.
+
+        Raises
+        ------
+        InvalidParameterError
+            If a size cannot be read, or is above `max_bytes`.
+        """
+        if quota is None:
+            return cls()
+        if not isinstance(quota, Mapping):
+            quota = {"namespace": quota, "salt": quota}
+        if unknown := sorted(quota.keys() - {"namespace", "salt"}):
+            raise InvalidParameterError(f'quota has {unknown[0]!r}; write a size, or {{"namespace": …, "salt": …}}')
+        sizes = {name: parse_bytes(size, f"quota[{name!r}]") for name, size in quota.items()}
+        for name, size in sizes.items():
+            if size > max_bytes:
+                raise InvalidParameterError(
+                    f"quota: {size} bytes for each {name} are more than max_bytes={max_bytes}; lower it, or raise that"
+                )
+        return cls(**sizes)
+
+
 @dataclass(frozen=True)
 class Used:
     """What a location holds, index included."""
@@ -62,6 +131,7 @@ class Budget:
 
     max_bytes: int
     max_entries: int | None = None
+    quota: Quota = Quota()
 
     def exceeded(self, used: Used, *, adding: int = 0, entries: int = 0) -> bool:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""

@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.boundaries import boundary_hash
 from prefixstore.buffers import Lease
-from prefixstore.codec import Record, Usage
-from prefixstore.errors import CorruptError, IncompatibleError
-from prefixstore.eviction import Policy, VictimQueue
-from prefixstore.index import Index, Page
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.eviction import Ordering, Policy, VictimQueue, by_expiry
+from prefixstore.index import Index, Page, Path
+from prefixstore.record import Record, Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Catalog", "NewPage"]
@@ -65,14 +65,20 @@ class Catalog:
     def after_fork(self) -> None:
         """Know nothing: in a forked child the parent writes what is pending, and the rest comes from the backend."""
         self.lock = threading.RLock()
-        self.index = Index()
-        self.victims = VictimQueue(self.index, self._policy)
+        self._start_index()
         self.pending: dict[bytes, NewPage] = {}
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
         self.refused: set[bytes] = set()
         self._generation = -1
         self._trusted = False
+
+    def _start_index(self) -> None:
+        self.index = Index()
+        self._victims = VictimQueue(self.index, self._policy)
+        self._expiring = VictimQueue(self.index, Ordering(by_expiry))
+        # of tenants with a quota
+        self._victims_of: dict[frozenset[bytes], VictimQueue] = {}
 
     # -- keeping up with the backend; all under the lock --------------------------------------------------------------
 
@@ -86,8 +92,9 @@ class Catalog:
         if changed is None:
             self._rebuild(snapshot)
         else:
+            found = snapshot.records(changed)
             for key in changed:
-                self._refresh_page(snapshot, key)
+                self._refresh_page(key, *found.get(key, (None, None)))
         self.refused.clear()
         self._generation, self._trusted = generation, True
 
@@ -108,17 +115,15 @@ class Catalog:
                 self.distrust()
             raise
 
-    def _refresh_page(self, snapshot: Snapshot, key: bytes) -> None:
-        try:
-            record, usage = snapshot.record(key), snapshot.usage(key)
-        except (CorruptError, IncompatibleError) as error:
-            log.warning("a page cannot be read: %s", error)
-            record, usage = None, None
-            if isinstance(error, CorruptError):
-                self.damaged.add(key)
+    def _refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
+        if isinstance(record, Record) and usage is not None:
+            self._know(key, record, usage)
+            return
         if record is not None:
-            self._know(key, record, usage or Usage(record.created))
-        elif key not in self.pending:
+            log.warning("a page cannot be read: %s", record)
+        if isinstance(record, CorruptError):
+            self.damaged.add(key)
+        if key not in self.pending:
             self.lose(key)
 
     def _rebuild(self, snapshot: Snapshot) -> None:
@@ -131,8 +136,7 @@ class Catalog:
                 self.damaged.add(key)
             elif not isinstance(record, IncompatibleError):
                 raise record
-        self.index = Index()
-        self.victims = VictimQueue(self.index, self._policy)
+        self._start_index()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
@@ -154,7 +158,7 @@ class Catalog:
         if page is not None:
             self.index.resize(page, record.stored_bytes)
             page.last_used = max(page.last_used, usage.last_used)
-            page.pinned = usage.pinned
+            page.pinned, page.priority, page.expires = usage.pinned, usage.priority, usage.expires
         else:
             page = Page(
                 key,
@@ -169,11 +173,13 @@ class Catalog:
                 usage.last_used,
                 usage.hits,
                 usage.pinned,
+                usage.priority,
+                usage.expires,
             )
             if not self.index.add(page):
                 return False
         if key not in self.pending:
-            self.victims.push(page)
+            self.offer(page)
         return True
 
     # -- pages come and go; all under the lock ------------------------------------------------------------------------
@@ -193,6 +199,7 @@ class Catalog:
             return False
         self.index.add(new.page)
         self.pending[new.page.key] = new
+        self._policy.added(new.page)
         older = self.index.superseded_by(new.page)
         if older is not None and older.key in self.pending:
             # not written yet, and not needed any more
@@ -204,7 +211,7 @@ class Catalog:
         for new in news:
             if self.is_pending(new):
                 del self.pending[new.page.key]
-                self.victims.push(new.page)
+                self.offer(new.page)
 
     def forget(self, key: bytes) -> list[Page]:
         """Take a page, and what depends on it, out of the index; they are returned, deepest first."""
@@ -215,7 +222,7 @@ class Catalog:
             self.touched.pop(lost.key, None)
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and parent.key not in self.pending:
-            self.victims.push(parent)
+            self.offer(parent)
         return gone
 
     def drop(self, key: bytes, reason: str) -> None:
@@ -235,10 +242,60 @@ class Catalog:
         self.damaged.add(key)
         self.lose(key)
 
-    def touch(self, pages: Iterable[Page]) -> None:
-        """Note that pages were used; it is written with the next batch."""
+    def touch(self, namespace: bytes, pages: Sequence[Page], expires: int) -> None:
+        """Note that a prompt began with these pages; it is written with the next batch.
+
+        Those that will expire do so not before `expires`.
+        """
         now = time.time_ns()
+        self._policy.looked_up(namespace, pages)
         for page in pages:
             page.last_used = max(page.last_used, now)
+            page.expires = max(page.expires, expires) if page.expires else 0
             page.hits += 1
             self.touched[page.key] = self.touched.get(page.key, 0) + 1
+
+    # -- who goes first; all under the lock ---------------------------------------------------------------------------
+
+    def offer(self, page: Page) -> None:
+        """A stored page has become a leaf, or may be a victim again."""
+        self._victims.push(page)
+        if page.expires:
+            self._expiring.push(page)
+        for namespaces, queue in self._victims_of.items():
+            if page.namespace in namespaces:
+                queue.push(page)
+
+    def victims(self, namespaces: frozenset[bytes] | None = None) -> Generator[Page, None, None]:
+        """Stored pages to evict, first one first, of these namespaces or of all; see `VictimQueue.victims`."""
+        if namespaces is None:
+            return self._victims.victims()
+        if namespaces not in self._victims_of:
+            queue = self._victims_of[namespaces] = VictimQueue(self.index, self._policy)
+            for page in self.index:
+                if page.namespace in namespaces and page.key not in self.pending:
+                    queue.push(page)
+        return self._victims_of[namespaces].victims()
+
+    def expiring(self) -> Generator[Page, None, None]:
+        """Stored pages that expire, in this order; see `VictimQueue.victims`."""
+        return self._expiring.victims()
+
+    def evict(self, page: Page) -> None:
+        """A page is deleted for want of room."""
+        self._policy.evicted(page)
+        self.forget(page.key)
+
+    def unexpired(self, path: Path) -> Path:
+        """A path up to the last page that has not expired, or has such a page behind it."""
+        pages, now = list(path.pages), time.time_ns()
+        while pages and _has_expired(pages[-1], now):
+            del pages[-1]
+        if len(pages) == len(path.pages):
+            return path
+        return Path(tuple(pages), pages[-1].end if pages else 0)
+
+
+def _has_expired(page: Page, now: int) -> bool:
+    """Whether a page and all pages behind it have expired."""
+    return 0 < page.expires <= now and not page.pinned and all(_has_expired(child, now) for child in page.children)

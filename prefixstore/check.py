@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from prefixstore.backends.base import Snapshot
 from prefixstore.budget import Budget
-from prefixstore.codec import Record, decode
+from prefixstore.codec import decode
 from prefixstore.errors import IncompatibleError, StorageError
+from prefixstore.record import Record
 
 __all__ = ["Violation", "violations"]
 

@@ -1,163 +1,18 @@
-"""Pages to stored bytes and back. The byte layout of everything that prefixstore writes is in this module only.
-
-``docs/format.md`` shows the same tables; a test compares them with the structs below.
-"""
+"""The state of a page to stored bytes and back."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
 
-import xxhash
 import zstandard
 
-from prefixstore.boundaries import TOKEN_BYTES, boundary_hash
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
+from prefixstore.record import Buffer, Record, checksum
 
-__all__ = ["CODECS", "FORMAT_VERSION", "AutoCodec", "Buffer", "Record", "Usage", "decode", "encode", "pick"]
+__all__ = ["CODECS", "AutoCodec", "decode", "encode", "pick"]
 
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
-
-FORMAT_VERSION = 1
 CODECS = {"raw": 0, "zstd": 1}
 ZSTD_LEVEL = 1
-
-# version, codec, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace, parent,
-# checksum;
-# the tokens follow (int32 each), and then an xxh3-64 of everything before it.
-RECORD = struct.Struct("<BBHIIIQQQ16s16s16s")
-RECORD_SEAL = struct.Struct("<Q")
-# last used, hits, pinned, reserved
-USAGE = struct.Struct("<QIB3x")
-
-
-def checksum(stored: Buffer) -> bytes:
-    """xxh3-128 of stored bytes."""
-    return xxhash.xxh3_128_digest(stored)
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What changes about a page after it was written. Nanoseconds since the epoch."""
-
-    last_used: int
-    hits: int = 0
-    pinned: bool = False
-
-    def pack(self) -> bytes:
-        """The stored form, `USAGE`."""
-        return USAGE.pack(self.last_used, min(self.hits, 2**32 - 1), self.pinned)
-
-    @classmethod
-    def unpack(cls, stored: Buffer) -> Usage:
-        """Read the stored form.
-
-        Raises
-        ------
-        CorruptError
-            If it has another length.
-        """
-        try:
-            last_used, hits, pinned = USAGE.unpack(stored)
-        except struct.error as error:
-            raise CorruptError(f"usage of a page: {error}") from None
-        return cls(last_used, hits, bool(pinned))
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What never changes about a page: what it holds, how it is stored, and the proof of both.
-
-    Attributes
-    ----------
-    namespace, parent
-        Keys of the namespace and of the page before (of the namespace again for a first page), 16 bytes each.
-    start
-        Position of the first token.
-    tokens
-        The tokens, little-endian int32 bytes.
-    codec
-        One of the numbers in `CODECS`.
-    raw_bytes, stored_bytes
-        Size of the state, and of what the codec made of it.
-    checksum
-        xxh3-128 of the stored bytes.
-    compute_us
-        Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
-    created
-        Nanoseconds since the epoch.
-    """
-
-    namespace: bytes
-    parent: bytes
-    start: int
-    tokens: bytes
-    codec: int
-    raw_bytes: int
-    stored_bytes: int
-    checksum: bytes
-    compute_us: int
-    created: int
-
-    @property
-    def key(self) -> bytes:
-        """The boundary hash, which is the page's key in every backend."""
-        return boundary_hash(self.parent, self.tokens)
-
-    def pack(self) -> bytes:
-        """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""
-        body = (
-            RECORD.pack(
-                FORMAT_VERSION,
-                self.codec,
-                0,
-                len(self.tokens) // TOKEN_BYTES,
-                self.start,
-                min(self.compute_us, 2**32 - 1),
-                self.raw_bytes,
-                self.stored_bytes,
-                self.created,
-                self.namespace,
-                self.parent,
-                self.checksum,
-            )
-            + self.tokens
-        )
-        return body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
-
-    @classmethod
-    def unpack(cls, key: bytes, stored: Buffer) -> Record:
-        """Read the stored form of the page with this key.
-
-        Raises
-        ------
-        CorruptError
-            If a byte differs from what was written, or the record belongs to another key.
-        IncompatibleError
-            If a newer version wrote it.
-        """
-        view = memoryview(stored)
-        if len(view) < RECORD.size + RECORD_SEAL.size:
-            raise CorruptError(f"record {key.hex()}: {len(view)} bytes are too few")
-        version, codec, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(view)
-        body = view[: -RECORD_SEAL.size]
-        seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
-        if version != FORMAT_VERSION or xxhash.xxh3_64_intdigest(body) != seal:
-            # a record of ours whose version byte alone is damaged is not of the future
-            mended = bytes([FORMAT_VERSION]) + bytes(body[1:])
-            if version > FORMAT_VERSION and xxhash.xxh3_64_intdigest(mended) != seal:
-                raise IncompatibleError(
-                    f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; "
-                    "upgrade it"
-                )
-            raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
-        tokens = bytes(body[RECORD.size :])
-        record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created)
-        if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
-            raise CorruptError(f"record {key.hex()} belongs to another page")
-        return record
 
 
 def encode(raw: Buffer, codec: str) -> tuple[int, Buffer]:

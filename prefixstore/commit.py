@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.budget import Budget
 from prefixstore.catalog import Catalog, NewPage
-from prefixstore.codec import Buffer, Record, Usage, checksum, decode
+from prefixstore.codec import decode
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
+from prefixstore.record import Buffer, Record, Usage, checksum
+from prefixstore.room import Room
 from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
@@ -33,7 +36,7 @@ class Committer:
     def __init__(self, backend: Backend, catalog: Catalog, budget: Budget, encode: Encoder, counters: Counters) -> None:
         self._backend = backend
         self._catalog = catalog
-        self._budget = budget
+        self._room = Room(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
 
@@ -65,7 +68,10 @@ class Committer:
         for attempt in range(ATTEMPTS):
             try:
                 if attempt:
-                    self._make_room(room << (attempt - 1))
+                    # what a transaction deletes is of use to a later one only
+                    with self._catalog.transaction(self._backend) as transaction:
+                        self._room.make_spare(transaction, room << (attempt - 1))
+                    self._backend.reclaim()
                 return self._write(packed)
             except FullError as error:
                 reason, cause = "full", error
@@ -103,6 +109,7 @@ class Committer:
             with catalog.lock:
                 damaged, touched = set(catalog.damaged), dict(catalog.touched)
             removed = self._remove_damaged(transaction, damaged) if damaged else 0
+            self._room.remove_expired(transaction)
             refused = [
                 (new, reason)
                 for new, record, stored in packed
@@ -167,53 +174,26 @@ class Committer:
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)
         if not is_stored:
-            if not self._evict(transaction, transaction.cost(record, len(stored)), entries=1):
-                return "budget"
+            if (reason := self._room.make_for(transaction, record, len(stored), new.settings)) is not None:
+                return reason
             transaction.put_namespace(page.namespace, new.settings)
             # hits that it has had already are among the uses that are written afterwards
-            transaction.put(page.key, record, Usage(page.last_used, 0, page.pinned), stored)
+            usage = Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
+            transaction.put(page.key, record, usage, stored)
         with catalog.lock:
             catalog.index.resize(page, len(stored))
         written.append(new)
         return None
 
-    def _evict(self, transaction: Transaction, adding: int, *, entries: int = 0) -> bool:
-        """Delete leaves, first victim first, until there is room for `adding` bytes; whether there is."""
-        if adding > self._budget.max_bytes:
-            return False
-        with self._catalog.lock:
-            victims = self._catalog.victims.victims()
-            try:
-                while self._budget.exceeded(transaction.used, adding=adding, entries=entries):
-                    victim = next(victims, None)
-                    if victim is None:
-                        return False
-                    usage = transaction.usage(victim.key)
-                    if usage is not None and (usage.last_used > victim.last_used or usage.pinned):
-                        # another process has used or pinned it since
-                        victim.last_used, victim.pinned = max(usage.last_used, victim.last_used), usage.pinned
-                        self._catalog.victims.push(victim)
-                        continue
-                    transaction.delete(victim.key)
-                    self._catalog.forget(victim.key)
-                    self._counters.count("evictions")
-            finally:
-                victims.close()
-        return True
-
     def _write_use(self, transaction: Transaction, key: bytes, hits: int) -> None:
         usage = transaction.usage(key)
         page = self._catalog.index.get(key)
         if usage is not None and page is not None:
-            last_used = max(usage.last_used, page.last_used)
-            transaction.touch(key, Usage(last_used, usage.hits + hits, usage.pinned))
-
-    def _make_room(self, room: int) -> None:
-        """Delete first and write later: what a transaction deletes is of use to a later one only."""
-        with self._catalog.transaction(self._backend) as transaction:
-            spare = max(self._budget.max_bytes - transaction.used.bytes, 0)
-            self._evict(transaction, min(spare + room, self._budget.max_bytes))
-        self._backend.reclaim()
+            expires = max(usage.expires, page.expires) if usage.expires else 0
+            used = replace(
+                usage, last_used=max(usage.last_used, page.last_used), hits=usage.hits + hits, expires=expires
+            )
+            transaction.touch(key, used)
 
 
 def _is_stored(transaction: Transaction, key: bytes) -> bool:

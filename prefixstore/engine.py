@@ -7,15 +7,16 @@ write:  wants -> announce -> commit    catalog, commit (codec, budget, eviction,
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.budget import Budget, Used
 from prefixstore.catalog import Catalog, NewPage
 from prefixstore.check import Violation, violations
-from prefixstore.codec import Usage
 from prefixstore.commit import Committer, Encoder
 from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher
@@ -40,9 +41,25 @@ class Engine:
         Makes stored bytes of a state: ``state -> (codec number, stored bytes)``.
     counters
         Counts what happens.
+    ttl
+        Seconds after which a page that is written here expires, unless a prompt begins with it meanwhile.
+    priority
+        Of the pages that are written here.
     """
 
-    def __init__(self, backend: Backend, budget: Budget, policy: Policy, encode: Encoder, counters: Counters) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        budget: Budget,
+        policy: Policy,
+        encode: Encoder,
+        counters: Counters,
+        *,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> None:
+        self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
+        self._priority = priority
         self._backend = backend
         self._budget = budget
         self._counters = counters
@@ -68,7 +85,7 @@ class Engine:
         """The longest stored prefix of `tokens`, among what any process has committed and what is pending here."""
         with self._backend.snapshot() as snapshot, self._catalog.lock:
             self._catalog.refresh(snapshot)
-            return self._catalog.index.match(namespace, tokens, page_tokens)
+            return self._catalog.unexpired(self._catalog.index.match(namespace, tokens, page_tokens))
 
     def fetching(self, pages: Sequence[Page]) -> AbstractContextManager[Iterator[memoryview]]:
         """The verified states of `pages`, in order, valid until the block is left; see `Fetcher.fetching`."""
@@ -80,10 +97,14 @@ class Engine:
             self._catalog.refresh(snapshot)
             return snapshot.used, self._catalog.index.stored_bytes, self._catalog.index.raw_bytes
 
-    def touch(self, pages: Sequence[Page]) -> None:
-        """Note that pages were restored; it is written with the next batch, never by the caller."""
+    def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
+        """Note that a prompt began with these pages, none for a miss; it is written with the next batch."""
         with self._catalog.lock:
-            self._catalog.touch(pages)
+            self._catalog.touch(namespace, pages, self._expiry(time.time_ns()))
+
+    def _expiry(self, now: int) -> int:
+        """When a page expires that is used now; 0 for never."""
+        return now + self._ttl_ns if self._ttl_ns is not None else 0
 
     def check(self) -> list[Violation]:
         """Every invariant of the location, every checksum."""
@@ -107,6 +128,7 @@ class Engine:
 
     def announce(self, new: NewPage) -> bool:
         """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""
+        new.page.priority, new.page.expires = self._priority, self._expiry(new.page.created)
         with self._catalog.lock:
             return self._catalog.announce(new)
 
@@ -136,10 +158,10 @@ class Engine:
     def _pin_page(self, transaction: Transaction, page: Page, pinned: bool) -> None:
         usage = transaction.usage(page.key)
         if usage is not None:
-            transaction.touch(page.key, Usage(usage.last_used, usage.hits, pinned))
+            transaction.touch(page.key, replace(usage, pinned=pinned))
         page.pinned = pinned
         if page.key not in self._catalog.pending:
-            self._catalog.victims.push(page)
+            self._catalog.offer(page)
 
     def clear(self, namespace: bytes | None) -> int:
         """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -37,6 +38,10 @@ class Page:
         How often the page was restored.
     pinned
         Whether eviction passes the page by.
+    priority
+        Pages of lower priority go first, under the policy of this name.
+    expires
+        Nanoseconds since the epoch; 0 for never.
     """
 
     key: bytes
@@ -51,6 +56,8 @@ class Page:
     last_used: int
     hits: int = 0
     pinned: bool = False
+    priority: int = 0
+    expires: int = 0
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
 
@@ -91,6 +98,7 @@ class Index:
         self._roots: dict[bytes, Page] = {}
         self.raw_bytes = 0
         self.stored_bytes = 0
+        self.held: Counter[bytes] = Counter()  # by namespace: stored bytes and tokens
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -118,8 +126,7 @@ class Index:
         parent.child_tokens.insert(at, page.tokens)
         parent.children.insert(at, page)
         self.pages[page.key] = page
-        self.raw_bytes += page.raw_bytes
-        self.stored_bytes += page.stored_bytes
+        self._count(page, 1)
         return True
 
     def remove(self, key: bytes) -> list[Page]:
@@ -137,14 +144,21 @@ class Index:
             del self._roots[page.namespace]
         for gone in subtree:
             del self.pages[gone.key]
-            self.raw_bytes -= gone.raw_bytes
-            self.stored_bytes -= gone.stored_bytes
+            self._count(gone, -1)
         return subtree[::-1]
 
     def resize(self, page: Page, stored_bytes: int) -> None:
         """Note how many bytes the codec made of a page."""
-        self.stored_bytes += stored_bytes - page.stored_bytes
+        self._count(page, -1)
         page.stored_bytes = stored_bytes
+        self._count(page, 1)
+
+    def _count(self, page: Page, sign: int) -> None:
+        self.raw_bytes += sign * page.raw_bytes
+        self.stored_bytes += sign * page.stored_bytes
+        self.held[page.namespace] += sign * (page.stored_bytes + len(page.tokens))
+        if not self.held[page.namespace]:
+            del self.held[page.namespace]
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest stored prefix of `tokens`; its last page may reach beyond the prefix."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from prefixstore.errors import CorruptError
+
 __all__ = ["Namespace"]
 
 
@@ -38,6 +40,12 @@ class Namespace:
         """The 16 bytes that stand for the namespace: xxh3-128 of `canonical`."""
         return xxhash.xxh3_128_digest(self.canonical)
 
+    @property
+    def salt(self) -> str | None:
+        """The tenant, if the settings name one."""
+        salt = self.settings.get("salt")
+        return str(salt) if salt is not None else None
+
     def differences(self, other: Namespace) -> dict[str, tuple[object, object]]:
         """The settings that differ from `other`: name to (here, there)."""
         names = sorted(self.settings.keys() | other.settings.keys())
@@ -46,5 +54,17 @@ class Namespace:
 
     @classmethod
     def parse(cls, canonical: bytes) -> Namespace:
-        """The namespace whose `canonical` bytes these are."""
-        return cls(json.loads(canonical))
+        """The namespace whose `canonical` bytes these are.
+
+        Raises
+        ------
+        CorruptError
+            If they are no settings.
+        """
+        try:
+            settings = json.loads(canonical)
+        except ValueError as error:
+            raise CorruptError(f"settings of a namespace: {error}") from None
+        if not isinstance(settings, dict):
+            raise CorruptError("settings of a namespace: not an object")
+        return cls(settings)

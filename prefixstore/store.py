@@ -140,7 +140,7 @@ class PrefixStore:
         self._counters = Counters()
         backend = open_backend(location, max_bytes=self._budget.max_bytes, read_only=read_only)
         self.location = backend.location
-        self._engine = Engine(backend, self._budget, POLICIES[policy], encode, self._counters)
+        self._engine = Engine(backend, self._budget, POLICIES[policy](), encode, self._counters)
         self._writer = Writer(self._engine, queue, write_behind, self._counters, read_only=read_only)
         # at the end of the process, or when nobody holds the store any more: what was captured is written
         self._finalizer = weakref.finalize(self, _close, self._engine, self._writer)

@@ -29,8 +29,8 @@ import numpy as np
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.budget import Used
-from prefixstore.codec import Buffer, Record, Usage, checksum
 from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.record import Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "FaultyBackend", "Operation", "PersistentBackendContract", "SlowBackend", "make_page"]
 
@@ -152,7 +152,7 @@ class BackendContract:
     def test_what_is_put_comes_back(self, tmp_path: Path) -> None:
         payload = _payload(0, 5000)
         key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
-        usage = Usage(2**63 - 1, 2**32 - 1, pinned=True)
+        usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
         with self.opened(tmp_path) as backend:
             with backend.transaction() as transaction:
                 transaction.put_namespace(NAMESPACE, SETTINGS)
@@ -197,9 +197,9 @@ class BackendContract:
                 key = _put(transaction, 1)
             record, _, payload = _stored(backend)[key]
             with backend.transaction() as transaction:
-                transaction.touch(key, Usage(5, 6, pinned=True))
-                assert transaction.usage(key) == Usage(5, 6, pinned=True)
-            assert _stored(backend) == {key: (record, Usage(5, 6, pinned=True), payload)}
+                transaction.touch(key, Usage(5, 6, pinned=True, priority=7, expires=8))
+                assert transaction.usage(key) == Usage(5, 6, pinned=True, priority=7, expires=8)
+            assert _stored(backend) == {key: (record, Usage(5, 6, pinned=True, priority=7, expires=8), payload)}
 
     def test_touching_a_page_that_is_gone_does_not_bring_it_back(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:

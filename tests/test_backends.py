@@ -28,7 +28,7 @@ from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
 from prefixstore.catalog import NewPage
 from prefixstore.check import violations
-from prefixstore.codec import FORMAT_VERSION, Usage, pick
+from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import (
     FullError,
@@ -37,7 +37,8 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.eviction import lru
+from prefixstore.eviction import POLICIES
+from prefixstore.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import (
     BackendContract,
@@ -521,7 +522,7 @@ def test_a_killed_process_leaves_a_store_that_is_whole(tmp_path):
 def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_path, record_property):
     max_bytes = 8 * MIB
     counters = Counters()
-    engine = Engine(LMDBBackend(tmp_path, max_bytes), Budget(max_bytes), lru, pick("raw"), counters)
+    engine = Engine(LMDBBackend(tmp_path, max_bytes), Budget(max_bytes), POLICIES["lru"](), pick("raw"), counters)
     chance, buffers = random.Random(1), Buffers(MIB)
     noise = np.random.default_rng(1).bytes(400_000)
     fills = []

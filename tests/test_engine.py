@@ -22,10 +22,11 @@ from prefixstore.boundaries import as_tokens, boundary_hash, boundary_hashes
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
 from prefixstore.catalog import NewPage
-from prefixstore.codec import RECORD, pick
+from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import FullError, UnavailableError
-from prefixstore.eviction import lru
+from prefixstore.eviction import POLICIES
+from prefixstore.record import RECORD
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
 from prefixstore.writer import Writer
@@ -53,7 +54,7 @@ class Store:
     def __post_init__(self):
         self.counters = Counters()
         budget = Budget(self.max_bytes, self.max_entries)
-        self.engine = Engine(self.backend, budget, lru, pick(self.codec), self.counters)
+        self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters)
         self.buffers = Buffers(1 << 30)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[NewPage]:
@@ -93,7 +94,7 @@ class Store:
             for page, state in zip(path.pages, states, strict=False):
                 assert bytes(state) == state_of(page.key, len(state))
                 loaded.append(page)
-        self.engine.touch(loaded)
+        self.engine.touch(NS, loaded)
         return len(loaded)
 
     def stored_keys(self) -> set[bytes]:

@@ -18,7 +18,7 @@ from prefixstore.budget import Budget
 from prefixstore.catalog import NewPage
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
-from prefixstore.eviction import lru
+from prefixstore.eviction import POLICIES
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
 from tests.models import TORTURE
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         counters = Counters()
         backend = LMDBBackend(self.directory / "kv", 64 << 20) if self.persistent else MemoryBackend()
-        engine = Engine(backend, self.budget, lru, pick(self.codec), counters)
+        engine = Engine(backend, self.budget, POLICIES["lru"](), pick(self.codec), counters)
         self.engines.append(engine)
         # written by the caller, at the next flush or commit: the machine decides when
         self.writers.append(Writer(engine, 1 << 20, False, counters, read_only=False))
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         with engine.fetching(path.pages) as states:
             for page, state in zip(path.pages, states, strict=True):
                 assert bytes(state) == state_of(page.key)
-        engine.touch(path.pages)
+        engine.touch(namespace, path.pages)
 
     def compare(self, which, namespace, tokens, found):
         known = self.stored | (getattr(self, "later", set()) if which == self.writes else set())

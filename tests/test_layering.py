@@ -14,9 +14,9 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # a module imports only from those before it
 ORDER = """
-errors namespace boundaries index codec eviction budget buffers stats
+errors namespace boundaries record codec index eviction budget buffers stats
 backends.base backends.memory backends.lmdb_environment backends.lmdb backends
-catalog fetch commit check engine writer
+catalog fetch room commit check engine writer
 llama llama.synthetic llama.fingerprint llama.pace llama.memory llama.lineage llama.restore llama.capture llama.hook
 store testing prefixstore demo cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance

@@ -14,19 +14,22 @@ A thread holds one snapshot or transaction of a backend at a time, and does not 
 
 A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
-`IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` and one subclass
-of `prefixstore.testing.BackendContract`.
+`IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` (or an entry
+point of another package) and one subclass of `prefixstore.testing.BackendContract`. The methods that are not abstract
+work as they are; a backend with a server behind it replaces those that would ask once for each page.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 from prefixstore.budget import Used
-from prefixstore.codec import Buffer, Record, Usage
-from prefixstore.errors import StorageError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.record import Buffer, Record, Usage
 
 __all__ = ["Backend", "Snapshot", "Transaction"]
 
@@ -58,6 +61,39 @@ class Snapshot(ABC):
     @abstractmethod
     def payload(self, key: bytes) -> Buffer | None:
         """The stored bytes of a page, valid until the snapshot closes. They are not verified."""
+
+    def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
+        """Records (or why they cannot be read) and usage of those of these pages that are there."""
+        found: dict[bytes, tuple[Record | StorageError, Usage]] = {}
+        for key in keys:
+            try:
+                record = self.record(key)
+                if record is not None:
+                    found[key] = record, self.usage(key) or Usage(record.created)
+            except (CorruptError, IncompatibleError) as error:
+                found[key] = error, Usage(0)
+        return found
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        """Record and payload of these pages, in order, up to the first that is not there. They are not verified.
+
+        Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
+        """
+        for key in keys:
+            record = self.record(key)
+            if record is None:
+                return
+            payload = self.payload(key)
+            if payload is None:
+                raise CorruptError(f"page {key.hex()} has no payload")
+            yield record, payload
+
+    def deepest(self, keys: Sequence[bytes]) -> int:
+        """How many of these pages are there, each of which follows the one before.
+
+        A page is never there without the one before it, so a binary search finds out.
+        """
+        return bisect_left(range(len(keys)), 1, key=lambda i: self.usage(keys[i]) is None)
 
     @abstractmethod
     def payload_keys(self) -> Iterator[bytes]:
@@ -100,10 +136,23 @@ class Transaction(Snapshot):
 class Backend(ABC):
     """A location that keeps pages. Safe to use from many threads."""
 
+    # whether `keep` keeps anything
+    keeps_states: ClassVar[bool] = False
+
     @property
     @abstractmethod
     def location(self) -> str:
         """The location as a URL."""
+
+    def state(self, key: bytes, tokens: bytes) -> memoryview | None:
+        """The state of the page with this key and these token bytes, decoded and verified, if it is at hand.
+
+        It stays as it is for as long as it is held.
+        """
+        return None
+
+    def keep(self, key: bytes, tokens: bytes, state: Buffer) -> None:  # noqa: B027 - most backends have nowhere to
+        """Take a copy of the state of a stored page, to have it at hand."""
 
     @abstractmethod
     def snapshot(self) -> AbstractContextManager[Snapshot]:

@@ -20,8 +20,8 @@ import lmdb
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release
 from prefixstore.budget import Used
-from prefixstore.codec import Buffer, Record, Usage
 from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.record import Buffer, Record, Usage
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 

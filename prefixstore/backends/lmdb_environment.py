@@ -15,7 +15,6 @@ from typing import Any
 
 import lmdb
 
-from prefixstore.codec import FORMAT_VERSION
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -24,6 +23,7 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
+from prefixstore.record import FORMAT_VERSION
 
 __all__ = ["DATABASES", "Environment", "acquire", "release", "translate"]
 

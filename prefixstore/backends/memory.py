@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.budget import Used
-from prefixstore.codec import RECORD, USAGE, Buffer, Record, Usage
 from prefixstore.errors import InvalidParameterError, StorageError
+from prefixstore.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
 

@@ -34,8 +34,8 @@ class Restorer:
         Of the context.
     pace
         Tells whether a restore is worth it.
-    on_restored
-        Called after pages were put back.
+    on_used
+        Called after pages were used.
     min_tokens
         Shorter prefixes are computed.
     """
@@ -47,7 +47,7 @@ class Restorer:
         memory: Memory,
         lineage: Lineage,
         pace: Pace,
-        on_restored: Callable[[], None],
+        on_used: Callable[[], None],
         min_tokens: int,
     ) -> None:
         self._engine = engine
@@ -55,7 +55,7 @@ class Restorer:
         self._memory = memory
         self._lineage = lineage
         self._pace = pace
-        self._on_restored = on_restored
+        self._on_used = on_used
         self._min_tokens = min_tokens
 
     def restore(self, llm: llama_cpp.Llama, tokens: Tokens, limit: int) -> bool:
@@ -75,18 +75,29 @@ class Restorer:
             return False
         n = min(path.n_tokens, limit)
         if n < self._min_tokens:
+            self._use(())
             self._counters.count("miss:short" if path.n_tokens else "miss:not_found")
             return False
+        # those before the live prefix ends are used as well: they are there for it
+        used = path.pages[: -(-n // self._lineage.page_tokens)]
         if n <= live:
+            self._use(used)
             self._counters.count("live_hits")
             return True
         # the page in which the live prefix ends is loaded whole; what is not known to be there is replaced
         first = live // self._lineage.page_tokens if known else 0
-        pages = path.pages[first : -(-n // self._lineage.page_tokens)]
+        pages = used[first:]
         if not self._pace.is_worth(n - live, len(pages)):
             self._counters.count("miss:slow")
             return False
-        return self._load(llm, tokens[:n], live, pages)
+        if not self._load(llm, tokens[:n], live, pages):
+            return False
+        self._use(used)
+        return True
+
+    def _use(self, pages: Sequence[Page]) -> None:
+        self._engine.touch(self._lineage.namespace, pages)
+        self._on_used()
 
     def live_prefix(self, llm: llama_cpp.Llama, tokens: Tokens) -> tuple[int, bool]:
         """How much of a prompt the context holds and can go on from, and whether it came there before our eyes."""
@@ -139,10 +150,8 @@ class Restorer:
 
     def _note(self, loaded: Sequence[Page], gained: int, seconds: float) -> None:
         self._pace.restored(len(loaded), seconds)
-        self._engine.touch(loaded)
         self._counters.count("hits")
         self._counters.count("tokens_restored", max(gained, 0))
         self._counters.time("restore", seconds)
         share = max(gained, 0) / sum(page.n_tokens for page in loaded)
         self._counters.time("saved", sum(page.compute_us for page in loaded) * share / 1e6 - seconds)
-        self._on_restored()

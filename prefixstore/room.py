@@ -1,0 +1,139 @@
+"""Room for a page: in the location, and in the quotas of its tenant. Evicts, and deletes what has expired."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prefixstore.backends.base import Transaction
+from prefixstore.budget import Budget
+from prefixstore.catalog import Catalog
+from prefixstore.errors import CorruptError
+from prefixstore.index import Page
+from prefixstore.namespace import Namespace
+from prefixstore.record import Record
+from prefixstore.stats import Counters
+
+__all__ = ["Room"]
+
+
+class Room:
+    """Deletes within a transaction of somebody else, leaves first."""
+
+    def __init__(self, catalog: Catalog, budget: Budget, counters: Counters) -> None:
+        self._catalog = catalog
+        self._budget = budget
+        self._counters = counters
+
+    def make_for(self, transaction: Transaction, record: Record, n_bytes: int, settings: bytes) -> str | None:
+        """Evict until there is room for a page with a payload of `n_bytes`.
+
+        A tenant with a quota makes room among its own pages first, so it does not evict the others as long as it can.
+
+        Parameters
+        ----------
+        transaction
+            In which the page will be put.
+        record
+            Of the page.
+        n_bytes
+            Length of its payload.
+        settings
+            Canonical settings of its namespace.
+
+        Returns
+        -------
+        str or None
+            Why there is no room: ``"budget"`` or ``"quota"``; None if there is.
+        """
+        cost = transaction.cost(record, n_bytes)
+        if cost > self._budget.max_bytes:
+            return "budget"
+
+        def exceeded() -> bool:
+            return self._budget.exceeded(transaction.used, adding=cost, entries=1)
+
+        groups = self._groups(transaction, record.namespace, settings)
+        for namespaces, limit in groups:
+            if not self._make_in_group(transaction, namespaces, limit - n_bytes):
+                return "quota"
+        if groups and self._evict(transaction, exceeded, groups[-1][0]):
+            return None
+        return None if self._evict(transaction, exceeded) else "budget"
+
+    def make_spare(self, transaction: Transaction, n_bytes: int) -> None:
+        """Evict `n_bytes` more than the budget asks for."""
+        spare = max(self._budget.max_bytes - transaction.used.bytes, 0)
+        adding = min(spare + n_bytes, self._budget.max_bytes)
+        self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
+
+    def remove_expired(self, transaction: Transaction) -> None:
+        """Delete leaves that have expired, and what becomes such a leaf by it."""
+        now = time.time_ns()
+        with self._catalog.lock:
+            expiring = self._catalog.expiring()
+            for page in expiring:
+                if page.expires > now:
+                    self._catalog.offer(page)
+                    break
+                if not self._is_reprieved(transaction, page):
+                    transaction.delete(page.key)
+                    self._catalog.forget(page.key)
+                    self._counters.count("expired")
+            expiring.close()
+
+    def _groups(
+        self, transaction: Transaction, namespace: bytes, settings: bytes
+    ) -> list[tuple[frozenset[bytes], int]]:
+        """The groups of namespaces that a quota bounds and this one belongs to, the largest last."""
+        quota = self._budget.quota
+        groups: list[tuple[frozenset[bytes], int]] = []
+        if quota.namespace is not None:
+            groups.append((frozenset((namespace,)), quota.namespace))
+        # without a salt there is no tenant
+        mine = _salt(settings) if quota.salt is not None else None
+        if quota.salt is not None and mine is not None:
+            same = frozenset(key for key, other in transaction.namespaces().items() if _salt(other) == mine)
+            groups.append((same | {namespace}, quota.salt))
+        return groups
+
+    def _make_in_group(self, transaction: Transaction, namespaces: frozenset[bytes], limit: int) -> bool:
+        """Evict until these namespaces hold at most `limit` bytes; whether they do."""
+        held = self._catalog.index.held
+        return self._evict(transaction, lambda: sum(held[namespace] for namespace in namespaces) > limit, namespaces)
+
+    def _evict(
+        self, transaction: Transaction, exceeded: Callable[[], bool], namespaces: frozenset[bytes] | None = None
+    ) -> bool:
+        """Delete leaves, first victim first, while there is too much; whether there is room now."""
+        with self._catalog.lock:
+            victims = self._catalog.victims(namespaces)
+            try:
+                while exceeded():
+                    victim = next(victims, None)
+                    if victim is None:
+                        return False
+                    if not self._is_reprieved(transaction, victim):
+                        transaction.delete(victim.key)
+                        self._catalog.evict(victim)
+                        self._counters.count("evictions")
+            finally:
+                victims.close()
+        return True
+
+    def _is_reprieved(self, transaction: Transaction, victim: Page) -> bool:
+        """Whether another process has used or pinned a victim, which is then offered anew."""
+        usage = transaction.usage(victim.key)
+        if usage is None or not (usage.last_used > victim.last_used or usage.expires > victim.expires or usage.pinned):
+            return False
+        victim.last_used, victim.expires = max(usage.last_used, victim.last_used), max(usage.expires, victim.expires)
+        victim.hits, victim.pinned = max(usage.hits, victim.hits), usage.pinned
+        self._catalog.offer(victim)
+        return True
+
+
+def _salt(settings: bytes) -> str | None:
+    try:
+        return Namespace.parse(settings).salt
+    except CorruptError:
+        return None
