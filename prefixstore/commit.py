@@ -117,6 +117,8 @@ class Committer:
             ]
             for key, hits in touched.items():
                 self._write_use(transaction, key, hits)
+        for new in written:
+            self._backend.keep(new.page.key, new.page.tokens, new.lease.view)
         with catalog.lock:
             catalog.committed(written)
             if damaged:

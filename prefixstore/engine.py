@@ -66,10 +66,13 @@ class Engine:
         self._catalog = Catalog(policy, counters)
         self._fetcher = Fetcher(backend, self._catalog, counters)
         self._committer = Committer(backend, self._catalog, budget, encode, counters)
+        # pages that were used, for a backend that keeps states at hand
+        self._hot: dict[bytes, Page] = {}
 
     def after_fork(self) -> None:
         """In a forked child, before anything else: new locks, threads and handles."""
         self._backend.after_fork()
+        self._hot = {}
         self._counters.after_fork()
         self._catalog.after_fork()
         self._fetcher.after_fork()
@@ -101,6 +104,8 @@ class Engine:
         """Note that a prompt began with these pages, none for a miss; it is written with the next batch."""
         with self._catalog.lock:
             self._catalog.touch(namespace, pages, self._expiry(time.time_ns()))
+            if self._backend.keeps_states:
+                self._hot |= {page.key: page for page in pages if page.key not in self._catalog.pending}
 
     def _expiry(self, now: int) -> int:
         """When a page expires that is used now; 0 for never."""
@@ -140,6 +145,20 @@ class Engine:
     def has_notes(self) -> bool:
         """Whether uses or damaged pages wait to be written with the next batch."""
         return bool(self._catalog.touched or self._catalog.damaged)
+
+    @property
+    def has_hot_pages(self) -> bool:
+        """Whether `keep_states` has something to do."""
+        return bool(self._hot)
+
+    def keep_states(self) -> None:
+        """Have the states of pages at hand that prompts began with of late. Raises `StorageError`."""
+        while self._hot:
+            _, page = self._hot.popitem()
+            if self._backend.state(page.key, page.tokens) is None:
+                with self.fetching([page]) as states:
+                    for state in states:
+                        self._backend.keep(page.key, page.tokens, state)
 
     def sync(self) -> None:
         """Return when all that was committed is durable."""

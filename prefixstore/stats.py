@@ -36,10 +36,10 @@ class Stats:
         Pages taken out of the context.
     dropped
         Pages that were captured, or should have been, and are not stored, by reason: ``"queue_full"``, ``"budget"``,
-        ``"full"`` (the disk or the map), ``"orphan"`` (the page before was evicted), ``"incomplete"`` (a sliding window
-        has moved on), ``"unavailable"``, ``"error"``.
-    evictions, corrupt
-        Pages removed for room, and because they were damaged; by this store.
+        ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the page before was evicted),
+        ``"incomplete"`` (a sliding window has moved on), ``"unavailable"``, ``"error"``.
+    evictions, expired, corrupt
+        Pages removed for room, because they had expired, and because they were damaged; by this store.
     restore_seconds, capture_seconds
         Foreground time spent on putting pages back and on taking pages out.
     seconds_saved
@@ -48,6 +48,8 @@ class Stats:
         Pages in the location, and what it holds in bytes, index included.
     bytes_stored, bytes_raw
         Payloads as stored, and the states they stand for.
+    bytes_in_ram
+        What the tier in RAM holds.
     queued_bytes
         Bytes captured and not yet written.
     kind
@@ -63,6 +65,7 @@ class Stats:
     pages_captured: int
     dropped: dict[str, int]
     evictions: int
+    expired: int
     corrupt: int
     restore_seconds: float
     capture_seconds: float
@@ -71,18 +74,20 @@ class Stats:
     bytes_used: int
     bytes_stored: int
     bytes_raw: int
+    bytes_in_ram: int
     queued_bytes: int
     kind: str
 
     def __str__(self) -> str:
         saved = f"{self.seconds_saved:.1f} s saved"
         packed = f"{format_bytes(self.bytes_stored)} for {format_bytes(self.bytes_raw)} of state"
+        gone = f"{self.evictions} evicted, {self.expired} expired"
         lines = {
             "kind": self.kind,
             "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",
             "tokens": f"{self.tokens_restored} restored, {self.tokens_computed} computed, {saved}",
             "stored": f"{self.entries} pages, {format_bytes(self.bytes_used)} used, {packed}",
-            "pages": f"{self.pages_captured} captured, {self.evictions} evicted, dropped: {_reasons(self.dropped)}",
+            "pages": f"{self.pages_captured} captured, {gone}, dropped: {_reasons(self.dropped)}",
         }
         return "\n".join(f"{name:8} {line}" for name, line in lines.items())
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
+from prefixstore.backends.tiered import TieredBackend
 from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
-from prefixstore.budget import Budget, parse_bytes
+from prefixstore.budget import Budget, Quota, parse_bytes, parse_seconds
 from prefixstore.check import Violation
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
@@ -61,7 +64,8 @@ class PrefixStore:
     Parameters
     ----------
     location
-        ``"lmdb:///path"``, a bare path (LMDB as well), ``"memory:"``, or None for LMDB in the user's cache directory.
+        ``"lmdb:///path"``, a bare path (LMDB as well), ``"sqlite:////path"``, ``"postgresql+psycopg://user@host/db"``,
+        ``"memory:"``, or None for LMDB in the user's cache directory.
     llm
         The ``llama_cpp.Llama`` to attach to. The store does not keep it alive.
     namespace
@@ -78,10 +82,22 @@ class PrefixStore:
         location as a whole; every process that writes keeps to its own figure.
     max_entries
         How many pages the location may hold; None for no limit.
+    quota
+        What one tenant may hold: a size, for each namespace and for all namespaces of a `salt` together, or
+        ``{"namespace": size, "salt": size}``. A tenant with a quota makes room among its own pages first, so it does
+        not evict the others' as long as it has any.
+    ttl
+        How long a page is kept after a prompt began with it last: seconds, a `timedelta`, or text such as ``"30d"``. It
+        holds for the pages that this store writes; a page with others behind it stays as long as they do, and a pinned
+        one for good. None for no limit.
+    ram_bytes
+        Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None for none.
     codec
         ``"raw"``, ``"zstd"``, or ``"auto"``: zstd as long as it saves a tenth.
     policy
         Which pages go first when there is no room: ``"lru"``.
+    priority
+        Of the pages that this store writes, for the policy ``"priority"``: from -32768, which goes first, to 32767.
     read_only
         Restore from an existing store, and never write to it.
     write_behind
@@ -115,8 +131,12 @@ class PrefixStore:
         min_tokens: int = 16,
         max_bytes: int | str = "10GiB",
         max_entries: int | None = None,
+        quota: int | str | Mapping[str, int | str] | None = None,
+        ttl: float | str | timedelta | None = None,
+        ram_bytes: int | str | None = None,
         codec: str = "auto",
         policy: str = "lru",
+        priority: int = 0,
         read_only: bool = False,
         write_behind: bool = True,
         queue_bytes: int | str = "256MiB",
@@ -134,13 +154,26 @@ class PrefixStore:
         self._read_only = read_only
         self._hook: Hook | None = None
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
-        self._budget = Budget(parse_bytes(max_bytes, "max_bytes"), entries)
+        size = parse_bytes(max_bytes, "max_bytes")
+        self._budget = Budget(size, entries, Quota.parse(quota, size))
+        seconds = None if ttl is None else parse_seconds(ttl, "ttl")
+        ram = None if ram_bytes is None else parse_bytes(ram_bytes, "ram_bytes")
+        _count(priority, "priority", -(2**15), 2**15 - 1)
         queue = parse_bytes(queue_bytes, "queue_bytes")
         encode = pick(codec)
         self._counters = Counters()
         backend = open_backend(location, max_bytes=self._budget.max_bytes, read_only=read_only)
         self.location = backend.location
-        self._engine = Engine(backend, self._budget, POLICIES[policy](), encode, self._counters)
+        self._ram = TieredBackend(backend, ram) if ram is not None else None
+        self._engine = Engine(
+            self._ram or backend,
+            self._budget,
+            POLICIES[policy](),
+            encode,
+            self._counters,
+            ttl=seconds,
+            priority=priority,
+        )
         self._writer = Writer(self._engine, queue, write_behind, self._counters, read_only=read_only)
         # at the end of the process, or when nobody holds the store any more: what was captured is written
         self._finalizer = weakref.finalize(self, _close, self._engine, self._writer)
@@ -365,6 +398,7 @@ class PrefixStore:
             pages_captured=count["pages_captured"],
             dropped=count.group("dropped"),
             evictions=count["evictions"],
+            expired=count["expired"],
             corrupt=count["corrupt"],
             restore_seconds=count.seconds("restore"),
             capture_seconds=count.seconds("capture"),
@@ -373,6 +407,7 @@ class PrefixStore:
             bytes_used=used.bytes,
             bytes_stored=stored,
             bytes_raw=raw,
+            bytes_in_ram=self._ram.ram_used if self._ram is not None else 0,
             queued_bytes=self._writer.queued_bytes,
             kind=self.kind,
         )
@@ -447,9 +482,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _count(value: int, parameter: str, smallest: int) -> int:
+def _count(value: int, parameter: str, smallest: int, largest: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at least {smallest}")
+    if largest is not None and value > largest:
+        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at most {largest}")
     return value
 
 

@@ -83,7 +83,7 @@ class Writer:
 
     def nudge(self) -> None:
         """Uses or damaged pages were noted: see to it that they are written some time."""
-        if not self._read_only:
+        if not self._read_only or self._engine.has_hot_pages:
             with self._wake:
                 self._start()
 
@@ -131,8 +131,10 @@ class Writer:
                     return
                 batch = self._next_batch()
                 self._busy = True
-            if batch or self._engine.has_notes:
+            if batch or (self._engine.has_notes and not self._read_only):
                 self._commit(batch)
+            if not batch:
+                self._keep_states()
 
     def _next_batch(self) -> list[NewPage]:
         batch: list[NewPage] = []
@@ -141,6 +143,14 @@ class Writer:
             batch.append(self._queue.popleft())
             size += len(batch[-1].lease.view)
         return batch
+
+    def _keep_states(self) -> None:
+        try:
+            self._engine.keep_states()
+        except PrefixStoreError as error:
+            log.warning("hot pages are not kept in RAM: %s", error)
+        except Exception:  # a fault of the store must not end the thread that keeps it
+            log.exception("hot pages are not kept in RAM")
 
     def _commit(self, batch: list[NewPage]) -> None:
         try:

@@ -17,11 +17,11 @@ import lmdb
 import numpy as np
 import pytest
 
-from prefixstore import backends
 from prefixstore.backends import lmdb as lmdb_module
 from prefixstore.backends import memory as memory_module
 from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb import LMDBBackend
+from prefixstore.backends.location import cache_directory
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.boundaries import boundary_hash
 from prefixstore.budget import Budget
@@ -193,7 +193,7 @@ def test_the_default_location_is_in_the_cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
     with closing(open_backend(None, max_bytes=MIB)) as backend:
-        assert backend.location == f"lmdb://{backends.cache_directory()}/kv"
+        assert backend.location == f"lmdb://{cache_directory()}/kv"
     assert (tmp_path / "prefixstore" / "kv" / "data.mdb").exists()
 
 

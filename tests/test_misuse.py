@@ -30,9 +30,9 @@ from tests.models import prompt
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"location": "redis://host"}, "scheme 'redis' is unknown; known are lmdb, memory"),
+        ({"location": "redis://host"}, "scheme 'redis' is unknown; known are lmdb, memory, "),
         ({"location": ""}, "location is empty"),
-        ({"location": "lmdb:///x?sync=0"}, "options in the URL"),
+        ({"location": "lmdb:///x?sync=0", "namespace": "n"}, "options in the URL"),
         ({"location": "memory:x"}, "memory has no path"),
         ({"max_bytes": 0}, "max_bytes=0 must be positive"),
         ({"max_bytes": -5}, "max_bytes=-5 must be positive"),

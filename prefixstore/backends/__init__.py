@@ -1,62 +1,41 @@
-"""Where pages are kept: a backend by the scheme of its URL."""
+"""Where pages are kept: a backend by the scheme of its URL.
+
+Another package adds one by an entry point in the group ``prefixstore.backends``: its name is the scheme, its value a
+function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore.backends.base.Backend`.
+"""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from importlib.metadata import EntryPoint, entry_points
+from typing import TypeAlias
 
 from prefixstore.backends.base import Backend
-from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.backends.location import scheme_of, text_of
+from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["SCHEMES", "cache_directory", "is_persistent", "open_backend"]
+__all__ = ["ENTRY_POINTS", "SCHEMES", "is_persistent", "open_backend"]
 
+Opener: TypeAlias = Callable[..., Backend]
+
+ENTRY_POINTS = "prefixstore.backends"
 # scheme -> module and the function in it that opens a location
 SCHEMES = {
     "lmdb": ("prefixstore.backends.lmdb", "open_lmdb"),
     "memory": ("prefixstore.backends.memory", "open_memory"),
+    "postgres": ("prefixstore.backends.sql", "open_sql"),
+    "postgresql": ("prefixstore.backends.sql", "open_sql"),
+    "sqlite": ("prefixstore.backends.sql", "open_sql"),
 }
 
 
-def cache_directory() -> Path:
-    """The directory of prefixstore in the user's cache directory."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "prefixstore"
-
-
-def _split(location: str | os.PathLike[str] | None) -> tuple[str, str]:
-    """Scheme and path of a location; a bare path is LMDB's."""
-    if location is None:
-        return "lmdb", str(cache_directory() / "kv")
-    text = os.fspath(location)
-    if not isinstance(text, str) or not text.strip():
-        raise InvalidParameterError(
-            'location is empty; give a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
-        )
-    parts = urlsplit(text)
-    # one letter is a Windows drive
-    if len(parts.scheme) < 2 or isinstance(location, os.PathLike):
-        return "lmdb", text
-    if parts.scheme not in SCHEMES:
-        known = ", ".join(sorted(SCHEMES))
-        raise InvalidParameterError(f"location={text!r}: the scheme {parts.scheme!r} is unknown; known are {known}")
-    if parts.query or parts.fragment:
-        raise InvalidParameterError(f"location={text!r}: options in the URL are not known; give them as parameters")
-    return parts.scheme, unquote(parts.netloc + parts.path)
-
-
 def is_persistent(location: str | os.PathLike[str] | None) -> bool:
-    """Whether what is stored there outlives the process."""
-    return _split(location)[0] != "memory"
+    """Whether what is stored there outlives the process. Raises `InvalidParameterError` for an unknown scheme."""
+    text = text_of(location)
+    scheme = scheme_of(text)
+    _find(scheme, text)
+    return scheme != "memory"
 
 
 def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
@@ -65,7 +44,9 @@ def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, rea
     Parameters
     ----------
     location
-        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, or None for LMDB in the user's cache directory.
+        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, ``"sqlite:////path"``,
+        ``"postgresql+psycopg://user@host/db"``, a URL of a backend that another package brings, or None for LMDB in the
+        user's cache directory.
     max_bytes
         The budget of the store.
     read_only
@@ -75,13 +56,31 @@ def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, rea
     ------
     InvalidParameterError
         If the scheme is unknown.
+    MissingExtraError
+        If the backend needs a package that is not installed.
     LocationError, IncompatibleError
         If the location cannot be opened.
     """
-    scheme, path = _split(location)
-    module, name = SCHEMES[scheme]
-    opener: Callable[..., Backend] = getattr(importlib.import_module(module), name)
-    options: dict[str, Any] = {"max_bytes": max_bytes, "read_only": read_only}
-    if scheme != "memory" and not path:
-        raise LocationError(f'location={location!r} has no path; write for example "{scheme}:///var/cache/kv"')
-    return opener(path, **options)
+    text = text_of(location)
+    return _opener(scheme_of(text), text)(text, max_bytes=max_bytes, read_only=read_only)
+
+
+def _find(scheme: str, text: str) -> EntryPoint:
+    if scheme in SCHEMES:
+        return EntryPoint(scheme, ":".join(SCHEMES[scheme]), ENTRY_POINTS)
+    plugins = {plugin.name: plugin for plugin in entry_points(group=ENTRY_POINTS)}
+    if scheme not in plugins:
+        known = ", ".join(sorted(SCHEMES.keys() | plugins.keys()))
+        raise InvalidParameterError(f"location={text!r}: the scheme {scheme!r} is unknown; known are {known}")
+    return plugins[scheme]
+
+
+def _opener(scheme: str, text: str) -> Opener:
+    found = _find(scheme, text)
+    try:
+        opener: Opener = found.load()
+    except MissingExtraError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(f"location={text!r}: {found.value} cannot be imported: {error}") from error
+    return opener

@@ -19,6 +19,7 @@ import lmdb
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release
+from prefixstore.backends.location import path_of
 from prefixstore.budget import Used
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.record import Buffer, Record, Usage
@@ -240,6 +241,6 @@ class LMDBBackend(Backend):
             release(environment)
 
 
-def open_lmdb(path: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:
-    """The store in this directory."""
-    return LMDBBackend(path, max_bytes, read_only=read_only)
+def open_lmdb(location: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:
+    """The store in the directory that a path or a URL names."""
+    return LMDBBackend(path_of(location), max_bytes, read_only=read_only)

@@ -247,10 +247,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
-def open_memory(path: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
+def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
     """A new store in memory; it has no path, and its budget is the engine's to keep."""
-    if path:
-        raise InvalidParameterError(f'location="memory:{path}": memory has no path; write "memory:"')
+    if location not in ("memory:", "memory://"):
+        raise InvalidParameterError(f'location={location!r}: memory has no path; write "memory:"')
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

@@ -14,7 +14,7 @@ from typing import Any
 import llama_cpp
 import xxhash
 
-from prefixstore.backends import cache_directory
+from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
 from prefixstore.namespace import Namespace
 

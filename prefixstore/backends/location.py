@@ -1,0 +1,71 @@
+"""Locations as users write them: a URL, a path, nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from prefixstore.errors import InvalidParameterError, LocationError
+
+__all__ = ["cache_directory", "path_of", "scheme_of", "text_of"]
+
+
+def cache_directory() -> Path:
+    """The directory of prefixstore in the user's cache directory."""
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "prefixstore"
+
+
+def text_of(location: str | os.PathLike[str] | None) -> str:
+    """A location as text: a URL as it is, a path object as an absolute path, nothing as the default.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is empty, or no text.
+    """
+    if location is None:
+        return str(cache_directory() / "kv")
+    if isinstance(location, os.PathLike):
+        # absolute, so that nothing in it reads as a scheme
+        location = os.path.abspath(os.fspath(location))  # noqa: PTH100 - a path that is bytes must not raise here
+    if not isinstance(location, str) or not location.strip():
+        raise InvalidParameterError(
+            'location is empty; give a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
+        )
+    return location
+
+
+def scheme_of(text: str) -> str:
+    """The scheme of a location; a path is LMDB's. Of ``"postgresql+psycopg://…"`` it is the part before the plus."""
+    scheme = urlsplit(text).scheme
+    # one letter is a Windows drive
+    return scheme.split("+")[0] if len(scheme) > 1 else "lmdb"
+
+
+def path_of(text: str) -> str:
+    """The path in a location that is a path or a URL with nothing but a path.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the URL has options.
+    LocationError
+        If it has no path.
+    """
+    parts = urlsplit(text)
+    if len(parts.scheme) < 2:
+        return text
+    if parts.query or parts.fragment:
+        raise InvalidParameterError(f"location={text!r}: options in the URL are not known; give them as parameters")
+    path = unquote(parts.netloc + parts.path)
+    if not path:
+        raise LocationError(f'location={text!r} has no path; write for example "{parts.scheme}:///var/cache/kv"')
+    return path
