@@ -15,10 +15,10 @@ PACKAGE = Path(prefixstore.__file__).parent
 # a module imports only from those before it
 ORDER = """
 errors namespace boundaries record codec index eviction budget buffers stats
-backends.base backends.memory backends.lmdb_environment backends.lmdb backends
+backends.location backends.base backends.memory backends.tiered backends.lmdb_environment backends.lmdb backends
 catalog fetch room commit check engine writer
 llama llama.synthetic llama.fingerprint llama.pace llama.memory llama.lineage llama.restore llama.capture llama.hook
-store testing prefixstore demo cli __main__
+store testing.contract testing.faults testing prefixstore demo cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 
 CORE_NEEDS = {"lmdb", "numpy", "xxhash", "zstandard"}

@@ -103,6 +103,10 @@ class Snapshot(ABC):
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
 
+    def note(self, name: bytes) -> bytes | None:
+        """What `Transaction.put_note` has written under this name."""
+        return None
+
     @property
     @abstractmethod
     def used(self) -> Used:
@@ -131,6 +135,15 @@ class Transaction(Snapshot):
     @abstractmethod
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         """Remember the canonical settings of a namespace."""
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        """Write a short note for other processes; None deletes it. Does not change `generation`.
+
+        Warming jobs divide their work by notes. A backend that has none forgets them: then each job does all of it.
+        """
+
+    def drop_namespace(self, key: bytes) -> None:
+        """Forget the settings of a namespace that has no pages any more."""
 
 
 class Backend(ABC):
@@ -168,6 +181,14 @@ class Backend(ABC):
 
     def reclaim(self) -> None:  # noqa: B027 - most backends have nothing to do
         """Make room that deletions freed usable for the next transaction."""
+
+    def scrub(self) -> None:
+        """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
+
+        Raises `UnavailableError` if that cannot be had now, because somebody still reads it. What the location cannot
+        promise is said in ``docs/backends.md``.
+        """
+        self.reclaim()
 
     @abstractmethod
     def after_fork(self) -> None:

@@ -30,6 +30,7 @@ FILE_FACTOR = 1.25
 CHANGES_KEPT = 4096
 
 META_GENERATION = struct.Struct("<Q")
+NOTE = b"note:"
 CHANGE_KEY = struct.Struct(">Q")
 PAGE_HEADER = 16
 KEY_BYTES = 16
@@ -86,6 +87,10 @@ class _View(Snapshot):
     def namespaces(self) -> Mapping[bytes, bytes]:
         return {bytes(key): bytes(settings) for key, settings in self._txn.cursor(self._db[b"namespaces"])}
 
+    def note(self, name: bytes) -> bytes | None:
+        stored = self._txn.get(NOTE + name, db=self._db[b"meta"])
+        return bytes(stored) if stored is not None else None
+
     @property
     def used(self) -> Used:
         stats = [self._txn.stat(self._db[name]) for name in DATABASES]
@@ -125,6 +130,15 @@ class _Change(_View, Transaction):
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         if self._txn.get(key, db=self._db[b"namespaces"]) != settings:
             self._txn.put(key, settings, db=self._db[b"namespaces"])
+
+    def drop_namespace(self, key: bytes) -> None:
+        self._txn.delete(key, db=self._db[b"namespaces"])
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        if value is None:
+            self._txn.delete(NOTE + name, db=self._db[b"meta"])
+        else:
+            self._txn.put(NOTE + name, value, db=self._db[b"meta"])
 
     def finish(self) -> None:
         """Write down what changed, and forget changes that are too old to be asked for."""

@@ -43,6 +43,7 @@ class _Pages:
     def __init__(self) -> None:
         self.entries: dict[bytes, _Entry] = {}
         self.namespaces: dict[bytes, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
         self.changes: deque[tuple[int, list[bytes]]] = deque(maxlen=CHANGES_KEPT)
         self.generation = 0
         self.bytes = 0
@@ -99,6 +100,9 @@ class _View(Snapshot):
         with self._lock:
             return dict(self._pages.namespaces)
 
+    def note(self, name: bytes) -> bytes | None:
+        return self._pages.notes.get(name)
+
     @property
     def used(self) -> Used:
         with self._lock:
@@ -112,7 +116,8 @@ class _Change(_View, Transaction):
         super().__init__(pages, lock)
         self._staged: dict[bytes, _Entry | None] = {}
         self._structural: list[bytes] = []
-        self._staged_namespaces: dict[bytes, bytes] = {}
+        self._staged_namespaces: dict[bytes, bytes | None] = {}
+        self._staged_notes: dict[bytes, bytes | None] = {}
         self._bytes = pages.bytes
         self._entries = len(pages.entries)
 
@@ -124,7 +129,10 @@ class _Change(_View, Transaction):
         return [(key, entry) for key, entry in items.items() if entry is not None]
 
     def namespaces(self) -> Mapping[bytes, bytes]:
-        return {**super().namespaces(), **self._staged_namespaces}
+        return _overlaid(super().namespaces(), self._staged_namespaces)
+
+    def note(self, name: bytes) -> bytes | None:
+        return self._staged_notes[name] if name in self._staged_notes else super().note(name)
 
     @property
     def used(self) -> Used:
@@ -159,6 +167,12 @@ class _Change(_View, Transaction):
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         self._staged_namespaces[key] = settings
 
+    def drop_namespace(self, key: bytes) -> None:
+        self._staged_namespaces[key] = None
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        self._staged_notes[name] = value
+
     def apply(self) -> None:
         pages = self._pages
         with self._lock:
@@ -167,11 +181,17 @@ class _Change(_View, Transaction):
                     pages.entries.pop(key, None)
                 else:
                     pages.entries[key] = entry
-            pages.namespaces |= self._staged_namespaces
+            pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
+            pages.notes = _overlaid(pages.notes, self._staged_notes)
             pages.bytes = self._bytes
             if self._structural:
                 pages.generation += 1
                 pages.changes.append((pages.generation, self._structural))
+
+
+def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
+    """Values with those that are staged; None deletes."""
+    return {key: value for key, value in {**values, **staged}.items() if value is not None}
 
 
 class MemoryBackend(Backend):

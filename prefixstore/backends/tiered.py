@@ -132,6 +132,9 @@ class TieredBackend(Backend):
     def reclaim(self) -> None:
         self._backend.reclaim()
 
+    def scrub(self) -> None:
+        self._backend.scrub()
+
     def after_fork(self) -> None:
         # another thread of the parent may have been in the middle of a change
         self._forget_all()

@@ -1,4 +1,4 @@
-"""For authors of backends: the contract of `prefixstore.backends.base` as a test class, and backends that misbehave.
+"""The contract of `prefixstore.backends.base` as a test class.
 
 A new backend subclasses `BackendContract` in a test module, or `PersistentBackendContract` if what it keeps outlives
 `close`, and says how to open one. pytest finds the tests; nothing here imports it.
@@ -6,8 +6,6 @@ A new backend subclasses `BackendContract` in a test module, or `PersistentBacke
 >>> class TestMemoryBackend(BackendContract):
 ...     def open_backend(self, tmp_path):
 ...         return MemoryBackend()
-
-`FaultyBackend` and `SlowBackend` wrap any backend, so that what is above it can be tested against its failures.
 """
 
 from __future__ import annotations
@@ -19,20 +17,18 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import numpy as np
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.base import Backend, Transaction
 from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.budget import Used
-from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.errors import StorageError
 from prefixstore.record import Buffer, Record, Usage, checksum
 
-__all__ = ["BackendContract", "FaultyBackend", "Operation", "PersistentBackendContract", "SlowBackend", "make_page"]
+__all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 
 NAMESPACE = bytes(range(16))
 SETTINGS = b'{"label":"contract"}'
@@ -223,6 +219,74 @@ class BackendContract:
                 transaction.put(key, record, Usage(1), b"x")
             with backend.snapshot() as snapshot:
                 assert dict(snapshot.namespaces()) == {NAMESPACE: SETTINGS, other: b"{}"}
+
+    def test_settings_of_a_namespace_can_be_dropped(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                transaction.put_namespace(NAMESPACE, SETTINGS)
+            with backend.transaction() as transaction:
+                transaction.drop_namespace(bytes(16))
+                transaction.drop_namespace(NAMESPACE)
+            with backend.snapshot() as snapshot:
+                # a backend may keep settings that no page needs
+                assert dict(snapshot.namespaces()) in ({}, {NAMESPACE: SETTINGS})
+
+    def test_notes_are_kept_or_forgotten_as_a_whole(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                transaction.put_note(b"name", b"value")
+                transaction.put_note(b"other", b"")
+            with backend.snapshot() as snapshot:
+                generation = snapshot.generation
+                kept = snapshot.note(b"name")
+                assert kept in (None, b"value")
+                assert snapshot.note(b"unknown") is None
+            with suppress(_Rollback), backend.transaction() as transaction:
+                transaction.put_note(b"name", b"changed")
+                raise _Rollback
+            with backend.snapshot() as snapshot:
+                assert snapshot.note(b"name") == kept
+            with backend.transaction() as transaction:
+                transaction.put_note(b"name", None)
+                transaction.put_note(b"unknown", None)
+                assert transaction.note(b"name") is None
+            with backend.snapshot() as snapshot:
+                assert (snapshot.note(b"name"), snapshot.generation) == (None, generation)
+
+    def test_the_calls_for_many_pages_answer_like_those_for_one(self, tmp_path: Path) -> None:
+        payloads = [_payload(i, 3000 * i) for i in range(5)]
+        pages: list[tuple[bytes, Record]] = []
+        for i, payload in enumerate(payloads):
+            parent = pages[-1][0] if pages else NAMESPACE
+            pages.append(make_page(payload, [i, i], parent=parent, start=2 * i))
+        keys = [key for key, _ in pages]
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                for (key, record), payload in zip(pages[:4], payloads, strict=False):
+                    transaction.put(key, record, Usage(record.start), payload)
+            for opened in (backend.snapshot, backend.transaction):
+                with opened() as view:
+                    assert view.deepest(keys) == 4
+                    assert [view.deepest(keys[:n]) for n in range(5)] == [0, 1, 2, 3, 4]
+                    assert view.deepest([bytes(16)]) == 0
+                    assert view.records([*keys, bytes(16)]) == {
+                        key: (record, Usage(record.start)) for key, record in pages[:4]
+                    }
+                    assert view.records([]) == {}
+                    wanted = [keys[2], keys[0], keys[4], keys[1]]
+                    fetched = [(record, bytes(payload)) for record, payload in view.fetch(wanted)]
+                    assert fetched == [(pages[2][1], payloads[2]), (pages[0][1], payloads[0])]
+                    assert list(view.fetch([])) == []
+
+    def test_scrubbing_changes_nothing_that_is_stored(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.transaction() as transaction:
+                gone, _ = _put(transaction, 1), _put(transaction, 2)
+            with backend.transaction() as transaction:
+                transaction.delete(gone)
+            before = _stored(backend)
+            backend.scrub()
+            assert _stored(backend) == before
 
     def test_payloads_of_any_size_and_kind_of_buffer_come_back(self, tmp_path: Path) -> None:
         sizes = [0, 1, 2, 15, 16, 17, 2000, 2040, 4079, 4080, 4081, 4096, 65_537, (5 << 20) + 3]
@@ -624,184 +688,3 @@ class PersistentBackendContract(BackendContract):
             assert _stored(backend) == {}
             assert _in_child(child)
             assert set(_stored(backend)) == {key}
-
-
-# -- backends that misbehave on purpose -------------------------------------------------------------------------------
-
-Operation: TypeAlias = Literal["snapshot", "record", "payload", "transaction", "put", "delete", "commit", "sync"]
-
-
-class _WrappedSnapshot(Snapshot):
-    def __init__(self, inner: Snapshot, before: Callable[[Operation], None]) -> None:
-        self._snapshot = inner
-        self._before = before
-
-    @property
-    def generation(self) -> int:
-        return self._snapshot.generation
-
-    def changes(self, since: int) -> list[bytes] | None:
-        return self._snapshot.changes(since)
-
-    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        return self._snapshot.scan()
-
-    def record(self, key: bytes) -> Record | None:
-        self._before("record")
-        return self._snapshot.record(key)
-
-    def usage(self, key: bytes) -> Usage | None:
-        return self._snapshot.usage(key)
-
-    def payload(self, key: bytes) -> Buffer | None:
-        self._before("payload")
-        return self._snapshot.payload(key)
-
-    def payload_keys(self) -> Iterator[bytes]:
-        return self._snapshot.payload_keys()
-
-    def namespaces(self) -> Mapping[bytes, bytes]:
-        return self._snapshot.namespaces()
-
-    @property
-    def used(self) -> Used:
-        return self._snapshot.used
-
-
-class _WrappedTransaction(_WrappedSnapshot, Transaction):
-    def __init__(self, inner: Transaction, before: Callable[[Operation], None]) -> None:
-        super().__init__(inner, before)
-        self._transaction = inner
-
-    def cost(self, record: Record, n_bytes: int) -> int:
-        return self._transaction.cost(record, n_bytes)
-
-    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        self._before("put")
-        self._transaction.put(key, record, usage, payload)
-
-    def delete(self, key: bytes) -> bool:
-        self._before("delete")
-        return self._transaction.delete(key)
-
-    def touch(self, key: bytes, usage: Usage) -> None:
-        self._transaction.touch(key, usage)
-
-    def put_namespace(self, key: bytes, settings: bytes) -> None:
-        self._transaction.put_namespace(key, settings)
-
-
-class _WrappedBackend(Backend):
-    """Another backend, with something that happens before each operation."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def _before(self, operation: Operation) -> None:
-        """Called before each operation."""
-        raise NotImplementedError
-
-    @property
-    def location(self) -> str:
-        return self._backend.location
-
-    @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
-        self._before("snapshot")
-        with self._backend.snapshot() as snapshot:
-            yield _WrappedSnapshot(snapshot, self._before)
-
-    @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
-        self._before("transaction")
-        with self._backend.transaction() as transaction:
-            yield _WrappedTransaction(transaction, self._before)
-            # raised here, it takes the transaction back
-            self._before("commit")
-
-    def sync(self) -> None:
-        self._before("sync")
-        self._backend.sync()
-
-    def reclaim(self) -> None:
-        self._backend.reclaim()
-
-    def after_fork(self) -> None:
-        self._backend.after_fork()
-
-    def close(self) -> None:
-        self._backend.close()
-
-
-class FaultyBackend(_WrappedBackend):
-    """A backend whose operations fail on purpose.
-
-    Parameters
-    ----------
-    backend
-        Does the work; closed with this one.
-    operation
-        What fails: ``"snapshot"``, ``"record"``, ``"payload"``, ``"transaction"``, ``"put"``, ``"delete"``,
-        ``"commit"`` (nothing of the transaction stays) or ``"sync"``.
-    error
-        What is raised; `UnavailableError` by default.
-    at
-        The first call that fails, counted from 1.
-    times
-        How many calls fail; None for all from there on.
-
-    Attributes
-    ----------
-    calls
-        How often each operation was called.
-    failures
-        How many calls have failed.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        operation: Operation,
-        error: StorageError | None = None,
-        *,
-        at: int = 1,
-        times: int | None = 1,
-    ) -> None:
-        super().__init__(backend)
-        self._operation = operation
-        self._error = error if error is not None else UnavailableError(f"{operation} fails on purpose")
-        self._failing = range(at, at + times) if times is not None else range(at, 2**62)
-        self._lock = threading.Lock()
-        self.calls: dict[Operation, int] = {}
-        self.failures = 0
-
-    def _before(self, operation: Operation) -> None:
-        with self._lock:
-            self.calls[operation] = self.calls.get(operation, 0) + 1
-            fails = operation == self._operation and self.calls[operation] in self._failing
-            self.failures += fails
-        if fails:
-            raise self._error
-
-
-class SlowBackend(_WrappedBackend):
-    """A backend that takes its time.
-
-    Parameters
-    ----------
-    backend
-        Does the work; closed with this one.
-    seconds
-        How much longer each operation takes.
-    operations
-        Which operations; all by default.
-    """
-
-    def __init__(self, backend: Backend, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
-        super().__init__(backend)
-        self._seconds = seconds
-        self._operations = operations
-
-    def _before(self, operation: Operation) -> None:
-        if self._operations is None or operation in self._operations:
-            time.sleep(self._seconds)

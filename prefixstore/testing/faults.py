@@ -1,0 +1,206 @@
+"""Backends that fail or are slow on purpose: they wrap any other, so that what is above can be tested against it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.budget import Used
+from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.record import Buffer, Record, Usage
+
+__all__ = ["FaultyBackend", "Operation", "SlowBackend"]
+
+Operation: TypeAlias = Literal["snapshot", "record", "payload", "transaction", "put", "delete", "commit", "sync"]
+
+
+class _WrappedSnapshot(Snapshot):
+    def __init__(self, inner: Snapshot, before: Callable[[Operation], None]) -> None:
+        self._snapshot = inner
+        self._before = before
+
+    @property
+    def generation(self) -> int:
+        return self._snapshot.generation
+
+    def changes(self, since: int) -> list[bytes] | None:
+        return self._snapshot.changes(since)
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        return self._snapshot.scan()
+
+    def record(self, key: bytes) -> Record | None:
+        self._before("record")
+        return self._snapshot.record(key)
+
+    def usage(self, key: bytes) -> Usage | None:
+        return self._snapshot.usage(key)
+
+    def payload(self, key: bytes) -> Buffer | None:
+        self._before("payload")
+        return self._snapshot.payload(key)
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return self._snapshot.payload_keys()
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return self._snapshot.namespaces()
+
+    def note(self, name: bytes) -> bytes | None:
+        return self._snapshot.note(name)
+
+    @property
+    def used(self) -> Used:
+        return self._snapshot.used
+
+
+class _WrappedTransaction(_WrappedSnapshot, Transaction):
+    def __init__(self, inner: Transaction, before: Callable[[Operation], None]) -> None:
+        super().__init__(inner, before)
+        self._transaction = inner
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        return self._transaction.cost(record, n_bytes)
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        self._before("put")
+        self._transaction.put(key, record, usage, payload)
+
+    def delete(self, key: bytes) -> bool:
+        self._before("delete")
+        return self._transaction.delete(key)
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        self._transaction.touch(key, usage)
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        self._transaction.put_namespace(key, settings)
+
+    def drop_namespace(self, key: bytes) -> None:
+        self._transaction.drop_namespace(key)
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        self._transaction.put_note(name, value)
+
+
+class _WrappedBackend(Backend):
+    """Another backend, with something that happens before each operation."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def _before(self, operation: Operation) -> None:
+        """Called before each operation."""
+        raise NotImplementedError
+
+    @property
+    def location(self) -> str:
+        return self._backend.location
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        self._before("snapshot")
+        with self._backend.snapshot() as snapshot:
+            yield _WrappedSnapshot(snapshot, self._before)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        self._before("transaction")
+        with self._backend.transaction() as transaction:
+            yield _WrappedTransaction(transaction, self._before)
+            # raised here, it takes the transaction back
+            self._before("commit")
+
+    def sync(self) -> None:
+        self._before("sync")
+        self._backend.sync()
+
+    def reclaim(self) -> None:
+        self._backend.reclaim()
+
+    def scrub(self) -> None:
+        self._backend.scrub()
+
+    def after_fork(self) -> None:
+        self._backend.after_fork()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+class FaultyBackend(_WrappedBackend):
+    """A backend whose operations fail on purpose.
+
+    Parameters
+    ----------
+    backend
+        Does the work; closed with this one.
+    operation
+        What fails: ``"snapshot"``, ``"record"``, ``"payload"``, ``"transaction"``, ``"put"``, ``"delete"``,
+        ``"commit"`` (nothing of the transaction stays) or ``"sync"``.
+    error
+        What is raised; `UnavailableError` by default.
+    at
+        The first call that fails, counted from 1.
+    times
+        How many calls fail; None for all from there on.
+
+    Attributes
+    ----------
+    calls
+        How often each operation was called.
+    failures
+        How many calls have failed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        operation: Operation,
+        error: StorageError | None = None,
+        *,
+        at: int = 1,
+        times: int | None = 1,
+    ) -> None:
+        super().__init__(backend)
+        self._operation = operation
+        self._error = error if error is not None else UnavailableError(f"{operation} fails on purpose")
+        self._failing = range(at, at + times) if times is not None else range(at, 2**62)
+        self._lock = threading.Lock()
+        self.calls: dict[Operation, int] = {}
+        self.failures = 0
+
+    def _before(self, operation: Operation) -> None:
+        with self._lock:
+            self.calls[operation] = self.calls.get(operation, 0) + 1
+            fails = operation == self._operation and self.calls[operation] in self._failing
+            self.failures += fails
+        if fails:
+            raise self._error
+
+
+class SlowBackend(_WrappedBackend):
+    """A backend that takes its time.
+
+    Parameters
+    ----------
+    backend
+        Does the work; closed with this one.
+    seconds
+        How much longer each operation takes.
+    operations
+        Which operations; all by default.
+    """
+
+    def __init__(self, backend: Backend, seconds: float, operations: tuple[Operation, ...] | None = None) -> None:
+        super().__init__(backend)
+        self._seconds = seconds
+        self._operations = operations
+
+    def _before(self, operation: Operation) -> None:
+        if self._operations is None or operation in self._operations:
+            time.sleep(self._seconds)
