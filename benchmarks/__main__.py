@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import conversation, generation, lookup, report, restore
 from benchmarks.common import machine, write_json
+from benchmarks.report import BENCHMARKS, markdown
 
-BENCHMARKS = {"restore": restore, "conversation": conversation, "lookup": lookup, "generation": generation}
 ROOT = Path(__file__).parent.parent
 
 
@@ -21,7 +20,7 @@ def main(names: list[str]) -> None:
     for name in names or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
-    text = report.markdown(results)
+    text = markdown(results)
     print(text)
     if not names:
         write_json(results, ROOT / "benchmarks" / "results" / "latest.json")

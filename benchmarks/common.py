@@ -22,6 +22,8 @@ import numpy as np
 from prefixstore.llama.synthetic import DEMO, write_model
 
 N_CTX = 8192
+# traces and the trained model, beside the repository
+SHARED = Path(__file__).parent.parent.parent / "shared"
 CACHE = Path(__file__).parent / ".cache"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 
 from benchmarks.common import load, model_path, prompt_tokens, state_of, tree_bytes
+from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
 TURNS = 20
@@ -104,3 +105,37 @@ def run() -> dict[str, Any]:
                 held = tree_bytes(Path(directory) / "disk")
             results[name] = figures(per_turn, claimed_bytes=int(cache.cache_size), held_bytes=held)
     return results
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    rows = []
+    for name, figures in result.items():
+        held = figures.get("used_bytes", figures.get("held_bytes", 0))
+        claimed = megabytes(figures["claimed_bytes"]) if "claimed_bytes" in figures else megabytes(held)
+        rows.append(
+            [
+                name,
+                milliseconds(figures["turns_2_to_6"]),
+                milliseconds(figures["last_5"]),
+                f"{figures['growth']:.2f}",
+                claimed,
+                megabytes(held),
+            ]
+        )
+    ours = result["prefixstore"]
+    head = ["cache", "saving, turns 2-6", "saving, last 5 turns", "growth", "claims", "holds"]
+    return [
+        "## (c) A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
+        "",
+        *paragraph(
+            """Foreground time for saving, a turn; and what is held at the end. `LlamaDiskCache` keeps one entry, since
+            a hit removes it: it serves one conversation, as far as its last turn."""
+        ),
+        *table(head, rows),
+        *paragraph(
+            f"""Final state {megabytes(ours["state_bytes"])}; what the location holds, index included, is
+            {met(ours["used_of_state"], 1.1, at_most=True)} of it.
+            Blocks on the disk: {megabytes(ours["disk_bytes"])}."""
+        ),
+    ]

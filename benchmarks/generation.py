@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
+from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
 
 # prompt, answer and rounds: each answer crosses a boundary, and has a tail
@@ -53,3 +54,23 @@ def run() -> dict[str, Any]:
             "capture_seconds": stats.capture_seconds,
         }
     return results
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    rows = []
+    for name, figures in result.items():
+        rate = figures["tokens_per_second"]
+        speed = figures["speed_of_without"]
+        rows.append(
+            [
+                name,
+                f"{rate['without']:.1f} tokens/s",
+                f"{rate['with']:.1f} tokens/s",
+                met(speed, 0.98) if name == "generation" else f"{speed:.2f}",
+                str(figures["pages_captured"]),
+                milliseconds(figures["capture_seconds"] / max(figures["pages_captured"], 1)),
+            ]
+        )
+    head = ["work", "without", "with the store", "speed of without", "pages captured", "foreground per page"]
+    return ["## (e) The store on, nothing to hit", "", *table(head, rows)]

@@ -201,7 +201,7 @@ class Catalog:
         self.pending[new.page.key] = new
         self._policy.added(new.page)
         older = self.index.superseded_by(new.page)
-        if older is not None and older.key in self.pending:
+        if older is not None and older.is_leaf and older.key in self.pending:
             # not written yet, and not needed any more
             self.forget(older.key)
         return True

@@ -21,7 +21,7 @@ __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
 
-Encoder: TypeAlias = Callable[[Buffer], tuple[int, Buffer]]
+Encoder: TypeAlias = Callable[[bytes, Buffer], tuple[int, Buffer]]
 Packed: TypeAlias = tuple[NewPage, Record, Buffer]
 
 ATTEMPTS = 4
@@ -87,7 +87,7 @@ class Committer:
 
     def _pack(self, new: NewPage) -> Packed:
         page = new.page
-        number, stored = self._encode(new.lease.view)
+        number, stored = self._encode(page.namespace, new.lease.view)
         record = Record(
             page.namespace,
             page.parent,
@@ -171,7 +171,7 @@ class Committer:
             if not catalog.is_pending(new):
                 return None  # forgotten since: superseded, or cleared
             older = catalog.index.superseded_by(page)
-            if older is not None and older.key not in catalog.pending:
+            if older is not None and older.is_leaf and older.key not in catalog.pending:
                 transaction.delete(older.key)
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)

@@ -29,7 +29,7 @@ class Stats:
         ``"error"``.
     unreadable
         Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
-        ``"unavailable"``, ``"refused"`` (by llama.cpp).
+        ``"incompatible"`` (a newer version wrote it, or packed it; it is kept), ``"unavailable"``, ``"refused"`` (by llama.cpp).
     tokens_restored, tokens_computed
         Tokens put back from the store, and tokens that went through ``eval``.
     pages_captured
@@ -53,7 +53,8 @@ class Stats:
     queued_bytes
         Bytes captured and not yet written.
     kind
-        What is stored of this context: ``"pages"``, or ``"none: "`` and the reason; ``"unbound"`` without a Llama.
+        What is stored of this context: ``"pages"``, or ``"none: "`` and the reason. Without an attached Llama
+        ``"unbound"``, and once a completion has asked ``"portable: pages"`` or ``"portable: whole states"``.
     """
 
     hits: int

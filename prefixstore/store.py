@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from prefixstore.llama.hook import Hook
+    from prefixstore.llama.portable import PortableHook
 
 __all__ = ["Match", "PrefixStore"]
 
@@ -69,8 +70,10 @@ class PrefixStore:
     llm
         The ``llama_cpp.Llama`` to attach to. The store does not keep it alive.
     namespace
-        A name that separates this store's pages from others in the same location. Required if there is no `llm` and the
-        location is persistent; with an `llm` it comes on top of the model's fingerprint, not in its place.
+        A name that separates this store's pages from others in the same location, on top of the model's fingerprint.
+        Required if there is no `llm` and the location is persistent. Such a store is a cache for any ``Llama`` that has
+        it set: it works on the ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of
+        the same `namespace` and `salt`.
     salt
         Separates pages like `namespace`, for tenants who must not see each other's.
     page_tokens
@@ -153,6 +156,7 @@ class PrefixStore:
         self._salt = _text(salt, "salt")
         self._read_only = read_only
         self._hook: Hook | None = None
+        self._portable: PortableHook | None = None
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
         size = parse_bytes(max_bytes, "max_bytes")
         self._budget = Budget(size, entries, Quota.parse(quota, size))
@@ -271,10 +275,31 @@ class PrefixStore:
 
     @property
     def kind(self) -> str:
-        """What is stored of the attached context: ``"pages"``, or ``"none: "`` and why; ``"unbound"`` without one."""
+        """What is stored of the attached context: ``"pages"``, or ``"none: "`` and why; see `PortableHook.kind`."""
         if self._hook is None:
-            return "unbound"
+            return self._portable.kind if self._portable is not None else "unbound"
         return "pages" if self._hook.kind == "pages" else f"none: {self._hook.kind}"
+
+    @property
+    def llm(self) -> Llama | None:
+        """The Llama that the store is attached to."""
+        return self._hook.llm if self._hook is not None else None
+
+    @property
+    def engine(self) -> Engine:
+        """What works below on tokens and bytes, for jobs that walk pages or leave notes to each other."""
+        self._alive()
+        return self._engine
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the store never writes."""
+        return self._read_only
+
+    @property
+    def min_tokens(self) -> int:
+        """Shorter prompts are neither stored nor restored."""
+        return self._min_tokens
 
     @property
     def namespace(self) -> Namespace:
@@ -287,6 +312,8 @@ class PrefixStore:
         """
         if self._hook is not None:
             return self._hook.namespace
+        if self._portable is not None:
+            return self._portable.namespace
         if self._label is None:
             raise NotAttachedError("without a Llama the namespace is not known; attach(llm), or give namespace=")
         return Namespace({"label": self._label, "salt": self._salt, "page_tokens": self._page_tokens})
@@ -294,7 +321,8 @@ class PrefixStore:
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
         """What the engine wants to know about a prompt."""
         self._alive()
-        page_tokens = self._hook.page_tokens if self._hook is not None else self._page_tokens
+        hook = self._hook or self._portable
+        page_tokens = hook.page_tokens if hook is not None else self._page_tokens
         return self.namespace.key, as_tokens(tokens), page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
@@ -309,7 +337,7 @@ class PrefixStore:
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
 
-    def restore(self, tokens: TokenSequence, llm: Llama | None = None) -> int:
+    def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
         """Put what is stored of a prompt into the context, for a caller who goes on with ``eval`` or ``generate``.
 
         Parameters
@@ -318,13 +346,15 @@ class PrefixStore:
             The prompt, shape ``(n,)``. Its last token is always left to evaluate.
         llm
             The Llama; the attached one by default.
+        always
+            Restore even if computing was measured to be faster.
 
         Returns
         -------
         int
             How many tokens of the prompt are live now: go on with ``llm.eval(tokens[n:])``.
         """
-        return self._hook_of(llm).restore(as_tokens(tokens))
+        return self._hook_of(llm).restore(as_tokens(tokens), always=always)
 
     def capture(self, llm: Llama | None = None) -> int:
         """Take all pages of the context that are not stored, the tail included; the number of pages.
@@ -375,9 +405,11 @@ class PrefixStore:
         """
         self._alive()
         self._writable("clear")
-        namespace = None if everything else self.namespace.key
         self._writer.drain()
-        return self._engine.clear(namespace)
+        if everything:
+            return self._engine.clear(None)
+        places = [self.namespace] if self._hook is not None or self._portable is None else self._portable.namespaces
+        return sum(self._engine.clear(namespace.key) for namespace in places)
 
     def _writable(self, name: str) -> None:
         if self._read_only:
@@ -436,7 +468,8 @@ class PrefixStore:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
         completion = calling_completion(1)
-        state = self._bound(completion).lookup(tokens, completion)
+        hook = self._bound(completion) if self._hook is not None else self._unbound()
+        state = hook.lookup(tokens, completion)
         if state is None:
             raise KeyError("nothing is stored of this prompt")
         return state
@@ -444,22 +477,42 @@ class PrefixStore:
     def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
-        # neither argument says what the context holds: the key has tokens that were never evaluated
-        self._bound(calling_completion(1)).completed()
+        completion = calling_completion(1)
+        # the key does not say what the context holds: it has tokens that were never evaluated
+        if self._hook is not None:
+            self._bound(completion).completed()
+        else:
+            self._unbound().save(state, completion)
 
     def _bound(self, completion: Any) -> Hook:
-        """The hook of the Llama that asks."""
+        """The hook of the attached Llama, which is the one that asks."""
         self._alive()
-        if self._hook is None:
-            raise NotAttachedError(
-                "the store is a cache for the Llama it is attached to; create it as PrefixStore(location, llm), "
-                "or call attach(llm)"
-            )
+        assert self._hook is not None
         if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
             raise MisuseError(
                 "set_cache() was called on another Llama than the store is attached to; give each its own"
             )
         return self._hook
+
+    def _unbound(self) -> PortableHook:
+        """The hook for any Llama."""
+        self._alive()
+        if self._portable is None:
+            from prefixstore.llama.hook import register_cache  # noqa: PLC0415 - the extra "llama"
+            from prefixstore.llama.portable import PortableHook  # noqa: PLC0415
+
+            register_cache(PrefixStore)
+            self._portable = PortableHook(
+                self._engine,
+                self._writer,
+                self._counters,
+                label=self._label,
+                salt=self._salt,
+                page_tokens=self._page_tokens,
+                min_tokens=self._min_tokens,
+                read_only=self._read_only,
+            )
+        return self._portable
 
 
 def _close(engine: Engine, writer: Writer) -> None:

@@ -150,7 +150,7 @@ def test_a_closed_store_says_so(tmp_path):
 
 def test_without_a_llama_there_is_nothing_to_restore_into(tmp_path):
     with PrefixStore(tmp_path, namespace="n") as store:
-        for use in (store.capture, lambda: store.restore([1, 2]), lambda: store[[1, 2]]):
+        for use in (store.capture, lambda: store.restore([1, 2])):
             with pytest.raises(NotAttachedError, match="attach"):
                 use()
     with PrefixStore("memory:") as store, pytest.raises(NotAttachedError, match="namespace="):

@@ -1,0 +1,104 @@
+"""The agent trace through the trained model: what lies on the disk, beside `LlamaDiskCache`.
+
+471 requests of 25 sessions. Every request is a completion of one token, in the order of the trace, on one ``Llama``;
+each cache begins empty. The trace is in ``../shared/traces``; without it there is nothing to measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama_cpp.llama_cache import LlamaDiskCache
+
+from benchmarks.common import SHARED, load, tree_bytes
+from benchmarks.tables import megabytes, met, paragraph, table
+from prefixstore import PrefixStore
+
+TRACE = SHARED / "traces" / "agent-taubench.tar.gz"
+MODEL = SHARED / "models" / "docs-6m.gguf"
+GOAL = 0.1
+
+
+def requests() -> list[dict[str, Any]]:
+    """All requests, by their time."""
+    with tarfile.open(TRACE) as archive:
+        files = [archive.extractfile(member) for member in archive if member.isfile()]
+        found = [json.loads(line) for file in files if file is not None for line in file]
+    return sorted(found, key=lambda request: request["timestamp"])
+
+
+def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
+    """Run the trace with a cache; what it evaluated, how long it took, and what it left on the disk."""
+    llm = load(MODEL, n_ctx=2048, n_threads=1, n_threads_batch=1)
+    evaluated = 0
+    original = llm.eval
+
+    def count(tokens: Any) -> None:
+        nonlocal evaluated
+        evaluated += len(tokens)
+        original(tokens)
+
+    llm.eval = count
+    with contextlib.ExitStack() as stack:
+        cache = cache_of(llm)
+        if hasattr(cache, "close"):
+            stack.callback(cache.close)
+        llm.set_cache(cache)
+        # the stock cache prints a line for each entry
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        started = time.perf_counter()
+        for request in requests():
+            llm(request["input"], max_tokens=1, temperature=0)
+        seconds = time.perf_counter() - started
+    return {"evaluated": evaluated, "seconds": seconds, "disk_bytes": tree_bytes(directory)}
+
+
+def run() -> dict[str, Any] | None:
+    if not TRACE.exists() or not MODEL.exists():
+        return None
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as root:
+        for name, make in {
+            "prefixstore, LMDB": lambda llm, at: PrefixStore(at, llm),
+            "prefixstore, SQLite": lambda llm, at: PrefixStore(f"sqlite:///{at}/kv.db", llm),
+            "prefixstore, LMDB, portable": lambda _, at: PrefixStore(at, namespace="docs-6m"),
+            "LlamaDiskCache": lambda _, at: LlamaDiskCache(str(at), capacity_bytes=64 << 30),
+        }.items():
+            directory = Path(root) / name.replace(", ", "-")
+            directory.mkdir()
+            results[name] = replay(lambda llm, make=make, at=directory: make(llm, at), directory)
+    return results
+
+
+def section(result: dict[str, Any] | None) -> list[str]:
+    """The figures as Markdown."""
+    if result is None:
+        return []
+    peer = result["LlamaDiskCache"]
+    rows = [
+        [
+            name,
+            megabytes(figures["disk_bytes"]),
+            "1" if figures is peer else met(figures["disk_bytes"] / peer["disk_bytes"], GOAL, at_most=True),
+            f"{figures['evaluated']:,}",
+            f"{figures['seconds']:.0f} s",
+        ]
+        for name, figures in result.items()
+    ]
+    return [
+        "## The agent trace (471 requests, 110,554 tokens in prompts) through the trained model",
+        "",
+        *paragraph(
+            """One completion of one token a request, on one `Llama`, in the order of the trace; bytes on the disk at
+            the end. `LlamaDiskCache` removes an entry when it is hit, and writes the scores of a batch with each."""
+        ),
+        *table(["cache", "on the disk", "of `LlamaDiskCache`", "tokens evaluated", "time"], rows),
+    ]

@@ -1,0 +1,99 @@
+"""Every backend: restore and capture of 4,096 tokens (134 MB), taken in turns beside LMDB's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tests.postgres import server_url
+
+from benchmarks.common import alternate, load, model_path, prompt_tokens, ratio, summary
+from benchmarks.tables import met, milliseconds, paragraph, table
+from prefixstore import PrefixStore
+
+N_TOKENS = 4096
+ROUNDS = 11
+CAPTURES = 3
+GOALS = {"SQLite": 0.5, "RAM tier over LMDB": 1.0}
+
+
+def locations(directory: Path, stack: ExitStack) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Locations by name, with options; PostgreSQL if its programs are installed."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        "LMDB": (f"lmdb://{directory}/kv", {}),
+        "memory": ("memory:", {}),
+        "SQLite": (f"sqlite:///{directory}/kv.db", {}),
+        "RAM tier over LMDB": (f"lmdb://{directory}/tiered", {"ram_bytes": "1GiB"}),
+        "RAM tier over SQLite": (f"sqlite:///{directory}/tiered.db", {"ram_bytes": "1GiB"}),
+    }
+    url = stack.enter_context(server_url())
+    if url is not None:
+        found["PostgreSQL"] = (url, {})
+    return found
+
+
+def run() -> dict[str, Any]:
+    llm = load(model_path(), flash_attn=True)
+    tokens = prompt_tokens(llm, N_TOKENS + 1)
+    captures: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
+        stores: dict[str, PrefixStore] = {}
+        for name, (location, options) in locations(Path(root), stack).items():
+            store = PrefixStore(location, namespace=name, codec="raw", queue_bytes="1GiB", **options)
+            stores[name] = stack.enter_context(store)
+        llm.eval(tokens[:N_TOKENS])
+        # what the writer does behind: pack, write, flush
+        for _ in range(CAPTURES):
+            for name, store in stores.items():
+                store.clear()
+                taken = alternate({name: lambda store=store: (store.capture(llm), store.flush())}, 1, os.sync)
+                captures.setdefault(name, []).extend(taken[name])
+
+        def forget() -> None:
+            llm.reset()
+            llm._ctx.kv_cache_clear()
+
+        for store in stores.values():
+            forget()
+            assert store.restore(tokens, llm) == N_TOKENS
+        times = alternate(
+            {name: lambda store=store: store.restore(tokens, llm) for name, store in stores.items()}, ROUNDS, forget
+        )
+    return {
+        name: {
+            "restore": summary(times[name]),
+            "restore_of_lmdb": ratio(times["LMDB"], times[name]),
+            "capture": summary(captures[name]),
+            "capture_of_lmdb": ratio(captures["LMDB"], captures[name]),
+        }
+        for name in times
+    }
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    rows = []
+    for name, figures in result.items():
+        of_lmdb = figures["restore_of_lmdb"]
+        rows.append(
+            [
+                name,
+                milliseconds(figures["restore"]["p50"]),
+                met(of_lmdb, GOALS[name]) if name in GOALS else f"{of_lmdb:.2f}",
+                milliseconds(figures["capture"]["p50"]),
+                f"{figures['capture_of_lmdb']:.2f}",
+            ]
+        )
+    return [
+        "## Backends: 4,096 tokens (134 MB), raw, flash attention, warm files",
+        "",
+        *paragraph(
+            """Restore: the foreground's time. Capture: until all of it is durable (`flush()`), which happens behind.
+            Speeds are relative to LMDB's in the same round; medians. PostgreSQL is a private server on this machine,
+            over TCP."""
+        ),
+        *table(["backend", "restore", "speed, of LMDB", "capture and flush", "speed, of LMDB"], rows),
+    ]

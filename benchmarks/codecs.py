@@ -1,0 +1,324 @@
+"""Codecs: how small and how fast, on pages of a trained model and of a random one, and what a restore makes of it.
+
+Candidates that were measured and not taken are measured again where their packages are installed (blosc2, openzl).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.common import load, model_path, prompt_tokens, ratio, seconds, state_of, summary
+from benchmarks.tables import milliseconds, paragraph, table
+from prefixstore.backends.lmdb import LMDBBackend
+from prefixstore.boundaries import as_tokens
+from prefixstore.budget import Budget
+from prefixstore.buffers import Buffers
+from prefixstore.catalog import NewPage
+from prefixstore.codec import CODECS, pick
+from prefixstore.encoder import AutoCodec
+from prefixstore.engine import Engine
+from prefixstore.eviction import POLICIES
+from prefixstore.llama.memory import Memory
+from prefixstore.packing import PACKINGS
+from prefixstore.stats import Counters
+
+PAGE_TOKENS = 256
+N_PAGES = 16
+N_TOKENS = PAGE_TOKENS * N_PAGES
+# of what each codec is measured with: the pages again and again, or some of them
+MEASURED_BYTES = 32 << 20
+ROUNDS = 7
+CORES = os.cpu_count() or 1
+NAMESPACE = b"n" * 16
+ROOT = Path(__file__).parent.parent
+TRAINED = Path("/work/shared/models/docs-6m.gguf")
+Q8_0 = llama_cpp.GGML_TYPE_Q8_0
+
+OURS = ("raw", "zstd", "zstd:9", "planes", "planes:3")
+RESTORED = ("raw", "zstd", "planes")
+
+
+@dataclass
+class Codec:
+    """A way to pack, and to unpack into given memory by one thread or, of its own accord, by several."""
+
+    pack: Callable[[bytes], Any]
+    unpack: Callable[[Any, memoryview], object]
+    unpack_by_all: Callable[[Any, memoryview], object] | None = None
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+
+
+def ours(name: str) -> Codec:
+    codec, _, level = name.partition(":")
+    packing, buffers = PACKINGS[codec], Buffers(1 << 40)
+    levels = (int(level),) if level else ()
+    return Codec(
+        lambda raw: memoryview(packing.pack(raw, *levels)), lambda stored, out: packing.unpack(stored, out, buffers)
+    )
+
+
+def blosc2_codecs() -> Iterator[tuple[str, Codec]]:
+    import blosc2
+
+    for name, codec in (("zstd", blosc2.Codec.ZSTD), ("lz4", blosc2.Codec.LZ4)):
+        options = {"typesize": 2, "clevel": 1, "codec": codec, "filters": [blosc2.Filter.SHUFFLE], "nthreads": 1}
+        yield (
+            f"blosc2: shuffle, {name}",
+            Codec(
+                lambda raw, options=options: blosc2.compress2(raw, cparams=options),
+                lambda stored, out: blosc2.decompress2(stored, out, dparams={"nthreads": 1}),
+                lambda stored, out: blosc2.decompress2(stored, out, dparams={"nthreads": CORES}),
+            ),
+        )
+
+
+def openzl_codecs() -> Iterator[tuple[str, Codec]]:
+    from openzl import ext as zl
+
+    graphs = {
+        "split, Huffman": lambda c: zl.nodes.TransposeSplit()(c, zl.graphs.Huffman()(c)),
+        "as it likes": zl.graphs.Compress(),
+    }
+    for name, build in graphs.items():
+        compressor, packer = zl.Compressor(), zl.CCtx()
+        compressor.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+        compressor.select_starting_graph(build(compressor))
+        packer.set_parameter(zl.CParam.StickyParameters, 1)
+        packer.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+        packer.ref_compressor(compressor)
+
+        def pack(raw: bytes, packer: Any = packer, compressor: Any = compressor) -> bytes:
+            # the compressor is an argument so that it lives as long as what refers to it
+            return packer.compress([zl.Input(zl.Type.Numeric, np.frombuffer(raw, np.uint16))])
+
+        def unpack(stored: bytes, out: memoryview) -> None:
+            # it decodes into memory of its own, which llama.cpp could read as well
+            zl.DCtx().decompress(stored)[0].content.as_nparray()
+
+        yield f"openzl: {name}", Codec(pack, unpack)
+
+
+def codecs() -> dict[str, Codec]:
+    found = {name: ours(name) for name in OURS}
+    for candidates in (blosc2_codecs, openzl_codecs):
+        try:
+            found.update(candidates())
+        except ImportError:
+            continue
+    return found
+
+
+def median_seconds(work: Callable[[], object], rounds: int = 3) -> float:
+    return statistics.median(seconds(work) for _ in range(rounds))
+
+
+def measure(codec: Codec, pages: list[bytes]) -> dict[str, float]:
+    size = sum(map(len, pages))
+    packed = [codec.pack(page) for page in pages]
+    # written once: a restore has its buffers already
+    memory = [np.zeros(len(pages[0]), np.uint8).data for _ in range(CORES)]
+    unpack_by_all = codec.unpack_by_all
+
+    def by_all() -> None:
+        if unpack_by_all is not None:
+            for stored in packed:
+                unpack_by_all(stored, memory[0])
+            return
+        shares = [pool.submit(lambda i=i: [codec.unpack(p, memory[i]) for p in packed[i::CORES]]) for i in range(CORES)]
+        for share in shares:
+            share.result()
+
+    with ThreadPoolExecutor(CORES) as pool:
+        return {
+            "ratio": size / sum(len(stored) for stored in packed),
+            "pack": size / median_seconds(lambda: [codec.pack(page) for page in pages]),
+            "unpack": size / median_seconds(lambda: [codec.unpack(stored, memory[0]) for stored in packed], 5),
+            "unpack_all_cores": size / median_seconds(by_all, 5),
+        }
+
+
+# -- restores ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Restores:
+    """The pages of one context, stored in a directory for each codec, and their way back into it."""
+
+    llm: llama_cpp.Llama
+    tokens: Any
+    pages: list[bytes]
+    root: Path
+
+    def write(self, codec: str) -> None:
+        with self.engine(codec) as engine:
+            parent, buffers = NAMESPACE, Buffers(1 << 40)
+            for i, state in enumerate(self.pages):
+                lease = buffers.lease(len(state))
+                assert lease is not None
+                lease.view[:] = state
+                tokens = self.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes()
+                new = NewPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, lease)
+                assert engine.announce(new)
+                assert engine.commit([new]) == 1
+                lease.release()
+                parent = new.page.key
+            engine.sync()
+
+    @contextmanager
+    def engine(self, codec: str) -> Iterator[Engine]:
+        backend = LMDBBackend(self.root / codec, 1 << 30)
+        engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), pick(codec), Counters())
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def restore(self, engine: Engine) -> float:
+        path = engine.match(NAMESPACE, self.tokens, PAGE_TOKENS)
+        memory = Memory(self.llm)
+        memory.cut(0)
+        started = time.perf_counter()
+        with engine._fetcher.fetching(path.pages, reuse=True) as states:
+            taken = [memory.load(state, page.n_tokens) for page, state in zip(path.pages, states, strict=True)]
+        memory.cut(N_TOKENS)
+        assert taken == [True] * N_PAGES
+        return time.perf_counter() - started
+
+    def cold(self, codec: str) -> float:
+        """With nothing of the file in memory; the kernel does not drop what is mapped, so it is opened for this."""
+        descriptor = os.open(self.root / codec / "data.mdb", os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        with self.engine(codec) as engine:
+            return self.restore(engine)
+
+    def run(self) -> dict[str, Any]:
+        for codec in RESTORED:
+            self.write(codec)
+        state = state_of(self.llm)
+        warm: dict[str, list[float]] = {codec: [] for codec in RESTORED}
+        cold: dict[str, list[float]] = {codec: [] for codec in RESTORED}
+        with ExitStack() as stack:
+            for _ in range(ROUNDS):
+                for codec in RESTORED:
+                    cold[codec].append(self.cold(codec))
+            engines = {codec: stack.enter_context(self.engine(codec)) for codec in RESTORED}
+            for turn in range(ROUNDS + 1):
+                for codec, engine in engines.items():
+                    taken = self.restore(engine)
+                    if turn:
+                        warm[codec].append(taken)
+            assert bytes(state_of(self.llm)) == bytes(state)
+        return {
+            codec: {
+                "warm": summary(warm[codec]),
+                "warm_of_raw": ratio(warm["raw"], warm[codec]),
+                "cold": summary(cold[codec]),
+                "cold_of_raw": ratio(cold["raw"], cold[codec]),
+            }
+            for codec in RESTORED
+        }
+
+
+# -- the models --------------------------------------------------------------------------------------------------------
+
+
+def text_tokens(llm: llama_cpp.Llama) -> list[int]:
+    """Real text, of the kind that the model was trained on."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    tokens = llm.tokenize(text.encode())
+    return (tokens * (1 + N_TOKENS // len(tokens)))[:N_TOKENS]
+
+
+def cases() -> Iterator[tuple[str, llama_cpp.Llama, list[int]]]:
+    quantized = {"type_k": Q8_0, "type_v": Q8_0}
+    if TRAINED.exists():
+        for name, options in (("trained model, f16", {}), ("trained model, q8_0", quantized)):
+            llm = load(TRAINED, n_ctx=N_TOKENS + PAGE_TOKENS, flash_attn=True, **options)
+            yield name, llm, text_tokens(llm)
+    llm = load(model_path(), flash_attn=True)
+    yield "random weights, f16", llm, prompt_tokens(llm, N_TOKENS)
+
+
+def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
+    pages: list[bytes] = []
+    buffers = Buffers(1 << 40)
+
+    def accept(start: int, end: int, got: Any) -> None:
+        pages.append(bytes(got.view))
+        got.release()
+
+    Memory(llm).take([(p, p + PAGE_TOKENS) for p in range(0, N_TOKENS, PAGE_TOKENS)], buffers.lease, accept)
+    return pages
+
+
+def picked(pages: list[bytes]) -> str:
+    """What `auto` takes of pages in a place that nothing was read from yet."""
+    auto = AutoCodec()
+    number = [auto(NAMESPACE, page)[0] for page in pages[: AutoCodec.LOOK]][-1]
+    return next(name for name in CODECS if CODECS[name] == number)
+
+
+def run() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, llm, tokens in cases():
+        llm.eval(tokens)
+        pages = pages_of(llm)
+        n_some = max(1, MEASURED_BYTES // len(pages[0]))
+        some = (pages * (1 + n_some // N_PAGES))[:n_some]
+        with tempfile.TemporaryDirectory() as directory:
+            results[name] = {
+                "page_bytes": len(pages[0]),
+                "auto": picked(pages),
+                "codecs": {codec: measure(how, some) for codec, how in codecs().items()},
+                "restores": Restores(llm, as_tokens(tokens), pages, Path(directory)).run(),
+            }
+        llm.close()
+    return results
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    lines = ["## Codecs", ""]
+    lines += paragraph(
+        f"""Pages of {PAGE_TOKENS} tokens. MB/s are of the state, not of what is stored; unpacked by one thread and by
+        {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, its speed that of raw pages in the same
+        round, with the file in memory ("warm") and with none of it there ("cold"); medians."""
+    )
+    for name, figures in result.items():
+        rows = []
+        for codec, of in figures["codecs"].items():
+            restore = figures["restores"].get(codec)
+            rows.append(
+                [
+                    codec,
+                    f"{of['ratio']:.3f}",
+                    *(f"{of[key] / 1e6:,.0f}" for key in ("pack", "unpack", "unpack_all_cores")),
+                    *(
+                        (f"{milliseconds(restore[how]['p50'])} ({restore[f'{how}_of_raw']:.2f})" if restore else "")
+                        for how in ("warm", "cold")
+                    ),
+                ]
+            )
+        head = ["codec", "ratio", "pack", "unpack", f"unpack, {CORES} threads", "restore, warm", "restore, cold"]
+        lines += [
+            f"### {name.capitalize()}: pages of {figures['page_bytes'] / 1e6:.2f} MB; `auto` takes {figures['auto']}",
+            "",
+            *table(head, rows),
+        ]
+    return lines

@@ -1,0 +1,192 @@
+"""(j): warming a list of 200 prompts, beside loops that call the model for each of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
+
+from benchmarks.common import load, model_path, prompt_tokens, seconds, tree_bytes
+from benchmarks.tables import megabytes, met, paragraph, table
+from prefixstore import PrefixStore, warm
+from prefixstore.boundaries import as_tokens
+from prefixstore.plan import Plan
+
+PROMPTS = 200
+SYSTEMS, SYSTEM_TOKENS = 4, 400
+DOCUMENTS = 10
+QUESTION_TOKENS = (20, 80)
+N_CTX = 2048
+ROUNDS = 3
+# a quarter of the demo's layers, and 8 KiB a token: all the loops evaluate half a million tokens
+MODEL = {"n_layer": 4, "n_vocab": 8192}
+
+
+def prompts() -> list[list[int]]:
+    """System prompt, document, question; shuffled, as lists are. The same ones each time."""
+    rng = np.random.default_rng(4)
+    systems = [prompt_tokens(None, SYSTEM_TOKENS, seed=i) for i in range(SYSTEMS)]
+    documents = [prompt_tokens(None, int(n), seed=100 + i) for i, n in enumerate(rng.integers(300, 900, DOCUMENTS))]
+    return [
+        systems[rng.integers(SYSTEMS)]
+        + documents[rng.integers(DOCUMENTS)]
+        + prompt_tokens(None, int(rng.integers(*QUESTION_TOKENS)), seed=1000 + i)
+        for i in range(PROMPTS)
+    ]
+
+
+def plan_of(given: list[list[int]]) -> Plan:
+    return Plan(((as_tokens(tokens), "") for tokens in given), 0)
+
+
+@contextmanager
+def counted(llm: Any) -> Iterator[list[int]]:
+    """The lengths of all batches that are evaluated."""
+    lengths: list[int] = []
+    original = llm.eval
+
+    def evaluate(tokens: list[int]) -> None:
+        lengths.append(len(tokens))
+        original(tokens)
+
+    llm.eval = evaluate
+    try:
+        yield lengths
+    finally:
+        llm.eval = original
+
+
+def plainly(llm: Any, plan: Plan) -> None:
+    """Evaluate the tokens of the trie, and do nothing else: the floor for any walk."""
+    llm.reset()
+    for i in range(len(plan)):
+        llm.n_tokens = plan.shared[i]
+        llm.eval(plan.tokens(i)[plan.shared[i] :].tolist())
+
+
+def loop(given: list[list[int]], path: Path, cache: Callable[[Any], Any], held: Callable[[Any], int]) -> dict[str, Any]:
+    """Call the model for each prompt, and see what a cache makes of it."""
+    llm = load(path, n_ctx=N_CTX)
+    kept = cache(llm)
+    llm.set_cache(kept)
+    with counted(llm) as lengths:
+        taken = seconds(lambda: [llm(tokens, max_tokens=1, temperature=0) for tokens in given])
+    result = {"evaluated": sum(lengths), "seconds": taken, "bytes": held(kept)}
+    if isinstance(kept, PrefixStore):
+        kept.close()
+    return result
+
+
+def held_in_ram(cache: Any) -> int:
+    return sum(len(s.llama_state) + s.scores.nbytes + s.input_ids.nbytes for s in cache.cache_state.values())
+
+
+def two_jobs(directory: Path, given: list[list[int]], path: Path) -> dict[str, Any]:
+    """Two processes on one list, a thread each."""
+    file = directory / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in given))
+    command = [sys.executable, "-m", "benchmarks.warming", str(path), str(directory / "two"), str(file)]
+    jobs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent) for _ in range(2)
+    ]
+    evaluated = [json.loads(job.communicate()[0].splitlines()[-1]) for job in jobs]
+    return {"evaluated": evaluated}
+
+
+def job(path: str, location: str, file: str) -> None:
+    """One of two."""
+    llm = load(Path(path), n_ctx=N_CTX, n_threads=1, n_threads_batch=1)
+    with PrefixStore(location, llm, codec="raw") as store:
+        print(json.dumps(warm(llm, store, [Path(file)]).evaluated_tokens))
+
+
+def run() -> dict[str, Any]:
+    path = model_path(**MODEL)
+    given = prompts()
+    plan = plan_of(given)
+    results: dict[str, Any] = {"prompts": len(given), "sum": plan.prompt_tokens, "unique": plan.unique_tokens}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        llm = load(path, n_ctx=N_CTX)
+        plain: list[float] = []
+        warmed: list[float] = []
+        plainly(llm, plan)
+        for i in range(ROUNDS):
+            plain.append(seconds(lambda: plainly(llm, plan)))
+            with PrefixStore(folder / f"warm{i}", llm, codec="raw") as store:
+                report = warm(llm, store, given)
+                warmed.append(report.seconds)
+                again = warm(llm, store, given)
+        results["plain"] = {"evaluated": plan.unique_tokens, "seconds": min(plain), "bytes": 0}
+        results["prefixstore.warm"] = {
+            "evaluated": report.evaluated_tokens,
+            "seconds": min(warmed),
+            "bytes": report.stored_bytes,
+        }
+        results["again"] = {"evaluated": again.evaluated_tokens, "seconds": again.seconds}
+        results["overhead"] = min(w / p for w, p in zip(warmed, plain, strict=True)) - 1
+        results["two"] = two_jobs(folder, given, path)
+        for name, cache, held in (
+            (
+                "a loop, PrefixStore",
+                lambda llm: PrefixStore(folder / "loop", llm, codec="raw"),
+                lambda store: store.flush() or store.stats().bytes_stored,
+            ),
+            ("a loop, LlamaRAMCache", lambda _: LlamaRAMCache(capacity_bytes=64 << 30), held_in_ram),
+            (
+                "a loop, LlamaDiskCache",
+                lambda _: LlamaDiskCache(str(folder / "disk"), capacity_bytes=64 << 30),
+                lambda _: tree_bytes(folder / "disk"),
+            ),
+            ("a loop, no cache", lambda _: None, lambda _: 0),
+        ):
+            results[name] = loop(given, path, cache, held)
+    return results
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    names = ["plain", "prefixstore.warm", *(name for name in result if name.startswith("a loop"))]
+    rows = [
+        [
+            "the tokens of the trie, evaluated and not kept"
+            if name == "plain"
+            else f"`{name}`" * (name[0] == "p") or name,
+            f"{result[name]['evaluated']:,}",
+            f"{result[name]['evaluated'] / result['unique']:.2f}",
+            f"{result[name]['seconds']:.1f} s",
+            megabytes(result[name]["bytes"]) if result[name]["bytes"] else "",
+        ]
+        for name in names
+    ]
+    two = result["two"]["evaluated"]
+    return [
+        f"## (j) Warming a list of {result['prompts']} prompts",
+        "",
+        *paragraph(
+            f"""System prompts, documents and questions, shuffled: {result["sum"]:,} tokens, {result["unique"]:,} of
+            them unique. The model has 4 layers of the others', so that the loops end. A loop calls
+            `llm(prompt, max_tokens=1)` for each prompt; `LlamaDiskCache` removes what it hits, and holds what diskcache
+            leaves it."""
+        ),
+        *table(["work", "tokens evaluated", "of the unique", "time", "held"], rows),
+        *paragraph(
+            f"""Warming takes {met(1 + result["overhead"], 1.05, at_most=True)} of the time that the plain evaluation of
+            these tokens takes (the best of {ROUNDS} rounds, each beside its own plain one). Warming the same list again
+            evaluates {result["again"]["evaluated"]} tokens and takes {result["again"]["seconds"]:.2f} s. Two jobs on
+            one list evaluate {two[0]:,} and {two[1]:,} tokens, together
+            {met(sum(two) / result["unique"], 1.1, at_most=True)} of the unique ones."""
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    job(*sys.argv[1:])
