@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.models import load, write
+from tests.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend
-from prefixstore.backends.location import scheme_of, text_of
+from prefixstore.backends.location import scheme_of, text_of, without_password
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
 __all__ = ["ENTRY_POINTS", "SCHEMES", "is_persistent", "open_backend"]
@@ -71,7 +71,9 @@ def _find(scheme: str, text: str) -> EntryPoint:
     plugins = {plugin.name: plugin for plugin in entry_points(group=ENTRY_POINTS)}
     if scheme not in plugins:
         known = ", ".join(sorted(SCHEMES.keys() | plugins.keys()))
-        raise InvalidParameterError(f"location={text!r}: the scheme {scheme!r} is unknown; known are {known}")
+        raise InvalidParameterError(
+            f"location={without_password(text)!r}: the scheme {scheme!r} is unknown; known are {known}"
+        )
     return plugins[scheme]
 
 
@@ -82,5 +84,7 @@ def _opener(scheme: str, text: str) -> Opener:
     except MissingExtraError:
         raise
     except (ImportError, AttributeError) as error:
-        raise MissingExtraError(f"location={text!r}: {found.value} cannot be imported: {error}") from error
+        raise MissingExtraError(
+            f"location={without_password(text)!r}: {found.value} cannot be imported: {error}"
+        ) from error
     return opener

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.backends.lmdb_environment import DATABASES, Environment, acquire, release
+from prefixstore.backends.lmdb_environment import DATABASES, SCRUBS, Environment, acquire, release
+from prefixstore.backends.lmdb_scrub import common, erase, punch, read_layout, split
 from prefixstore.backends.location import path_of
 from prefixstore.budget import Used
 from prefixstore.errors import LocationError, StorageError, UnavailableError
@@ -34,6 +36,9 @@ NOTE = b"note:"
 CHANGE_KEY = struct.Struct(">Q")
 PAGE_HEADER = 16
 KEY_BYTES = 16
+# how long a scrub waits for those who read an older state, and how many bytes it clears while writers wait
+READERS_WITHIN = 10.0
+CLEARED_AT_ONCE = 256 << 20
 
 
 class _View(Snapshot):
@@ -208,6 +213,12 @@ class LMDBBackend(Backend):
                 self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
             return self._environment
 
+    def _writable(self) -> Environment:
+        environment = self._open()
+        if self._read_only:
+            raise UnavailableError(f"{self._path} is open read-only")
+        return environment
+
     @property
     def location(self) -> str:
         return f"lmdb://{self._path}"
@@ -220,9 +231,7 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        environment = self._open()
-        if self._read_only:
-            raise UnavailableError(f"{self._path} is open read-only")
+        environment = self._writable()
         with environment.begin(write=True) as txn:
             change = _Change(txn, environment.databases)
             yield change
@@ -242,6 +251,66 @@ class LMDBBackend(Backend):
             with environment.begin(write=True) as txn:
                 passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
                 txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+
+    def scrub(self) -> None:
+        """Write zeros over all that is free in the file, page by page and inside of pages.
+
+        Servers go on meanwhile. They write through new handles from now on, because LMDB's buffers of the old ones hold
+        what they have written. A snapshot of what was deleted must end first, for which this waits some seconds.
+        """
+        environment = self._writable()
+        with environment.begin(write=True) as txn:
+            scrubs = int.from_bytes(txn.get(SCRUBS, default=b"", db=environment.databases[b"meta"]), "little")
+            txn.put(SCRUBS, (scrubs + 1).to_bytes(8, "little"), db=environment.databases[b"meta"])
+        self._clear_free_space(erase, gaps=True)
+
+    def compact(self) -> int:
+        """Give the free pages of the file back to the disk; how many bytes.
+
+        The file keeps its length, and has holes. Raises `UnavailableError` where there are no such files.
+        """
+        return self._clear_free_space(punch, gaps=False)
+
+    def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
+        """Have `clear(handle, start, end)` done to all bytes that nothing refers to; the sum of what it returns."""
+        environment = self._writable()
+        # now neither of the two states that LMDB keeps refers to what was deleted before
+        self.reclaim()
+        self.sync()
+        path = self._path / "data.mdb"
+        left: list[tuple[int, int]] | None = None
+        cleared = 0
+        handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        try:
+            while left is None or left:
+                # others wait for this transaction: it is a short one, and what it left is looked at anew
+                with self._alone_with_the_newest(environment):
+                    layout = read_layout(path)
+                    inside = layout.gaps if gaps and left is None else []
+                    now, left = split(layout.free if left is None else common(left, layout.free), CLEARED_AT_ONCE)
+                    cleared += sum(clear(handle, start, end) for start, end in (*inside, *now))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return cleared
+
+    @contextmanager
+    def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
+        """The write lock, while nobody reads an older state than the one committed last."""
+        deadline = time.monotonic() + READERS_WITHIN
+        while True:
+            with environment.begin(write=True) as txn:
+                newest = txn.id() - 1
+                behind = [pid for pid, transaction in environment.readers().items() if transaction < newest]
+                if not behind:
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self._path}: process {behind[0]} still reads what was deleted; try again, or end it first"
+                )
+            time.sleep(0.05)
+            environment.env.reader_check()
 
     def after_fork(self) -> None:
         self._environment = None

@@ -8,7 +8,7 @@ import shutil
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from prefixstore.errors import (
 )
 from prefixstore.record import FORMAT_VERSION
 
-__all__ = ["DATABASES", "Environment", "acquire", "release", "translate"]
+__all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release", "translate"]
 
 SMALLEST_MAP = 1 << 20
 # a disk with less room than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
 MAGIC = b"prefixstore"
+# in the database meta: changes with each scrub
+SCRUBS = b"scrubs"
 DATABASES = (b"meta", b"namespaces", b"records", b"usage", b"payloads", b"changes")
 META_FORMAT = struct.Struct("<I")
 
@@ -62,6 +64,12 @@ class Environment:
         self._active: Counter[int] = Counter()  # open transactions by thread
         self._wanted_still = 0
         self._turnstile = threading.Condition()
+        self._scrubs = b""
+        self._open(map_size)
+
+    def _open(self, map_size: int) -> None:
+        path, read_only = self.path, self.read_only
+        self.databases: dict[bytes, Any] = {}
         try:
             self.env = lmdb.open(
                 str(path),
@@ -102,7 +110,9 @@ class Environment:
             self._open_or_create() if not self.read_only else {name: self.env.open_db(name) for name in DATABASES}
         )
         with self.begin(write=False) as txn:
-            magic, version = (bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format"))
+            magic, version, self._scrubs = (
+                bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format", SCRUBS)
+            )
         if magic != MAGIC or len(version) != META_FORMAT.size:
             raise self._foreign()
         found = META_FORMAT.unpack(version)[0]
@@ -143,18 +153,43 @@ class Environment:
                 # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
                 self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active)
                 self._active[me] += 1
+            mend: Callable[[], None] = self._renew
             try:
                 with self.env.begin(write=write, buffers=True) as txn:
-                    yield txn
-                    return
+                    if not write or not self._is_stained(txn):
+                        yield txn
+                        return
             except lmdb.MapResizedError:
-                pass  # raised by begin only: another process has let the file grow
+                mend = self._follow_growth  # raised by begin only: another process has let the file grow
             finally:
                 with self._turnstile:
                     self._active[me] -= 1
                     self._active += Counter()  # forgets those that are zero
                     self._turnstile.notify_all()
-            self.resize(0)
+            mend()
+
+    def _is_stained(self, txn: lmdb.Transaction) -> bool:
+        """Whether somebody has scrubbed the file since the handle was opened.
+
+        LMDB uses the buffers of pages that it has written again, and writes what is left in them into the gaps of other
+        pages: of a handle that has seen what was scrubbed, nothing may be written any more.
+        """
+        return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
+
+    def _renew(self) -> None:
+        me = threading.get_ident()
+        with self._alone():
+            map_size = self.env.info()["map_size"]
+            self.env.close()
+            self._active[me] += 1  # its own transactions need not wait for it
+            try:
+                self._open(map_size)
+            finally:
+                self._active[me] -= 1
+                self._active += Counter()
+
+    def _follow_growth(self) -> None:
+        self.resize(0)
 
     def hold_still(self) -> None:
         """Wait until no transaction of this process is open, and let none begin until `go_on`."""
@@ -181,6 +216,16 @@ class Environment:
         with self._alone():
             if map_size == 0 or map_size > self.env.info()["map_size"]:
                 self.env.set_mapsize(map_size)
+
+    def readers(self) -> dict[int, int]:
+        """The oldest transaction that each process reads, by process id."""
+        oldest: dict[int, int] = {}
+        for line in self.env.readers().splitlines():
+            words = line.split()
+            if len(words) == 3 and words[0].isdecimal() and words[2].isdecimal():
+                pid, transaction = int(words[0]), int(words[2])
+                oldest[pid] = min(transaction, oldest.get(pid, transaction))
+        return oldest
 
     def close(self) -> None:
         """Close the handle, when no transaction is open any more."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prefixstore.errors import InvalidParameterError, LocationError
 
-__all__ = ["cache_directory", "path_of", "scheme_of", "text_of"]
+__all__ = ["cache_directory", "path_of", "scheme_of", "text_of", "without_password"]
+
+# one letter is a Windows drive
+URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):")
 
 
 def cache_directory() -> Path:
@@ -45,9 +49,13 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
 
 def scheme_of(text: str) -> str:
     """The scheme of a location; a path is LMDB's. Of ``"postgresql+psycopg://…"`` it is the part before the plus."""
-    scheme = urlsplit(text).scheme
-    # one letter is a Windows drive
-    return scheme.split("+")[0] if len(scheme) > 1 else "lmdb"
+    found = URL.match(text)
+    return found["scheme"].lower().split("+")[0] if found is not None else "lmdb"
+
+
+def without_password(text: str) -> str:
+    """A location as it may be shown and logged."""
+    return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1:***@", text)
 
 
 def path_of(text: str) -> str:
@@ -60,9 +68,9 @@ def path_of(text: str) -> str:
     LocationError
         If it has no path.
     """
-    parts = urlsplit(text)
-    if len(parts.scheme) < 2:
+    if not URL.match(text):
         return text
+    parts = urlsplit(text)
     if parts.query or parts.fragment:
         raise InvalidParameterError(f"location={text!r}: options in the URL are not known; give them as parameters")
     path = unquote(parts.netloc + parts.path)
