@@ -36,14 +36,14 @@ def requests() -> list[dict[str, Any]]:
 
 
 def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
-    """Run the trace with a cache; what it evaluated, how long it took, and what it left on the disk."""
+    """Run the trace twice with a cache; what it evaluated, how long it took, what it wrote, and what is on the disk."""
     llm = load(MODEL, n_ctx=2048, n_threads=1, n_threads_batch=1)
-    evaluated = 0
+    evaluated = [0, 0]
+    second = False
     original = llm.eval
 
     def count(tokens: Any) -> None:
-        nonlocal evaluated
-        evaluated += len(tokens)
+        evaluated[second] += len(tokens)
         original(tokens)
 
     llm.eval = count
@@ -54,11 +54,23 @@ def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
         llm.set_cache(cache)
         # the stock cache prints a line for each entry
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        started = time.perf_counter()
+        before, started = written_bytes(), time.perf_counter()
         for request in requests():
             llm(request["input"], max_tokens=1, temperature=0)
         seconds = time.perf_counter() - started
-    return {"evaluated": evaluated, "seconds": seconds, "disk_bytes": tree_bytes(directory)}
+        if isinstance(cache, PrefixStore):
+            cache.flush()
+        figures = {"seconds": seconds, "disk_bytes": tree_bytes(directory), "written_bytes": written_bytes() - before}
+        second = True
+        for request in requests():
+            llm(request["input"], max_tokens=1, temperature=0)
+    return figures | {"evaluated": evaluated[0], "evaluated_again": evaluated[1]}
+
+
+def written_bytes() -> int:
+    """What this process has written to files so far, as the system counts it (Linux)."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["wchar"])
 
 
 def run() -> dict[str, Any] | None:
@@ -86,9 +98,11 @@ def section(result: dict[str, Any] | None) -> list[str]:
     rows = [
         [
             name,
+            megabytes(figures["written_bytes"]),
+            "1" if figures is peer else met(figures["written_bytes"] / peer["written_bytes"], GOAL, at_most=True),
             megabytes(figures["disk_bytes"]),
-            "1" if figures is peer else met(figures["disk_bytes"] / peer["disk_bytes"], GOAL, at_most=True),
             f"{figures['evaluated']:,}",
+            f"{figures['evaluated_again']:,}",
             f"{figures['seconds']:.0f} s",
         ]
         for name, figures in result.items()
@@ -97,8 +111,20 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "## The agent trace (471 requests, 110,554 tokens in prompts) through the trained model",
         "",
         *paragraph(
-            """One completion of one token a request, on one `Llama`, in the order of the trace; bytes on the disk at
-            the end. `LlamaDiskCache` removes an entry when it is hit, and writes the scores of a batch with each."""
+            """One completion of one token a request, on one `Llama`, in the order of the trace. `LlamaDiskCache`
+            writes a whole state with the scores of a batch for each request, and removes an entry when it is hit: at
+            the end it has one, the last. What all requests take that can still be served is what it has written."""
         ),
-        *table(["cache", "on the disk", "of `LlamaDiskCache`", "tokens evaluated", "time"], rows),
+        *table(
+            [
+                "cache",
+                "written",
+                "of `LlamaDiskCache`",
+                "on the disk at the end",
+                "tokens evaluated",
+                "the trace again",
+                "time",
+            ],
+            rows,
+        ),
     ]

@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.postgres import server_url
-
 from benchmarks.common import alternate, load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
+from tests.postgres import server_url
 
 N_TOKENS = 4096
 ROUNDS = 11

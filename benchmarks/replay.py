@@ -144,7 +144,7 @@ class S3Fifo(_Blockwise):
 
 
 class TwoQ(_Blockwise):
-    """2Q, the full version (Johnson and Shasha, VLDB '94): Kin a quarter, Kout half of the capacity."""
+    """2Q, the full version (Johnson and Shasha, VLDB '94): Kin a quarter, Kout twice the capacity."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -162,7 +162,7 @@ class TwoQ(_Blockwise):
             if len(self._in) > self.capacity // 4 or not self._main:
                 old, _ = self._in.popitem(last=False)
                 self._out[old] = None
-                if len(self._out) > max(1, self.capacity // 2):
+                if len(self._out) > max(1, self.capacity * 2):
                     self._out.popitem(last=False)
             else:
                 self._main.popitem(last=False)

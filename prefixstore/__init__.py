@@ -1,6 +1,7 @@
 """A persistent prefix cache for llama-cpp-python: computed once, restored in milliseconds, by every process."""
 
 from prefixstore.check import Violation
+from prefixstore.config import load
 from prefixstore.errors import (
     ClosedError,
     ContextError,
@@ -17,8 +18,11 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.namespace import Namespace
+from prefixstore.prompts import Problem
 from prefixstore.stats import Stats
 from prefixstore.store import Match, PrefixStore
+from prefixstore.walk import Progress
+from prefixstore.warming import WarmReport, warm
 
 __all__ = [
     "ClosedError",
@@ -35,9 +39,14 @@ __all__ = [
     "NotAttachedError",
     "PrefixStore",
     "PrefixStoreError",
+    "Problem",
+    "Progress",
     "Stats",
     "StorageError",
     "UnavailableError",
     "Violation",
+    "WarmReport",
+    "load",
+    "warm",
 ]
 __version__ = "0.1.0"

@@ -1,84 +1,26 @@
-"""The state of a page to stored bytes and back."""
+"""The state of a page to stored bytes and back.
+
+A page says by number how it was packed, so pages of all codecs may lie side by side.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numpy as np
 
-import zstandard
-
-from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
+from prefixstore.buffers import Buffers
+from prefixstore.encoder import AutoCodec, Encoder, FixedCodec
+from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.packing import PACKINGS
 from prefixstore.record import Buffer, Record, checksum
 
-__all__ = ["CODECS", "AutoCodec", "decode", "encode", "pick"]
+__all__ = ["CODECS", "decode", "decode_into", "pick", "verify"]
 
-CODECS = {"raw": 0, "zstd": 1}
-ZSTD_LEVEL = 1
-
-
-def encode(raw: Buffer, codec: str) -> tuple[int, Buffer]:
-    """The number of the codec and the stored form of a page; a page that does not shrink is stored raw."""
-    if codec == "zstd":
-        packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(raw)
-        if len(packed) < len(raw):
-            return CODECS["zstd"], packed
-    return CODECS["raw"], raw
+CODECS = {name: packing.number for name, packing in PACKINGS.items()}
+_BY_NUMBER = {packing.number: packing for packing in PACKINGS.values()}
 
 
-def decode(record: Record, stored: Buffer) -> memoryview:
-    """The state in `stored`, after its length and checksum were verified. Stored raw, it is not copied.
-
-    Raises
-    ------
-    CorruptError
-        If the bytes are not those that were written.
-    IncompatibleError
-        If this version does not know the codec.
-    """
-    view = memoryview(stored)
-    if len(view) != record.stored_bytes:
-        raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} written")
-    if checksum(view) != record.checksum:
-        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
-    if record.codec == CODECS["raw"]:
-        raw = view
-    elif record.codec == CODECS["zstd"]:
-        try:
-            # the frame says its size before anything is allocated for it
-            if (claimed := zstandard.frame_content_size(view)) != record.raw_bytes:
-                raise CorruptError(f"page {record.key.hex()}: frame of {claimed} bytes, {record.raw_bytes} written")
-            raw = memoryview(zstandard.ZstdDecompressor().decompress(view))
-        except zstandard.ZstdError as error:
-            raise CorruptError(f"page {record.key.hex()}: {error}") from error
-    else:
-        raise IncompatibleError(f"page {record.key.hex()}: codec {record.codec} is unknown to this version; upgrade it")
-    if len(raw) != record.raw_bytes:
-        raise CorruptError(f"page {record.key.hex()}: {len(raw)} bytes decoded, {record.raw_bytes} written")
-    return raw
-
-
-class AutoCodec:
-    """Picks the codec of each page: zstd while it saves a tenth, otherwise raw, with a new look now and then."""
-
-    WORTH = 0.90
-    LOOK_AGAIN = 64
-
-    def __init__(self) -> None:
-        self._skip = 0
-
-    def __call__(self, raw: Buffer) -> tuple[int, Buffer]:
-        """Encode one page."""
-        if self._skip:
-            self._skip -= 1
-            return encode(raw, "raw")
-        number, stored = encode(raw, "zstd")
-        if len(stored) <= self.WORTH * len(raw):
-            return number, stored
-        self._skip = self.LOOK_AGAIN
-        return encode(raw, "raw")
-
-
-def pick(codec: str) -> Callable[[Buffer], tuple[int, Buffer]]:
-    """The encoder with this name.
+def pick(codec: str) -> Encoder:
+    """The encoder with this name: ``"auto"``, or one of `CODECS`, with a level behind a colon if it has levels.
 
     Raises
     ------
@@ -87,6 +29,73 @@ def pick(codec: str) -> Callable[[Buffer], tuple[int, Buffer]]:
     """
     if codec == "auto":
         return AutoCodec()
-    if codec not in CODECS:
-        raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of 'auto', {', '.join(map(repr, CODECS))}")
-    return lambda raw: encode(raw, codec)
+    name, colon, level = str(codec).partition(":")
+    if name not in CODECS:
+        known = ", ".join(map(repr, ["auto", *CODECS]))
+        raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of {known}, or one with a level: 'zstd:9'")
+    if not colon:
+        return FixedCodec(name)
+    levels = PACKINGS[name].levels
+    if not levels:
+        raise InvalidParameterError(f"codec={codec!r}: {name!r} has no levels")
+    if not level.isdecimal() or int(level) not in levels:
+        raise InvalidParameterError(f"codec={codec!r}: the level is a number from {levels[0]} to {levels[-1]}")
+    return FixedCodec(name, int(level))
+
+
+def verify(record: Record, stored: Buffer) -> memoryview:
+    """The stored bytes, of which is known now that they are those written, and as large unpacked as the record says.
+
+    Raises
+    ------
+    CorruptError
+        If they are not.
+    IncompatibleError
+        If this version does not know the codec.
+    """
+    view = memoryview(stored)
+    if len(view) != record.stored_bytes:
+        raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} written")
+    if checksum(view) != record.checksum:
+        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
+    packing = _BY_NUMBER.get(record.codec)
+    if packing is None:
+        raise IncompatibleError(f"page {record.key.hex()}: codec {record.codec} is unknown to this version; upgrade it")
+    try:
+        claimed = packing.claimed(view)
+    except CorruptError as error:
+        raise CorruptError(f"page {record.key.hex()}: {error}") from error
+    if claimed != record.raw_bytes:
+        raise CorruptError(f"page {record.key.hex()}: {claimed} bytes of state, {record.raw_bytes} written")
+    return view
+
+
+def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: Buffers) -> None:
+    """Write the state to `out`, of `record.raw_bytes`; what is needed besides is lent from `buffers`.
+
+    Raises
+    ------
+    CorruptError
+        If what was stored is not what the codec makes of a state. `out` may be written in part then.
+    UnavailableError
+        If there is no memory for it.
+    """
+    try:
+        _BY_NUMBER[record.codec].unpack(verified, out, buffers)
+    except CorruptError as error:
+        raise CorruptError(f"page {record.key.hex()}: {error}") from error
+    except MemoryError as error:
+        raise UnavailableError(f"page {record.key.hex()}: no memory to unpack {record.raw_bytes} bytes") from error
+
+
+def decode(record: Record, stored: Buffer) -> memoryview:
+    """The state in `stored`, verified; stored raw, it is not copied. Raises as `verify` and `decode_into` do."""
+    view = verify(record, stored)
+    if record.codec == CODECS["raw"]:
+        return view
+    try:
+        out = np.empty(record.raw_bytes, np.uint8).data
+    except (MemoryError, ValueError) as error:
+        raise UnavailableError(f"page {record.key.hex()}: no memory for {record.raw_bytes} bytes") from error
+    decode_into(record, view, out, Buffers(2 * len(out)))
+    return out

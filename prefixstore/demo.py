@@ -24,13 +24,15 @@ PROMPT_TOKENS = 6 * N_BATCH + 1
 ANSWER_TOKENS = 32
 
 
-def run(model: Path | None = None) -> int:
+def run(model: Path | None = None, *, as_json: bool = False) -> int:
     """Run the demo and print its table; the exit code.
 
     Parameters
     ----------
     model
         A GGUF file; by default one is written, with random weights, whose state takes 32 KiB a token.
+    as_json
+        Whether to print one JSON document instead, and what is going on to stderr.
 
     Raises
     ------
@@ -48,25 +50,33 @@ def run(model: Path | None = None) -> int:
         cold = _process("A", "computes the prompt and ends", model, folder / "kv")
         warm = _process("B", "starts anew, with the same prompt", model, folder / "kv")
     same = cold["answer"] == warm["answer"]
-    _print_table(cold, warm, same=same)
+    if as_json:
+        print(json.dumps({"cold": cold, "warm": warm, "same_answer": same}))
+    else:
+        _print_table(cold, warm, same=same)
     if not same or not warm["restored"]:
         print("The demo failed: the answers differ, or nothing was restored.", file=sys.stderr)
         return 1
     return 0
 
 
+def _say(text: str) -> None:
+    """What is going on, which is not the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
 def _write_model(path: Path) -> Path:
     try:
         from prefixstore.llama.synthetic import DEMO, write_model  # noqa: PLC0415 - the extra "demo"
 
-        print("Writing a model with random weights (16 layers, 32 KiB of state a token) ...", flush=True)
+        _say("Writing a model with random weights (16 layers, 32 KiB of state a token) ...")
         return write_model(path, DEMO)
     except ImportError as error:
         raise MissingExtraError('the demo writes a model; pip install "prefixstore[demo]"') from error
 
 
 def _process(name: str, does: str, model: Path, location: Path) -> dict[str, Any]:
-    print(f"Process {name} {does} ...", flush=True)
+    _say(f"Process {name} {does} ...")
     command = [sys.executable, "-m", "prefixstore.demo", str(model), str(location)]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:

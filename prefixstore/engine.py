@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -21,6 +21,7 @@ from prefixstore.commit import Committer, Encoder
 from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher
 from prefixstore.index import Page, Path
+from prefixstore.namespace import Namespace
 from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
@@ -115,6 +116,29 @@ class Engine:
         """Every invariant of the location, every checksum."""
         with self._backend.snapshot() as snapshot:
             return violations(snapshot, self._budget)
+
+    def namespaces(self) -> list[Namespace]:
+        """The namespaces that have pages in the location."""
+        with self._backend.snapshot() as snapshot:
+            return [Namespace.parse(settings) for settings in snapshot.namespaces().values()]
+
+    # -- notes of jobs ------------------------------------------------------------------------------------------------
+
+    def note(self, name: bytes) -> bytes | None:
+        """A note that a job has left in the location. Raises `StorageError`."""
+        with self._backend.snapshot() as snapshot:
+            return snapshot.note(name)
+
+    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Replace a note by what `change` makes of it (None for no note), with nobody in between.
+
+        Raises `StorageError`.
+        """
+        with self._backend.transaction() as transaction:
+            old = transaction.note(name)
+            new = change(old)
+            if new != old:
+                transaction.put_note(name, new)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 

@@ -1,62 +1,71 @@
-"""Verified states of pages, read ahead: while one is used, the next ones are read, verified and decoded."""
+"""Verified states of pages, in order: out of the buffers they wait in, memory of the backend, or what it stores."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from queue import SimpleQueue
-from threading import Semaphore
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 
-from prefixstore.backends.base import Backend, Snapshot
+from prefixstore.backends.base import Backend
 from prefixstore.buffers import Lease
 from prefixstore.catalog import Catalog
-from prefixstore.codec import decode
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.encoder import ReadPace
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.index import Page
+from prefixstore.read_ahead import ReadAhead, Readers
 from prefixstore.stats import Counters
 
 __all__ = ["Fetcher"]
 
 log = logging.getLogger("prefixstore")
 
-# pages that are ready before they are asked for
-AHEAD = 2
-
 
 class Fetcher:
-    """Reads pages out of the buffers they wait in, or out of the backend."""
+    """Reads pages out of the buffers they wait in, out of the memory of the backend, or out of what it stores.
 
-    def __init__(self, backend: Backend, catalog: Catalog, counters: Counters) -> None:
+    Parameters
+    ----------
+    pace
+        Is told how fast the location gives bytes.
+    """
+
+    def __init__(self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace | None = None) -> None:
         self._backend = backend
         self._catalog = catalog
         self._counters = counters
+        self._pace = pace or ReadPace()
         self.after_fork()
 
     def after_fork(self) -> None:
-        """A thread of this process."""
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-read")
+        """Threads and buffers of this process."""
+        self._readers = Readers()
 
     def close(self) -> None:
-        """End the thread."""
-        self._ahead.shutdown()
+        """End the threads."""
+        self._readers.close()
 
     @contextmanager
-    def fetching(self, pages: Sequence[Page]) -> Iterator[Iterator[memoryview]]:
+    def fetching(self, pages: Sequence[Page], *, reuse: bool = False) -> Iterator[Iterator[memoryview]]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
-        A state is valid until the block is left. Raises `StorageError` if the backend cannot be read at all.
+        A state is valid until the block is left; with `reuse`, until the next one is asked for: pages that must be
+        unpacked are faster so, since their buffers are used again.
+
+        Raises
+        ------
+        StorageError
+            If the backend cannot be read at all.
         """
         # held before the snapshot opens: what is committed in between is in one of the two
         held = self._hold(pages)
         try:
             with self._backend.snapshot() as snapshot:
-                states = self._states(snapshot, pages, held)
-                try:
+                at_hand = self._at_hand(pages, held)
+                stored = [page for page in pages if page.key not in at_hand]
+                ahead = ReadAhead(self._readers, snapshot, stored, self._pace, reuse=reuse)
+                # states outlive their iterator: buffers go back when the block is left
+                with closing(ahead), closing(self._states(pages, at_hand, ahead)) as states:
                     yield states
-                finally:
-                    states.close()
         finally:
             for lease in held.values():
                 lease.release()
@@ -66,56 +75,37 @@ class Fetcher:
             waiting = [self._catalog.pending[page.key] for page in pages if page.key in self._catalog.pending]
             return {new.page.key: new.lease for new in waiting if new.lease.hold()}
 
+    def _at_hand(self, pages: Sequence[Page], held: Mapping[bytes, Lease]) -> dict[bytes, memoryview]:
+        """States that need not be read."""
+        at_hand = {key: lease.view for key, lease in held.items()}
+        for page in pages:
+            if page.key not in at_hand and (state := self._backend.state(page.key, page.tokens)) is not None:
+                at_hand[page.key] = state
+        return at_hand
+
     def _states(
-        self, snapshot: Snapshot, pages: Sequence[Page], held: dict[bytes, Lease]
+        self, pages: Sequence[Page], at_hand: Mapping[bytes, memoryview], ahead: ReadAhead
     ) -> Generator[memoryview, None, None]:
-        ready: SimpleQueue[memoryview | None] = SimpleQueue()
-        room = Semaphore(AHEAD)
-        left = False
-
-        def read() -> None:
+        for page in pages:
             try:
-                for page in pages:
-                    room.acquire()
-                    state = None if left else self._state(snapshot, page, held)
-                    if state is None:
-                        break
-                    ready.put(state)
-            finally:
-                ready.put(None)
-
-        # only this one thread uses the snapshot: the caller looks at bytes that it was given
-        reading = self._ahead.submit(read)
-        try:
-            while (state := ready.get()) is not None:
-                yield state
-                room.release()
-        finally:
-            left = True
-            room.release()
-            reading.result()
-
-    def _state(self, snapshot: Snapshot, page: Page, held: dict[bytes, Lease]) -> memoryview | None:
-        if page.key in held:
-            return held[page.key].view
-        try:
-            record = snapshot.record(page.key)
-            if record is None:
+                state = at_hand[page.key] if page.key in at_hand else ahead.next()
+            except StorageError as error:
+                self._give_up(page, error)
+                return
+            if state is None:
                 self._counters.count("unreadable:vanished")
-                return None
-            payload = snapshot.payload(page.key)
-            if payload is None:
-                raise CorruptError(f"page {page.key.hex()} has no payload")
-            # the hash nominated it; the tokens prove it
-            if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
-                raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
-            return decode(record, payload)
-        except CorruptError as error:
+                return
+            yield state
+
+    def _give_up(self, page: Page, error: StorageError) -> None:
+        if isinstance(error, CorruptError):
             log.warning("a damaged page is removed: %s", error)
             self._counters.count("unreadable:corrupt")
             with self._catalog.lock:
                 self._catalog.damage(page.key)
-        except StorageError as error:
+        elif isinstance(error, IncompatibleError):
+            log.warning("a page is left to a newer version: %s", error)
+            self._counters.count("unreadable:incompatible")
+        else:
             log.warning("a page cannot be read: %s", error)
             self._counters.count("unreadable:unavailable")
-        return None

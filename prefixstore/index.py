@@ -42,6 +42,8 @@ class Page:
         Pages of lower priority go first, under the policy of this name.
     expires
         Nanoseconds since the epoch; 0 for never.
+    note
+        What the policy of eviction has noted, in this process.
     """
 
     key: bytes
@@ -58,6 +60,7 @@ class Page:
     pinned: bool = False
     priority: int = 0
     expires: int = 0
+    note: object = field(default=None, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
 

@@ -29,7 +29,8 @@ class Stats:
         ``"error"``.
     unreadable
         Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
-        ``"incompatible"`` (a newer version wrote it, or packed it; it is kept), ``"unavailable"``, ``"refused"`` (by llama.cpp).
+        ``"incompatible"`` (a newer version wrote it, or packed it; it is kept), ``"unavailable"``,
+        ``"refused"`` (by llama.cpp).
     tokens_restored, tokens_computed
         Tokens put back from the store, and tokens that went through ``eval``.
     pages_captured

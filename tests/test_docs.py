@@ -16,6 +16,7 @@ from prefixstore import record, stats
 from prefixstore.backends import lmdb_environment
 from prefixstore.codec import CODECS
 from prefixstore.namespace import Namespace
+from prefixstore.packing import PLANES_HEADER
 from prefixstore.record import FORMAT_VERSION, Record, Usage, checksum
 
 ROOT = Path(__file__).parent.parent
@@ -59,10 +60,12 @@ def test_the_worked_example_is_what_is_written():
 
 def test_the_format_document_names_version_databases_and_codecs():
     assert f"version {FORMAT_VERSION}" in FORMAT.splitlines()[0]
-    named = set(re.findall(r"^\| `(\w+)` \|", FORMAT, re.MULTILINE))
+    in_lmdb = FORMAT.split("## What is in an LMDB location", 1)[1].split("\n## ", 1)[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", in_lmdb, re.MULTILINE))
     assert named == {name.decode() for name in lmdb_environment.DATABASES}
-    assert "0 raw, 1 zstd" in FORMAT
-    assert CODECS == {"raw": 0, "zstd": 1}
+    assert "0 raw, 1 zstd, 2 planes" in FORMAT
+    assert CODECS == {"raw": 0, "zstd": 1, "planes": 2}
+    assert PLANES_HEADER.format == "<Q"
     usage = Usage(3, 4, pinned=True, priority=-5, expires=6)
     assert Usage.unpack(usage.pack()) == usage
 

@@ -47,7 +47,7 @@ from tests.models import prompt
         ({"page_tokens": 12.5}, "page_tokens"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"codec": "rar"}, "codec='rar' is unknown; choose one of 'auto', 'raw', 'zstd'"),
-        ({"policy": "random"}, "policy='random' is unknown; choose one of 'lru'"),
+        ({"policy": "random"}, "policy='random' is unknown; choose one of 'adaptive', 'lru'"),
         ({"namespace": ""}, "namespace='' must be a text"),
         ({"salt": 7}, "salt=7 must be a text"),
         ({"read_only": True}, "read_only=True"),

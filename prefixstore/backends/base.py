@@ -190,6 +190,10 @@ class Backend(ABC):
         """
         self.reclaim()
 
+    def compact(self) -> int:
+        """Give room that deletions have freed back to the disk; how many bytes. Raises `UnavailableError`."""
+        return 0
+
     @abstractmethod
     def after_fork(self) -> None:
         """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs."""

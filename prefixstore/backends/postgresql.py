@@ -188,6 +188,11 @@ class PostgreSQL(Database):
         """Have the server find what is deleted, now."""
         self._vacuum("VACUUM")
 
+    def disk_bytes(self) -> int:
+        sizes = " + ".join(f"pg_total_relation_size('{name}')" for name in sorted(METADATA.tables))
+        with self.connection() as connection, translated(self.location):
+            return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
+
     def scrub(self) -> None:
         """Have the server write all tables anew; everybody waits. Its log and its backups are its own affair."""
         self._vacuum("VACUUM FULL")

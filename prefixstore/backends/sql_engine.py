@@ -303,6 +303,10 @@ class Database(ABC):
         """`Backend.scrub`."""
 
     @abstractmethod
+    def disk_bytes(self) -> int:
+        """How large the files or tables are."""
+
+    @abstractmethod
     def after_fork(self) -> None:
         """`Backend.after_fork`."""
 

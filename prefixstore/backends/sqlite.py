@@ -271,6 +271,9 @@ class SQLite(Database):
     def reclaim(self) -> None:
         """Nothing to do: what a transaction deletes is free for what it writes next."""
 
+    def disk_bytes(self) -> int:
+        return self.path.stat().st_size
+
     def scrub(self) -> None:
         """Write the whole file anew, without what is free; this takes as much room again while it goes on."""
         if self.read_only:

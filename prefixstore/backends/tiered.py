@@ -135,6 +135,9 @@ class TieredBackend(Backend):
     def scrub(self) -> None:
         self._backend.scrub()
 
+    def compact(self) -> int:
+        return self._backend.compact()
+
     def after_fork(self) -> None:
         # another thread of the parent may have been in the middle of a change
         self._forget_all()

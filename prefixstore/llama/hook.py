@@ -237,11 +237,11 @@ class Hook:
             limit -= limit % llm.n_batch
         return live_state(llm) if self._restore_quietly(tokens, limit) else None
 
-    def restore(self, tokens: Tokens) -> int:
+    def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who goes on with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
         limit = max(len(tokens) - 1, 0)
-        self._restore_quietly(tokens, limit)
+        self._restore_quietly(tokens, limit, always=always)
         live = min(self._restorer.live_prefix(llm, tokens)[0], limit)
         if live < llm.n_tokens:
             # recurrent memory cannot go back, and a window may have moved on
@@ -268,12 +268,12 @@ class Hook:
 
     # -- the promise: a fault of the store never breaks a completion --------------------------------------------------
 
-    def _restore_quietly(self, tokens: Tokens, limit: int) -> bool:
+    def _restore_quietly(self, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
         if (excuse := self._excuse()) is not None:
             self._counters.count(f"miss:{excuse}")
             return False
         try:
-            return self._restorer.restore(self.llm, tokens, limit)
+            return self._restorer.restore(self.llm, tokens, limit, always=always)
         except Exception as error:  # noqa: BLE001 - the promise
             self._report("miss:error", error)
             return False

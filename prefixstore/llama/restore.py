@@ -58,8 +58,8 @@ class Restorer:
         self._on_used = on_used
         self._min_tokens = min_tokens
 
-    def restore(self, llm: llama_cpp.Llama, tokens: Tokens, limit: int) -> bool:
-        """Restore at most `limit` tokens of a prompt.
+    def restore(self, llm: llama_cpp.Llama, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
+        """Restore at most `limit` tokens of a prompt; with `always` even if computing them is faster.
 
         Returns
         -------
@@ -87,7 +87,7 @@ class Restorer:
         # the page in which the live prefix ends is loaded whole; what is not known to be there is replaced
         first = live // self._lineage.page_tokens if known else 0
         pages = used[first:]
-        if not self._pace.is_worth(n - live, len(pages)):
+        if not always and not self._pace.is_worth(n - live, len(pages)):
             self._counters.count("miss:slow")
             return False
         if not self._load(llm, tokens[:n], live, pages):

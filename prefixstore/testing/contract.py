@@ -287,6 +287,8 @@ class BackendContract:
             before = _stored(backend)
             backend.scrub()
             assert _stored(backend) == before
+            assert backend.compact() >= 0
+            assert _stored(backend) == before
 
     def test_payloads_of_any_size_and_kind_of_buffer_come_back(self, tmp_path: Path) -> None:
         sizes = [0, 1, 2, 15, 16, 17, 2000, 2040, 4079, 4080, 4081, 4096, 65_537, (5 << 20) + 3]

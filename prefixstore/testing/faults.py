@@ -125,6 +125,9 @@ class _WrappedBackend(Backend):
     def scrub(self) -> None:
         self._backend.scrub()
 
+    def compact(self) -> int:
+        return self._backend.compact()
+
     def after_fork(self) -> None:
         self._backend.after_fork()
 

@@ -1,0 +1,86 @@
+"""Commands that measure: ``bench``, ``demo``."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated
+
+import typer
+
+from prefixstore.admin import Archive
+from prefixstore.bench import BreakEven, Rates, measure_break_even, measure_rates
+from prefixstore.budget import format_bytes
+from prefixstore.cli.model import ConfigFile, ModelFile, NCtx, configured
+from prefixstore.cli.output import AsJson, LocationArgument, emit, fields, table
+
+__all__ = ["bench", "demo"]
+
+# what a measurement may add to a location beside what is there: nothing is evicted for it
+ROOM = 4 << 30
+
+
+def bench(
+    location: LocationArgument,
+    *,
+    model: ModelFile = None,
+    config: ConfigFile = None,
+    n_ctx: NCtx = None,
+    tokens: Annotated[int, typer.Option(metavar="N", min=32, help="Longest prompt with a model.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this store on this machine; with a model, from which length on restoring beats computing.
+
+    What is written for it, up to 64 MiB and the states of a few prompts, is deleted again.
+
+    Example: prefixstore bench lmdb:///var/cache/kv --model m.gguf
+    """
+    with Archive(location) as archive:
+        rates = measure_rates(archive)
+        result = _with_model(archive, location, model, config, n_ctx, tokens) if model or config else None
+    if as_json:
+        emit(_as_json(rates, result))
+        return
+    fields({"read, verified and unpacked": _rate(rates.read), "written, durably": _rate(rates.written)})
+    if result is not None:
+        rows = [
+            [f"{n:,}", f"{cold:.4f} s", f"{warm:.4f} s", f"{cold / warm:.1f}"]
+            for n, cold, warm in zip(result.lengths, result.computed, result.restored, strict=True)
+        ]
+        table(["tokens>", "computed>", "restored>", "times faster>"], rows)
+        found = result.n_tokens
+        even = f"from {found:,} tokens on" if found is not None else "for none of these lengths"
+        typer.echo(f"restoring beats computing {even}")
+
+
+def _with_model(
+    archive: Archive, location: str, model: ModelFile, config: ConfigFile, n_ctx: NCtx, tokens: int
+) -> BreakEven:
+    settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
+    llm = settings.open_llama()
+    with settings.open_store(llm, max_bytes=archive.used().bytes + ROOM) as store:
+        result = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
+    llm.close()
+    return result
+
+
+def _rate(rate: float | None) -> str:
+    return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no room, or nothing to read"
+
+
+def _as_json(rates: Rates, result: BreakEven | None) -> dict[str, object]:
+    numbers: dict[str, object] = {"read_bytes_per_second": rates.read, "written_bytes_per_second": rates.written}
+    if result is not None:
+        rows = zip(result.lengths, result.computed, result.restored, strict=True)
+        numbers["prompts"] = [{"tokens": n, "computed": cold, "restored": warm} for n, cold, warm in rows]
+        numbers["break_even_tokens"] = result.n_tokens
+    return numbers
+
+
+def demo(*, model: ModelFile = None, as_json: AsJson = False) -> int:
+    """Compute a prompt in one process, and restore it in another: a table.
+
+    Example: prefixstore demo --model m.gguf
+    """
+    from prefixstore.demo import run  # noqa: PLC0415 - is needed by no other command
+
+    return run(model, as_json=as_json)

@@ -1,0 +1,115 @@
+"""Text and messages to the tokens that a completion of llama-cpp-python would evaluate for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+
+from prefixstore.boundaries import Tokens, as_tokens, common_prefix
+from prefixstore.errors import InvalidParameterError
+from prefixstore.llama.hook import MEDIA_ATTRIBUTES
+
+__all__ = ["chat_tokens", "text_tokens"]
+
+# What a next user may say: two texts that share no first token. What the template puts before them is the same.
+NEXT = ("A", "1")
+
+
+def text_tokens(llm: llama_cpp.Llama, text: str) -> Tokens:
+    """The tokens of a prompt, as ``create_completion(text)`` evaluates them, ready to be continued.
+
+    Where the model wants an end-of-sequence token behind a prompt it is left out: a longer prompt has it elsewhere.
+    """
+    start: list[int] = []
+    if llm._model.add_bos_token():
+        cls = llm._model.token_cls()
+        start = [token for token in (cls if cls != -1 else llm.token_bos(),) if token != -1]
+    return as_tokens(start + (llm.tokenize(text.encode(), add_bos=False, special=True) if text else []))
+
+
+def chat_tokens(
+    llm: llama_cpp.Llama,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    generation_prompt: bool,
+) -> Tokens:
+    """The tokens of a conversation, as ``create_chat_completion`` evaluates them.
+
+    Parameters
+    ----------
+    llm
+        Its chat handler or chat format is used, as it is in a completion.
+    messages
+        The conversation.
+    options
+        ``tools``, ``tool_choice``, ``functions`` and ``function_call``, as far as they are given.
+    generation_prompt
+        Whether to end where the assistant would answer these messages, or else where a next user turn would begin:
+        with everything that the template puts before the words of the user, whatever they are.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the template refuses the messages, or the handler brings images into the context.
+    """
+    if llm.chat_handler is not None and any(hasattr(llm.chat_handler, name) for name in MEDIA_ATTRIBUTES):
+        raise InvalidParameterError("messages cannot be warmed through a multimodal chat handler")
+    if generation_prompt:
+        return _rendered(llm, messages, options)
+    try:
+        return _before_next(llm, messages, options, "user")
+    except InvalidParameterError:
+        # some templates want the turns to alternate
+        if not messages or messages[-1].get("role") == "assistant":
+            raise
+        return _before_next(llm, messages, options, "assistant")
+
+
+def _before_next(
+    llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], role: str
+) -> Tokens:
+    """What two conversations have in common that go on in different words."""
+    one, other = (_rendered(llm, [*messages, {"role": role, "content": text}], options) for text in NEXT)
+    return one[: common_prefix(one, other)]
+
+
+def _rendered(llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Tokens:
+    """What the chat handler would have completed.
+
+    No two handlers are alike inside (templates, registered formats, function calling), so the handler itself is asked,
+    through ``create_chat_completion``, with a stand-in for the Llama that keeps the prompt.
+    """
+    stand_in: Any = _StandIn(llm)
+    copies: Any = [dict(message) for message in messages]
+    try:
+        llama_cpp.Llama.create_chat_completion(stand_in, messages=copies, **options)
+    except _PromptTaken as taken:
+        return text_tokens(llm, taken.prompt) if isinstance(taken.prompt, str) else as_tokens(taken.prompt)
+    except Exception as error:
+        # whatever a template or a handler raises
+        raise InvalidParameterError(f"the chat format does not take these messages: {error}") from error
+    raise InvalidParameterError("the chat handler answers without a completion of this model")
+
+
+class _PromptTaken(BaseException):
+    """Carries the prompt out of a chat handler, past whatever it catches."""
+
+    def __init__(self, prompt: str | list[int]) -> None:
+        super().__init__()
+        self.prompt = prompt
+
+
+class _StandIn:
+    """A ``Llama`` in everything but the completion."""
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def create_completion(self, prompt: str | list[int], *args: Any, **kwargs: Any) -> Any:
+        raise _PromptTaken(prompt)

@@ -1,0 +1,138 @@
+"""Replayed traces: the hit rule, by hand; the limit; and what our own policy has to reach on a real trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.replay import OURS, PEERS, Belady, InEngine, S3Fifo, TwoQ, cache_of, hit_rate, main, rates, read, table
+
+ROOT = Path(__file__).parent.parent
+MOONCAKE = Path("/work/shared/traces/mooncake-conversation.jsonl.gz")
+EVERY = [*OURS, *PEERS]
+
+
+def requests(cache, prompts):
+    return [cache.request(prompt) for prompt in prompts]
+
+
+def written(path, prompts, *, packed=False):
+    raw = "".join(json.dumps({"timestamp": 0, "hash_ids": blocks}) + "\n" for blocks in prompts).encode()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    return path
+
+
+def conversations(seed, n_prompts=300):
+    """Prompts that continue others, or begin anew behind one of three beginnings; blocks name their prefix."""
+    chance = random.Random(seed)
+    known = [[0], [1], [2]]
+    fresh = 3
+    prompts = []
+    for _ in range(n_prompts):
+        before = chance.choice(known[-30:] if chance.random() < 0.6 else known[:3])
+        n = chance.randint(0, 5)
+        prompts.append([*before, *range(fresh, fresh + n)])
+        fresh += n
+        known.append(prompts[-1])
+    return prompts
+
+
+@pytest.mark.parametrize("policy", EVERY)
+def test_a_block_is_a_hit_only_if_all_blocks_before_it_hit(policy):
+    prompts = [[1, 2, 3], [1, 2, 4], [5, 2], [1, 2, 3, 6]]
+    if policy in OURS:
+        # for the engine a block is what it follows, too: [5, 2] is another prompt
+        assert requests(cache_of(policy, 10, prompts), prompts) == [0, 2, 0, 3]
+    else:
+        assert requests(cache_of(policy, 10, prompts), [[1, 2, 3], [1, 2, 4], [5, 2], [1, 2, 3, 6]]) == [0, 2, 0, 3]
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_prompt_before_its_beginning():
+    assert requests(InEngine("lru", 3), [[1, 2], [3], [4], [1, 2], [3]]) == [0, 0, 0, 1, 0]
+
+
+def test_a_prompt_does_not_push_itself_out():
+    assert requests(InEngine("lru", 3), [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == [0, 3]
+
+
+def test_s3_fifo_keeps_what_comes_back_and_lets_a_scan_pass():
+    cache = S3Fifo(10)
+    requests(cache, [[1], [1], [1]])
+    requests(cache, [[block] for block in range(100, 140)])
+    assert cache.request([1]) == 1
+    assert cache.request([100]) == 0
+
+
+def test_s3_fifo_puts_what_it_remembers_into_the_main_queue():
+    cache = S3Fifo(4)
+    requests(cache, [[1], [2], [3], [4], [5]])
+    assert cache.request([1]) == 0
+    assert cache.request([1]) == 1
+
+
+def test_2q_lets_a_scan_pass_once_a_block_has_come_back():
+    cache = TwoQ(8)
+    requests(cache, [[block] for block in range(9)])
+    assert cache.request([0]) == 0
+    requests(cache, [[block] for block in range(100, 140)])
+    assert cache.request([0]) == 1
+
+
+def test_belady_drops_what_is_wanted_last():
+    prompts = [[1], [2], [3], [1], [2], [3]]
+    assert requests(Belady(2, prompts), prompts) == [0, 0, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_better_than_belady(seed):
+    prompts = conversations(seed)
+    found = rates(prompts, ["0.02", "0.1", "0.4"], EVERY)
+    for policy in EVERY:
+        for capacity, rate in found[policy].items():
+            assert 0 <= rate <= found["belady"][capacity]
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_with_room_for_all_only_what_is_new_is_missed(policy):
+    prompts = conversations(9)
+    blocks, unique = sum(map(len, prompts)), len({block for prompt in prompts for block in prompt})
+    assert hit_rate(cache_of(policy, unique, prompts), prompts) == pytest.approx(1 - unique / blocks)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_is_read_plain_or_compressed_and_its_blocks_are_numbered(tmp_path, packed):
+    path = written(tmp_path / "trace", [[70, 9], [70, 12]], packed=packed)
+    assert read(path) == [[0, 1], [0, 2]]
+    assert read(path, 1) == [[0, 1]]
+
+
+def test_the_json_has_a_rate_for_each_policy_and_capacity_as_given(tmp_path, capsys):
+    path = written(tmp_path / "trace", conversations(3, 40))
+    main([str(path), "--capacity", "0.10", ".5", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["lru", "lfu", "longest_first", "adaptive", "s3fifo", "2q", "belady"]
+    assert all(list(row) == ["0.10", ".5"] for row in found.values())
+
+
+def test_the_table_has_a_line_for_each_policy():
+    assert table({"lru": {"0.01": 0.25}}).splitlines() == ["policy              0.01", "lru                0.250"]
+
+
+@pytest.mark.parametrize("how", [["benchmarks/replay.py"], ["-m", "benchmarks.replay"]])
+def test_it_runs_as_a_file_and_as_a_module(tmp_path, how):
+    path = written(tmp_path / "trace", [[1, 2], [1, 2]])
+    command = [sys.executable, *how, str(path), "--capacity", "1", "--json"]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert set(json.loads(done.stdout)["adaptive"].values()) == {0.5}
+
+
+@pytest.mark.skipif(not MOONCAKE.exists(), reason="the trace is not here")
+def test_on_the_first_prompts_of_a_real_trace_adaptive_is_better_than_lru():
+    found = rates(read(MOONCAKE, 1500), ["0.03", "0.1"], ["lru", "adaptive"])
+    assert all(found["adaptive"][capacity] >= rate for capacity, rate in found["lru"].items())
