@@ -14,10 +14,11 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # a module imports only from those before it
 ORDER = """
-errors namespace boundaries record codec index eviction budget buffers stats
+errors namespace boundaries record codec index snapshots eviction budget buffers stats
 backends.location backends.base backends.memory backends.tiered backends.lmdb_environment backends.lmdb backends
 catalog fetch room commit check engine writer
-llama llama.synthetic llama.fingerprint llama.pace llama.memory llama.lineage llama.restore llama.capture llama.hook
+llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.standing
+llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
 store testing.contract testing.faults testing prefixstore demo cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 

@@ -1,0 +1,186 @@
+"""The bytes that llama.cpp wrote of a state, to a `Blob`. Pure; needs no llama.cpp.
+
+The layout is in `blob`; llama.cpp promises nothing about it. So a state is parsed only if every byte is accounted for.
+Refused is what cannot be cut: several streams, a cell in two sequences or with the coordinates of an image, and what
+a later llama.cpp writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.errors import CorruptError
+from prefixstore.llama.blob import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer, Recurrent, Section, Tensor
+
+__all__ = ["parse_context", "parse_sequence"]
+
+U32 = struct.Struct("<I")
+PAIR = struct.Struct("<II")
+ROWS = struct.Struct("<iQ")  # type, bytes of a row
+CHANNELS = struct.Struct("<iII")  # type, bytes of an element, channels
+CELL = struct.Struct("<iI")  # position, number of sequences
+
+# one, or one beside that of a sliding window
+MAX_SECTIONS = 2
+MAX_ARCHITECTURE = 256
+
+
+def parse_context(state: Buffer) -> Blob:
+    """The structure of what ``llama_state_get_data`` wrote.
+
+    Raises
+    ------
+    CorruptError
+        If a byte is not accounted for.
+    """
+    reader = _Reader(state)
+    (length,) = reader.read(U32)
+    if not 0 < length <= MAX_ARCHITECTURE:
+        raise CorruptError(f"a state cannot begin with an architecture of {length} bytes")
+    return _parse(reader, bytes(reader.take(length)))
+
+
+def parse_sequence(state: Buffer) -> Blob:
+    """The structure of what ``llama_state_seq_get_data`` wrote for sequence 0.
+
+    Raises
+    ------
+    CorruptError
+        If a byte is not accounted for.
+    """
+    reader = _Reader(state)
+    if reader.read(PAIR) != (SEQUENCE_MAGIC, 0):
+        raise CorruptError("these bytes are not the state of sequence 0")
+    return _parse(reader, None)
+
+
+class _Reader:
+    """Reads on through bytes, and never beyond them."""
+
+    def __init__(self, state: Buffer) -> None:
+        self._bytes = np.frombuffer(state, np.uint8)
+        self.at = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._bytes) - self.at
+
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        if size > self.left:
+            raise CorruptError(f"a state ends {size - self.left} bytes too early")
+        self.at += size
+        return self._bytes[self.at - size : self.at]
+
+    def read(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.take(layout.size).data)
+
+    def since(self, at: int) -> memoryview:
+        return self._bytes[at : self.at].data
+
+
+def _parse(reader: _Reader, architecture: bytes | None) -> Blob:
+    sections: list[Section] = []
+    recurrent = None
+    while reader.left and recurrent is None:
+        start = reader.at
+        try:
+            section = _section(reader) if len(sections) < MAX_SECTIONS else None
+        except CorruptError:
+            section = None
+        if section is not None:
+            sections.append(section)
+        else:
+            reader.at = start
+            recurrent = _recurrent(reader)
+    if reader.left or not (sections or recurrent):
+        raise CorruptError(f"{reader.left} bytes of a state are not understood")
+    return Blob(architecture, tuple(sections), recurrent)
+
+
+def _section(reader: _Reader) -> Section:
+    streams, n = reader.read(PAIR)
+    if streams != 1:
+        raise CorruptError(f"a state of {streams} streams cannot be cut")
+    if n == 0:
+        return Section(np.empty(0, np.int32), b"", ())
+    cells = reader.take(n * CELL_BYTES).view("<i4").reshape(n, 3)
+    if (cells[:, 1] != 1).any() or (cells[:, 2] != 0).any():
+        raise CorruptError("cells that are not of sequence 0 alone cannot be cut")
+    positions = np.ascontiguousarray(cells[:, 0])
+    head = reader.take(PAIR.size).tobytes()
+    transposed, layers = PAIR.unpack(head)
+    if transposed > 1:
+        raise CorruptError(f"{transposed} does not say whether V is transposed")
+    tensors = [_rows(reader, n) for _ in _counted(layers, reader)]
+    if reader.left:  # multi-head latent attention has no V
+        tensors += [_channels(reader, n) if transposed else _rows(reader, n) for _ in range(layers)]
+    return _sorted(positions, head, tensors)
+
+
+def _counted(layers: int, reader: _Reader) -> Iterable[int]:
+    """As many as there are layers, unless the bytes cannot hold so many."""
+    if layers * ROWS.size > reader.left:
+        raise CorruptError(f"{layers} layers do not fit into {reader.left} bytes")
+    return range(layers)
+
+
+def _rows(reader: _Reader, n: int) -> Tensor:
+    head = reader.take(ROWS.size).tobytes()
+    _, width = ROWS.unpack(head)
+    return Tensor(head, _planes(reader, 1, n, width))
+
+
+def _channels(reader: _Reader, n: int) -> Tensor:
+    head = reader.take(CHANNELS.size).tobytes()
+    _, width, channels = CHANNELS.unpack(head)
+    return Tensor(head, _planes(reader, channels, n, width))
+
+
+def _planes(reader: _Reader, channels: int, n: int, width: int) -> npt.NDArray[np.uint8]:
+    if not channels * width:
+        raise CorruptError("a layer has rows of no bytes")
+    return reader.take(channels * n * width).reshape(channels, n, width)
+
+
+def _sorted(positions: npt.NDArray[np.int32], head: bytes, tensors: Iterable[Tensor]) -> Section:
+    """Cells in the order of their positions; a copy only where a window has written over its oldest cells."""
+    steps = np.diff(positions)
+    if positions.min() < 0:
+        raise CorruptError("a cell has no position")
+    if (steps > 0).all():
+        return Section(positions, head, tuple(tensors))
+    order = np.argsort(positions)
+    positions = positions[order]
+    if (np.diff(positions) <= 0).any():
+        raise CorruptError("two cells have one position")
+    return Section(positions, head, tuple(Tensor(tensor.head, tensor.rows[:, order]) for tensor in tensors))
+
+
+def _recurrent(reader: _Reader) -> Recurrent:
+    start = reader.at
+    (n,) = reader.read(U32)
+    position = -1
+    if n > 1:
+        raise CorruptError("a recurrent state of several cells is not that of one sequence")
+    if n:
+        position, sequences = reader.read(CELL)
+        # the state of a sequence does not name it, that of a context does
+        if sequences > 1 or (sequences and reader.read(U32) != (0,)):
+            raise CorruptError("a recurrent state belongs to another sequence than 0")
+    transposed, layers = reader.read(PAIR)
+    if transposed or position < -1 + n:
+        raise CorruptError("a recurrent state is not understood")
+    # layers with attention have no tensors here, the others two each
+    tensors = 0
+    while reader.left:
+        _, width = reader.read(ROWS)
+        reader.take(n * width)
+        tensors += 1
+    if tensors > 2 * layers:
+        raise CorruptError(f"{layers} layers cannot have {tensors} recurrent tensors")
+    return Recurrent(position, reader.since(start))
