@@ -155,8 +155,8 @@ class Engine:
         with self._catalog.lock:
             return key in self._catalog.index or key in self._catalog.refused
 
-    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int) -> int:
-        """Delete all but `keep` of the snapshots along `tokens`, with the next batch; how many.
+    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+        """Delete all but `keep` of the snapshots along `tokens`, with the next batch; how many. See `snapshots.thin`.
 
         Pinned ones stay, and those from which other prompts go their own way stay before others.
         """
@@ -169,7 +169,7 @@ class Engine:
             branches = catalog.index.branches(namespace, tokens, page_tokens)
             # the snapshot before a fork is where the others start
             shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
-            doomed = thin(positions, keep, shared)
+            doomed = thin(positions, keep, interval, shared)
             for path in paths:
                 if path.n_tokens in doomed and not path.pages[-1].pinned:
                     catalog.thin(path.pages[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 
 __all__ = ["positions", "thin"]
@@ -29,21 +30,22 @@ def positions(start: int, end: int, borders: Sequence[int], interval: int) -> li
     list of int
         Ascending, above `start`; `end` is among them only as a multiple of `interval`.
     """
-    inside = [border for border in borders if start < border < end]
-    chosen = {end - 1} if end - 1 > start else set()
-    chosen.update(inside[-2:], (border for border in borders[:1] if border in inside))
-    for grid in range(start - start % interval + interval, end + 1, interval):
-        point = max((border for border in inside if grid - interval < border <= grid), default=grid)
-        if all(abs(point - other) > interval // 4 for other in chosen):
-            chosen.add(point)
-    return sorted(chosen)
+    inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
+    asked = {*inside[-2:], *inside[: borders[:1] == inside[:1]]} | ({end - 1} if end - 1 > start else set())
+    grid: list[int] = []
+    for multiple in range(start - start % interval + interval, end + 1, interval):
+        border = inside[bisect_right(inside, multiple) - 1] if inside else -1
+        point = border if multiple - interval < border <= multiple else multiple
+        if all(abs(point - other) > interval // 2 for other in (*asked, *grid[-1:])):
+            grid.append(point)
+    return sorted({*asked, *grid})
 
 
-def thin(taken: Sequence[int], keep: int, shared: Collection[int] = ()) -> set[int]:
+def thin(taken: Sequence[int], keep: int, interval: int, shared: Collection[int] = ()) -> set[int]:
     """Which of the snapshots along one sequence to give up.
 
-    The newest stays. Of the others the one goes first whose loss makes the smallest gap, measured against how far back
-    that gap is: so they stay spread out, dense behind the newest and ever wider before (logarithmically).
+    The newest stays. Of the others the one goes first whose loss leaves the smallest gap, by the logarithm of the
+    distance from the newest: so they stay spread out, dense behind the newest and ever wider before.
 
     Parameters
     ----------
@@ -51,16 +53,18 @@ def thin(taken: Sequence[int], keep: int, shared: Collection[int] = ()) -> set[i
         Positions, ascending.
     keep
         How many may stay, at least one.
+    interval
+        Distances much smaller than this do not matter.
     shared
         Positions from which other sequences go their own way: they go last.
     """
     left = list(taken)
     while len(left) > keep:
-        newest = left[-1]
+        newest = left[-1] + interval
 
-        def loss(i: int, left: list[int] = left, newest: int = newest) -> tuple[bool, float, int]:
+        def loss(i: int, newest: int = newest) -> tuple[bool, float, int]:
             before = left[i - 1] if i else 0
-            return left[i] in shared, (left[i + 1] - before) / (newest - before), i
+            return left[i] in shared, (newest - before) / (newest - left[i + 1]), i
 
         del left[min(range(len(left) - 1), key=loss)]
     return set(taken) - set(left)

@@ -73,8 +73,10 @@ class SnapshotPolicy:
             wanted, begin = positions(start, end, (), self.interval), []
         else:
             begin = borders(np.concatenate([known, as_tokens(new)]), self.kind_of)
-            wanted = [n for n in positions(start, end, begin, self.interval) if n >= self.min_tokens]
-        gone = thin(wanted, self.keep, begin[:1])
+            # of a prompt that has room for many more than are kept, most would be given up at once
+            interval = self.interval * -(-len(new) // (self.interval * self.keep * 4))
+            wanted = [n for n in positions(start, end, begin, interval) if n >= self.min_tokens]
+        gone = thin(wanted, self.keep, self.interval, {*begin[:1], *begin[-2:]})
         return [n for n in wanted if n not in gone]
 
 
@@ -300,7 +302,9 @@ class SnapshotCapturer:
 
     def _thin(self) -> None:
         lineage = self._lineage
-        if self._engine.thin(lineage.namespace, lineage.tokens, lineage.page_tokens, self._policy.keep):
+        if self._engine.thin(
+            lineage.namespace, lineage.tokens, lineage.page_tokens, self._policy.keep, self._policy.interval
+        ):
             self._writer.nudge()
 
 
