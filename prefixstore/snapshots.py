@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 
 __all__ = ["positions", "thin"]
 
+# tokens that a batch evaluates on the way, at no cost
+CLOSE = 8
+# "<|start_header_id|>assistant<|end_header_id|>" and a line break
+HEADER = 4
+
 
 def positions(start: int, end: int, borders: Sequence[int], interval: int) -> list[int]:
     """Where to stop for a snapshot while the tokens from `start` up to `end` are evaluated.
 
-    One token before the end: the same prompt again has to evaluate one, and the memory cannot step back. The border at
-    which the first conversation starts to differ from others, behind the system prompt. The last two borders: behind
-    what the user said, and before it. And one every `interval` tokens, at a border where there is one; none of these
-    close to another position, since every stop costs a batch.
+    One token before the end: the same prompt again has to evaluate one, and the memory cannot step back. The first
+    border, behind the system prompt, where conversations start to differ. The last two: before and behind what the
+    user said. And one every `interval` tokens, at a border where there is one.
+
+    Every stop costs a batch, which takes as long as a generated token. So there is none that gains next to nothing:
+    close behind the start, where the turn before ended; at the bare header of the answer that is to come; or close to
+    another, among those that only the interval asks for.
 
     Parameters
     ----------
@@ -30,14 +39,15 @@ def positions(start: int, end: int, borders: Sequence[int], interval: int) -> li
     list of int
         Ascending, above `start`; `end` is among them only as a multiple of `interval`.
     """
-    inside = borders[bisect_right(borders, start) : bisect_left(borders, end)]
-    asked = {*inside[-2:], *inside[: borders[:1] == inside[:1]]} | ({end - 1} if end - 1 > start else set())
+    inside = borders[bisect_left(borders, start + CLOSE if start else 1) : bisect_left(borders, end - HEADER)]
+    last = inside[-2:] if len(inside) > 1 and borders[-1] == inside[-1] else inside[-1:]
+    asked = {*last, *inside[: borders[:1] == inside[:1]]} | ({end - 1} if end - 1 > start else set())
     grid: list[int] = []
     for multiple in range(start - start % interval + interval, end + 1, interval):
         border = inside[bisect_right(inside, multiple) - 1] if inside else -1
-        point = border if multiple - interval < border <= multiple else multiple
-        if all(abs(point - other) > interval // 2 for other in (*asked, *grid[-1:])):
-            grid.append(point)
+        points = (border, multiple) if multiple - interval < border <= multiple else (multiple,)
+        free = (point for point in points if all(abs(point - other) > interval // 2 for other in (*asked, *grid[-1:])))
+        grid.extend(itertools.islice(free, 1))
     return sorted({*asked, *grid})
 
 

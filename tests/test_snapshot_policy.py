@@ -27,9 +27,17 @@ def test_generation_stops_at_every_interval():
 
 
 def test_the_end_of_the_system_prompt_and_the_last_two_borders_are_stops():
-    assert positions(0, 1000, [300, 400, 500, 600, 996], 1024) == [300, 600, 996, 999]
-    assert positions(450, 1000, [300, 400, 500, 600, 996], 1024) == [600, 996, 999]
-    assert positions(998, 1000, [300, 400, 500, 600, 996], 1024) == [999]
+    assert positions(0, 1000, [300, 400, 500, 600, 990], 1024) == [300, 600, 990, 999]
+    assert positions(450, 1000, [300, 400, 500, 600, 990], 1024) == [600, 990, 999]
+    assert positions(998, 1000, [300, 400, 500, 600, 990], 1024) == [999]
+
+
+def test_no_batch_is_spent_on_a_bare_header_or_on_the_end_of_the_turn_before():
+    assert positions(0, 1000, [300, 600, 997], 1024) == [300, 600, 999]
+    assert positions(0, 1000, [300, 600, 996], 1024) == [300, 600, 999]
+    assert positions(0, 1000, [300, 600, 995], 1024) == [300, 600, 995, 999]
+    assert positions(598, 1000, [300, 600, 997], 1024) == [999]
+    assert positions(592, 1000, [300, 600, 997], 1024) == [600, 999]
 
 
 def test_a_border_takes_the_place_of_an_interval():
@@ -59,7 +67,7 @@ def test_positions_are_ascending_inside_and_few(place, borders, interval):
     assert {border for border in borders if start < border < end} >= set(found) - {end - 1} - {
         position for position in found if position % interval == 0
     }
-    assert set([border for border in borders if start < border < end][-2:]) <= set(found)
+    assert {border for border in borders[-2:] if start + 8 <= border < end - 4} <= set(found)
 
 
 @given(ranges, some_borders, st.integers(8, 3000))
