@@ -1,8 +1,8 @@
 """Sliding windows: no restore leaves one with missing rows. Proven on rows and logits, against a cold evaluation.
 
 The rows are equal bit by bit. So are the logits, as long as the cells of the window lie in the same order: a window
-cache that has written over its oldest rows begins anywhere, one that was restored does not, and sums of floats depend on
-their order (0.02 at most here). With rows missing they differ by much more.
+cache that has written over its oldest rows begins anywhere, one that was restored does not, and sums of floats depend
+on their order (0.02 at most here). With rows missing they differ by much more.
 """
 
 from __future__ import annotations
