@@ -1,0 +1,32 @@
+"""What all sections of the report are written with."""
+
+from __future__ import annotations
+
+import textwrap
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds, in the unit that reads best."""
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} µs"
+
+
+def megabytes(size: float) -> str:
+    """Bytes in MB."""
+    return f"{size / 1e6:,.1f} MB"
+
+
+def met(value: float, target: float, *, at_most: bool = False) -> str:
+    """A figure, and whether it reaches its goal."""
+    reached = value <= target if at_most else value >= target
+    return f"{value:.2f} ({'reached' if reached else 'missed'}: {'at most' if at_most else 'at least'} {target:g})"
+
+
+def paragraph(text: str) -> list[str]:
+    """Lines of at most 118 characters."""
+    return [*textwrap.wrap(" ".join(text.split()), 118), ""]
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A table of Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
