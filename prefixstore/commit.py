@@ -87,7 +87,8 @@ class Committer:
 
     def _pack(self, new: NewPage) -> Packed:
         page = new.page
-        number, stored = self._encode(new.lease.view)
+        # a page that holds tokens only says nothing about how states are packed
+        number, stored = self._encode(new.lease.view) if page.raw_bytes else (0, b"")
         record = Record(
             page.namespace,
             page.parent,

@@ -455,3 +455,24 @@ def test_pins_and_clear_know_snapshots(llama, store, arch):
     assert {page.pinned for page in store._engine._catalog.index if page.form == 1 and page.end == 700} == {True}
     assert store.clear() == store.stats().pages_captured + store.stats().snapshots_captured
     assert store.match(tokens).n_tokens == 0
+
+
+def test_a_snapshot_whose_pages_have_no_rows_is_refused(llama, store, arch):
+    llm, tokens = attached(store, llama(arch)), prompt(700)
+    expected = answer(llm, tokens, 8)
+    path = store._engine.match_snapshot(*store._place(tokens), 699)
+    store.flush()
+    # as another version would have stored them, that could not cut
+    for page in path.pages[:-1]:
+        page.raw_bytes = 0
+    forget(llm)
+    assert answer(llm, tokens, 8) == expected
+    assert store.stats().unreadable.get("refused", 0) == (resume.ATTEMPTS if arch == "lfm2" else 0)
+
+
+def test_a_context_that_was_cleared_behind_our_back_is_not_stored(llama, store, arch):
+    llm, tokens = attached(store, llama(arch)), prompt(300)
+    llm.eval(tokens)
+    llm._ctx.kv_cache_clear()
+    assert store.capture() == 0
+    assert store.match(tokens).n_tokens == 299

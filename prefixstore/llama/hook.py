@@ -255,6 +255,7 @@ class Hook:
         """``Llama.load_state``; a state that a lookup returned is in the context already."""
         if isinstance(state, _LiveState):
             return
+        self._settle_quietly()
         self._original("load_state")(state)
         self._lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
 

@@ -164,7 +164,7 @@ class Resumer:
     def _put(self, states: Sequence[memoryview], n: int) -> bool:
         if len(states) == 1:
             # a whole state: of a recurrent memory, or shorter than a page
-            return self._memory.put(states[0], n)
+            return _is_whole(states[0], n) and self._memory.put(states[0], n)
         try:
             pieces = [parse_sequence(state) for state in states]
             recurrent = pieces[-1].recurrent
@@ -181,6 +181,16 @@ class Resumer:
         except CorruptError as error:
             log.warning("a snapshot does not fit its pages: %s", error)
             return False
+
+
+def _is_whole(state: memoryview, n: int) -> bool:
+    """Whether a state lacks no rows, as one would whose pages somebody has stored without theirs."""
+    try:
+        blob = parse_sequence(state)
+    except CorruptError:
+        return True  # what is not understood was not cut
+    complete = all(np.array_equal(positions, np.arange(n)) for positions in blob.positions)
+    return complete and blob.recurrent is not None and blob.recurrent.position == n - 1
 
 
 def _with_bytes(path: Path) -> list[Page]:

@@ -199,6 +199,8 @@ class SnapshotCapturer:
 
     def _take(self, *, wait: bool) -> None:
         n = self._lineage.n
+        if not self._memory.holds(n):
+            return  # cleared behind our back
         if not self.cuts_rows:
             self._submit_empty_pages()
             self._submit_snapshot(n, self._memory.copy(WHOLE, partial(self._writer.lease, wait=wait)))
