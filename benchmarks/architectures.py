@@ -94,14 +94,14 @@ def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
     for arch in SIZES:
         path = model_of(arch)
-        llm = load(path)
+        llm = load(path, n_threads=1, n_threads_batch=1)
         figures = {"cold": converse(llm, counting(llm))}
-        llm = load(path)
+        llm = load(path, n_threads=1, n_threads_batch=1)
         ram = LlamaRAMCache(capacity_bytes=64 << 30)
         llm.set_cache(ram)
         figures["LlamaRAMCache"] = converse(llm, counting(llm))
         held = sum(len(s.llama_state) + s.scores.nbytes + s.input_ids.nbytes for s in ram.cache_state.values())
-        llm = load(path)
+        llm = load(path, n_threads=1, n_threads_batch=1)
         with tempfile.TemporaryDirectory() as directory, PrefixStore(directory, llm, codec="raw") as store:
             llm.set_cache(store)
             figures["prefixstore"] = converse(llm, lambda store=store: store.stats().tokens_computed)

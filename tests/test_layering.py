@@ -17,8 +17,8 @@ ORDER = """
 errors namespace boundaries record codec index snapshots eviction budget buffers stats
 backends.location backends.base backends.memory backends.tiered backends.lmdb_environment backends.lmdb backends
 catalog fetch room commit check engine writer
-llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.standing
-llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
+llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.stops
+llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
 store testing.contract testing.faults testing prefixstore demo cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 

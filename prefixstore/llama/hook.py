@@ -34,8 +34,9 @@ from prefixstore.llama.memory import KINDS, Memory, kind_of
 from prefixstore.llama.pace import Pace
 from prefixstore.llama.restore import Restorer
 from prefixstore.llama.resume import Resumer
-from prefixstore.llama.snapshots import SnapshotCapturer, SnapshotPolicy
+from prefixstore.llama.snapshots import SnapshotCapturer
 from prefixstore.llama.standing import Standing
+from prefixstore.llama.stops import SnapshotPolicy
 from prefixstore.namespace import Namespace
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer

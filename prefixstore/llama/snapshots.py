@@ -11,73 +11,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import llama_cpp
 import numpy as np
 
-from prefixstore.boundaries import Tokens, as_tokens, boundary_hash
+from prefixstore.boundaries import boundary_hash
 from prefixstore.buffers import Lease
 from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
 from prefixstore.errors import CorruptError
 from prefixstore.llama.blob import Assembly, Blob
-from prefixstore.llama.borders import TokenKind, borders
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_sequence
 from prefixstore.llama.standing import PARTIAL, WHOLE, Standing
+from prefixstore.llama.stops import SnapshotPolicy
 from prefixstore.record import PAGE, SNAPSHOT
-from prefixstore.snapshots import positions, thin
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
 
-__all__ = ["SnapshotCapturer", "SnapshotPolicy"]
+__all__ = ["SnapshotCapturer"]
 
 log = logging.getLogger("prefixstore")
 
 # While a prompt is evaluated its rows are copied as soon as so large a part of them is new; the rest at the end of the
 # turn. So what copying costs is in proportion to what was computed.
 WORTH_COPYING = 4
-
-
-@dataclass(frozen=True)
-class SnapshotPolicy:
-    """Where to take snapshots, and how many to keep.
-
-    Attributes
-    ----------
-    interval
-        Tokens between snapshots that nothing else asks for.
-    keep
-        How many are kept along one sequence.
-    min_tokens
-        Shorter sequences are not stored.
-    kind_of
-        Tells what a token does in a chat.
-    has_attention
-        Whether there is attention beside the recurrent part.
-    """
-
-    interval: int
-    keep: int
-    min_tokens: int
-    kind_of: Callable[[int], TokenKind]
-    has_attention: bool
-
-    def positions(self, known: Tokens, new: Sequence[int]) -> list[int]:
-        """Where to stop while `new` is evaluated behind `known`."""
-        start, end = len(known), len(known) + len(new)
-        if len(new) == 1:
-            wanted, begin = positions(start, end, (), self.interval), []
-        else:
-            begin = borders(np.concatenate([known, as_tokens(new)]), self.kind_of)
-            # of a prompt that has room for many more than are kept, most would be given up at once
-            interval = self.interval * -(-len(new) // (self.interval * self.keep * 4))
-            wanted = [n for n in positions(start, end, begin, interval) if n >= self.min_tokens]
-        gone = thin(wanted, self.keep, self.interval, {*begin[:1], *begin[-2:]})
-        return [n for n in wanted if n not in gone]
 
 
 class SnapshotCapturer:
