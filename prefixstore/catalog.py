@@ -177,7 +177,7 @@ class Catalog:
                 usage.pinned,
                 usage.priority,
                 usage.expires,
-                record.form,
+                form=record.form,
             )
             if not self.index.add(page):
                 return False
