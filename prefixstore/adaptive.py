@@ -40,7 +40,7 @@ LEARN_EVERY = 50
 # weight of what was learned before, each time
 FADE = 0.998
 # where the order of last use gets this part of the hits that can be had, what is learned is not worth its noise
-ENOUGH = 0.95
+ENOUGH = 0.97
 # of a page of which this process has seen no use
 PROMPT_NS = 10**10
 

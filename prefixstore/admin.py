@@ -232,7 +232,7 @@ class Archive:
                 return 0
             changed = sum(self._pin(transaction, one, pinned) for one in depth_first([here]))
             for one in self.path(here)[-2::-1]:
-                if pinned or not any(child.pinned for child in one.children):
+                if pinned or not any(child.pinned for child in one.dependents):
                     changed += self._pin(transaction, one, pinned)
             return changed
 

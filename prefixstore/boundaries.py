@@ -44,7 +44,7 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
     return np.ascontiguousarray(wide, dtype="<i4")
 
 
-def boundary_hash(parent: bytes, tokens: bytes) -> bytes:
+def boundary_hash(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
     """The key of the page with these token bytes behind `parent`: xxh3-128, 16 bytes.
 
     Parameters
@@ -53,8 +53,10 @@ def boundary_hash(parent: bytes, tokens: bytes) -> bytes:
         The key of the page before, or the key of the namespace for a first page.
     tokens
         The page's tokens as little-endian int32 bytes.
+    form
+        The seed: a page and a snapshot of the same tokens have different keys.
     """
-    return xxhash.xxh3_128_digest(parent + tokens)
+    return xxhash.xxh3_128_digest(parent + tokens, seed=form)
 
 
 def boundary_hashes(namespace: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:

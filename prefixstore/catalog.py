@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.boundaries import boundary_hash
+from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.buffers import Lease
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.eviction import Ordering, Policy, VictimQueue, by_expiry
 from prefixstore.index import Index, Page, Path
-from prefixstore.record import Record, Usage
+from prefixstore.record import PAGE, Record, Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Catalog", "NewPage"]
@@ -46,11 +46,12 @@ class NewPage:
         tokens: bytes,
         lease: Lease,
         compute_us: int = 0,
+        form: int = PAGE,
     ) -> NewPage:
         """The page with these token bytes behind `parent`, in a namespace with these canonical settings."""
         now = time.time_ns()
-        key = boundary_hash(parent, tokens)
-        page = Page(key, parent, namespace, start, tokens, len(lease.view), 0, compute_us, now, now)
+        key = boundary_hash(parent, tokens, form)
+        page = Page(key, parent, namespace, start, tokens, len(lease.view), 0, compute_us, now, now, form=form)
         return cls(page, settings, lease)
 
 
@@ -69,6 +70,7 @@ class Catalog:
         self.pending: dict[bytes, NewPage] = {}
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
+        self.thinned: set[bytes] = set()
         self.refused: set[bytes] = set()
         self._generation = -1
         self._trusted = False
@@ -148,7 +150,7 @@ class Catalog:
             else:
                 # a node of the old index: what hung on it is added anew, if it is still there
                 page = self.pending[key].page
-                page.child_tokens, page.children = [], []
+                page.cut_off()
                 if not self.index.add(page):
                     self.drop(key, "orphan")
 
@@ -175,6 +177,7 @@ class Catalog:
                 usage.pinned,
                 usage.priority,
                 usage.expires,
+                form=record.form,
             )
             if not self.index.add(page):
                 return False
@@ -205,6 +208,12 @@ class Catalog:
             # not written yet, and not needed any more
             self.forget(older.key)
         return True
+
+    def thin(self, page: Page) -> None:
+        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch."""
+        if page.key not in self.pending:
+            self.thinned.add(page.key)
+        self.forget(page.key)
 
     def committed(self, news: Iterable[NewPage]) -> None:
         """These pages are in the backend now."""
@@ -295,7 +304,15 @@ class Catalog:
             return path
         return Path(tuple(pages), pages[-1].end if pages else 0)
 
+    def deepest(self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int) -> Path:
+        """The path to the deepest snapshot of `tokens` that may be used."""
+        now = time.time_ns()
+        for path in self.index.standing(namespace, tokens[:limit], page_tokens):
+            if path.n_tokens % multiple_of == 0 and not _has_expired(path.pages[-1], now):
+                return path
+        return Path((), 0)
+
 
 def _has_expired(page: Page, now: int) -> bool:
     """Whether a page and all pages behind it have expired."""
-    return 0 < page.expires <= now and not page.pinned and all(_has_expired(child, now) for child in page.children)
+    return 0 < page.expires <= now and not page.pinned and all(_has_expired(other, now) for other in page.dependents)

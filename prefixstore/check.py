@@ -8,7 +8,7 @@ from prefixstore.backends.base import Snapshot
 from prefixstore.budget import Budget
 from prefixstore.codec import decode
 from prefixstore.errors import IncompatibleError, StorageError
-from prefixstore.record import Record
+from prefixstore.record import SNAPSHOT, Record
 
 __all__ = ["Violation", "violations"]
 
@@ -20,7 +20,7 @@ class Violation:
     Attributes
     ----------
     rule
-        ``"record"`` (it cannot be read), ``"parent"`` (a page without the page before it), ``"position"`` (it does not
+        ``"record"`` (it cannot be read), ``"parent"`` (a page without a page before it), ``"position"`` (it does not
         start where that one ends), ``"payload"`` (missing, damaged, or of the wrong length), ``"orphan"`` (a payload
         without a record), ``"namespace"`` (a page of an unknown namespace), ``"budget"`` (more than it allows).
     key
@@ -73,6 +73,8 @@ def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) ->
         return [] if record.parent in foreign else [("parent", f"the page before, {record.parent.hex()}, is not here")]
     end = before.start + len(before.tokens) // 4
     problems = [] if end == record.start else [("position", f"starts at {record.start}, the page before ends at {end}")]
+    if before.form == SNAPSHOT:
+        problems.append(("parent", "what is before it is a snapshot, behind which there can be nothing"))
     if before.namespace != record.namespace:
         problems.append(("namespace", "the page before is in another namespace"))
     return problems

@@ -87,7 +87,8 @@ class Committer:
 
     def _pack(self, new: NewPage) -> Packed:
         page = new.page
-        number, stored = self._encode(page.namespace, new.lease.view)
+        # a page that holds tokens only says nothing about how states are packed
+        number, stored = self._encode(page.namespace, new.lease.view) if page.raw_bytes else (0, b"")
         record = Record(
             page.namespace,
             page.parent,
@@ -99,6 +100,7 @@ class Committer:
             checksum(stored),
             page.compute_us,
             page.created,
+            page.form,
         )
         return new, record, stored
 
@@ -107,7 +109,9 @@ class Committer:
         catalog = self._catalog
         with catalog.transaction(self._backend) as transaction:
             with catalog.lock:
-                damaged, touched = set(catalog.damaged), dict(catalog.touched)
+                damaged, touched, thinned = set(catalog.damaged), dict(catalog.touched), set(catalog.thinned)
+            for key in thinned:
+                self._thin(transaction, key)
             removed = self._remove_damaged(transaction, damaged) if damaged else 0
             self._room.remove_expired(transaction)
             refused = [
@@ -124,6 +128,7 @@ class Committer:
             if damaged:
                 catalog.damaged -= damaged
                 catalog.distrust()
+            catalog.thinned -= thinned
             for key, hits in touched.items():
                 if catalog.touched.get(key) == hits:
                     del catalog.touched[key]
@@ -133,6 +138,14 @@ class Committer:
                     catalog.refused.add(new.page.key)
         self._counters.count("corrupt", removed)
         return len(written)
+
+    def _thin(self, transaction: Transaction, key: bytes) -> None:
+        """Delete a snapshot, unless somebody has pinned it, or it was taken anew."""
+        usage = transaction.usage(key)
+        with self._catalog.lock:
+            if usage is not None and not usage.pinned and key not in self._catalog.pending:
+                transaction.delete(key)
+                self._catalog.forget(key)
 
     def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes]) -> int:
         """Delete those that are damaged indeed, and all that is stored behind them; how many.

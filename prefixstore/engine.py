@@ -22,6 +22,7 @@ from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher
 from prefixstore.index import Page, Path
 from prefixstore.namespace import Namespace
+from prefixstore.snapshots import thin
 from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
@@ -91,6 +92,24 @@ class Engine:
             self._catalog.refresh(snapshot)
             return self._catalog.unexpired(self._catalog.index.match(namespace, tokens, page_tokens))
 
+    def match_snapshot(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
+    ) -> Path:
+        """The pages of `tokens` up to the deepest snapshot among the first `limit`, and that snapshot.
+
+        Parameters
+        ----------
+        namespace, tokens, page_tokens
+            As for `match`.
+        limit
+            Tokens that may be restored.
+        multiple_of
+            The snapshot has to be at a multiple of this.
+        """
+        with self._backend.snapshot() as snapshot, self._catalog.lock:
+            self._catalog.refresh(snapshot)
+            return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
+
     def fetching(self, pages: Sequence[Page]) -> AbstractContextManager[Iterator[memoryview]]:
         """The verified states of `pages`, in order, valid until the block is left; see `Fetcher.fetching`."""
         return self._fetcher.fetching(pages)
@@ -155,6 +174,31 @@ class Engine:
             missing = [i for i, key in enumerate(keys) if key not in catalog.index]
             return list(itertools.takewhile(lambda i: keys[i] not in catalog.refused, missing))
 
+    def has(self, key: bytes) -> bool:
+        """Whether a page or snapshot is here, or was refused: whether it need not be taken."""
+        with self._catalog.lock:
+            return key in self._catalog.index or key in self._catalog.refused
+
+    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+        """Delete all but `keep` of the snapshots along `tokens`, with the next batch; how many. See `snapshots.thin`.
+
+        Pinned ones stay, and those from which other prompts go their own way stay before others.
+        """
+        catalog = self._catalog
+        with catalog.lock:
+            paths = catalog.index.standing(namespace, tokens, page_tokens)[::-1]
+            if len(paths) <= keep:
+                return 0
+            positions = [path.n_tokens for path in paths]
+            branches = catalog.index.branches(namespace, tokens, page_tokens)
+            # the snapshot before a fork is where the others start
+            shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
+            doomed = thin(positions, keep, interval, shared)
+            for path in paths:
+                if path.n_tokens in doomed and not path.pages[-1].pinned:
+                    catalog.thin(path.pages[-1])
+        return len(doomed)
+
     def announce(self, new: NewPage) -> bool:
         """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""
         new.page.priority, new.page.expires = self._priority, self._expiry(new.page.created)
@@ -167,8 +211,8 @@ class Engine:
 
     @property
     def has_notes(self) -> bool:
-        """Whether uses or damaged pages wait to be written with the next batch."""
-        return bool(self._catalog.touched or self._catalog.damaged)
+        """Whether uses, or pages to be deleted, wait to be written with the next batch."""
+        return bool(self._catalog.touched or self._catalog.damaged or self._catalog.thinned)
 
     @property
     def has_hot_pages(self) -> bool:
@@ -191,7 +235,9 @@ class Engine:
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
         with self._catalog.transaction(self._backend) as transaction, self._catalog.lock:
-            path = self._catalog.index.match(namespace, tokens, page_tokens)
+            standing = self._catalog.index.standing(namespace, tokens, page_tokens)
+            # where there are snapshots, pages alone are of no use
+            path = standing[0] if standing else self._catalog.index.match(namespace, tokens, page_tokens)
             for page in path.pages:
                 self._pin_page(transaction, page, pinned)
             # what was refused for want of room may find it now

@@ -6,17 +6,21 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import numpy as np
 
 from prefixstore.boundaries import TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.record import PAGE, SNAPSHOT
 
 __all__ = ["Index", "Page", "Path"]
+
+GLANCE = 64
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One stored page: a node of the trie, with what eviction asks about it.
+    """One stored page or snapshot: a node of the trie, with what eviction asks about it.
 
     Attributes
     ----------
@@ -42,6 +46,9 @@ class Page:
         Pages of lower priority go first, under the policy of this name.
     expires
         Nanoseconds since the epoch; 0 for never.
+    form
+        `PAGE`, or `SNAPSHOT`: what is needed to go on behind its tokens, which are those since the page before. Nothing
+        hangs on a snapshot.
     note
         What the policy of eviction has noted, in this process.
     """
@@ -60,9 +67,11 @@ class Page:
     pinned: bool = False
     priority: int = 0
     expires: int = 0
+    form: int = PAGE
     note: object = field(default=None, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
+    snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
 
     @property
     def n_tokens(self) -> int:
@@ -77,7 +86,16 @@ class Page:
     @property
     def is_leaf(self) -> bool:
         """Whether no stored page depends on this one."""
-        return not self.children
+        return not self.children and not self.snapshots
+
+    @property
+    def dependents(self) -> list[Page]:
+        """What is directly behind this page."""
+        return [*self.children, *self.snapshots.values()]
+
+    def cut_off(self) -> None:
+        """Forget what is behind this page."""
+        self.child_tokens, self.children, self.snapshots = [], [], {}
 
 
 @dataclass(frozen=True)
@@ -93,7 +111,8 @@ class Index:
 
     A page is in the index only if its parent is, so whatever is found can be restored. The children of a page are
     ordered by their tokens: the sibling with the longest common prefix is a neighbour of where the wanted tokens
-    would stand, so a bisection finds it. No page's tokens are a prefix of a sibling's (see `superseded_by`).
+    would stand, so a bisection finds it. No page's tokens are a prefix of a sibling's (see `superseded_by`). Snapshots
+    are kept apart from them, by their tokens.
     """
 
     def __init__(self) -> None:
@@ -125,9 +144,12 @@ class Index:
         if page.key in self.pages or not self.has_parent_of(page):
             return False
         parent = self._behind(page.parent, page.namespace)
-        at = bisect_left(parent.child_tokens, page.tokens)
-        parent.child_tokens.insert(at, page.tokens)
-        parent.children.insert(at, page)
+        if page.form == SNAPSHOT:
+            parent.snapshots[page.tokens] = page
+        else:
+            at = bisect_left(parent.child_tokens, page.tokens)
+            parent.child_tokens.insert(at, page.tokens)
+            parent.children.insert(at, page)
         self.pages[page.key] = page
         self._count(page, 1)
         return True
@@ -139,11 +161,14 @@ class Index:
             return []
         subtree = [page]
         for node in subtree:
-            subtree.extend(node.children)
+            subtree.extend(node.dependents)
         parent = self._behind(page.parent, page.namespace)
-        at = parent.children.index(page, bisect_left(parent.child_tokens, page.tokens))
-        del parent.child_tokens[at], parent.children[at]
-        if page.parent == page.namespace and not parent.children:
+        if page.form == SNAPSHOT:
+            del parent.snapshots[page.tokens]
+        else:
+            at = parent.children.index(page, bisect_left(parent.child_tokens, page.tokens))
+            del parent.child_tokens[at], parent.children[at]
+        if page.parent == page.namespace and parent.is_leaf:
             del self._roots[page.namespace]
         for gone in subtree:
             del self.pages[gone.key]
@@ -187,8 +212,49 @@ class Index:
             return Path(tuple(pages), at // TOKEN_BYTES + shared)
         return Path((), 0)
 
+    def standing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[Path]:
+        """The snapshots whose tokens are all in `tokens`, the deepest first, each at the end of its path."""
+        node = self._roots.get(namespace)
+        raw = tokens.tobytes()
+        step = page_tokens * TOKEN_BYTES
+        pages: list[Page] = []
+        found: list[Path] = []
+        while node is not None:
+            at = len(pages) * step
+            here = _prefixes(node.snapshots, raw[at : at + step])
+            found += [Path((*pages, page), page.end) for page in sorted(here, key=lambda page: page.end)]
+            wanted = raw[at : at + step]
+            i = bisect_left(node.child_tokens, wanted)
+            if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
+                break
+            node = node.children[i]
+            pages.append(node)
+        return found[::-1]
+
+    def branches(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
+        """The positions along `tokens` at which stored sequences go different ways, to the token."""
+        node = self._roots.get(namespace)
+        raw = tokens.tobytes()
+        step = page_tokens * TOKEN_BYTES
+        at = 0
+        found: list[int] = []
+        while node is not None:
+            wanted = raw[at : at + step]
+            # a glance: where there are many, they begin to differ in few places
+            others = islice(chain(node.child_tokens, node.snapshots), GLANCE)
+            found += [
+                at // TOKEN_BYTES + _shared_tokens(wanted, other) for other in others if not _agree(other, wanted)
+            ]
+            i = bisect_left(node.child_tokens, wanted)
+            if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
+                break
+            node, at = node.children[i], at + step
+        return found
+
     def superseded_by(self, page: Page) -> Page | None:
         """The sibling whose tokens are a proper prefix of those of `page`: the tail that `page` continues."""
+        if page.form == SNAPSHOT:
+            return None
         node = self._node(page.parent, page.namespace)
         at = bisect_left(node.child_tokens, page.tokens) - 1 if node is not None else -1
         if node is None or at < 0 or not page.tokens.startswith(node.child_tokens[at]):
@@ -197,6 +263,8 @@ class Index:
 
     def covers(self, page: Page) -> bool:
         """Whether a sibling already holds all tokens of `page`."""
+        if page.form == SNAPSHOT:
+            return False
         node = self._node(page.parent, page.namespace)
         at = bisect_left(node.child_tokens, page.tokens) if node is not None else 0
         return node is not None and at < len(node.children) and node.child_tokens[at].startswith(page.tokens)
@@ -211,6 +279,18 @@ class Index:
         node = self._node(parent, namespace)
         assert node is not None
         return node
+
+
+def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:
+    """The snapshots whose tokens are a prefix of `wanted`."""
+    if len(snapshots) * TOKEN_BYTES <= len(wanted):
+        return [page for tokens, page in snapshots.items() if wanted.startswith(tokens)]
+    starts = (wanted[:n] for n in range(0, len(wanted) + 1, TOKEN_BYTES))
+    return [snapshots[tokens] for tokens in starts if tokens in snapshots]
+
+
+def _agree(a: bytes, b: bytes) -> bool:
+    return a.startswith(b) or b.startswith(a)
 
 
 def _shared_tokens(a: bytes, b: bytes) -> int:

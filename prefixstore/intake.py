@@ -151,6 +151,7 @@ class Intake:
             usage.pinned,
             usage.priority,
             usage.expires,
+            form=record.form,
         )
         with self._catalog.lock:
             index = self._catalog.index

@@ -43,7 +43,7 @@ def depth_first(roots: Iterable[Page]) -> Iterator[Page]:
     while waiting:
         page = waiting.pop()
         yield page
-        waiting += page.children[::-1]
+        waiting += page.dependents[::-1]
 
 
 class Purge:
@@ -71,7 +71,7 @@ class Purge:
         """The pages that were last used before this, in nanoseconds since the epoch, and all behind them too."""
         used: dict[bytes, int] = {}
         for page in reversed(list(depth_first(self._roots()))):
-            used[page.key] = max([page.last_used, *(used[child.key] for child in page.children)])
+            used[page.key] = max([page.last_used, *(used[child.key] for child in page.dependents)])
         return {key for key, last in used.items() if last < before}
 
     def beginning_with(self, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
@@ -85,9 +85,9 @@ class Purge:
                 doomed |= {one.key for one in depth_first([page])}
             elif rest.startswith(page.tokens):
                 inside.append(page)
-                waiting += [(child, rest[len(page.tokens) :]) for child in page.children]
+                waiting += [(child, rest[len(page.tokens) :]) for child in page.dependents]
         for page in reversed(inside):
-            if all(child.key in doomed for child in page.children):
+            if all(child.key in doomed for child in page.dependents):
                 doomed.add(page.key)
         return doomed
 

@@ -14,16 +14,20 @@ import xxhash
 from prefixstore.boundaries import TOKEN_BYTES, boundary_hash
 from prefixstore.errors import CorruptError, IncompatibleError
 
-__all__ = ["FORMAT_VERSION", "Buffer", "Record", "Usage", "checksum"]
+__all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "Usage", "checksum"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 FORMAT_VERSION = 1
 
-# version, codec, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace, parent,
-# checksum;
+# forms: the state of the tokens themselves, or what is needed to go on behind them
+PAGE = 0
+SNAPSHOT = 1
+
+# version, codec, form, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace,
+# parent, checksum;
 # the tokens follow (int32 each), and then an xxh3-64 of everything before it.
-RECORD = struct.Struct("<BBHIIIQQQ16s16s16s")
+RECORD = struct.Struct("<BBBBIIIQQQ16s16s16s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
@@ -100,6 +104,8 @@ class Record:
         Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
     created
         Nanoseconds since the epoch.
+    form
+        `PAGE` or `SNAPSHOT`.
     """
 
     namespace: bytes
@@ -112,11 +118,12 @@ class Record:
     checksum: bytes
     compute_us: int
     created: int
+    form: int = PAGE
 
     @property
     def key(self) -> bytes:
         """The boundary hash, which is the page's key in every backend."""
-        return boundary_hash(self.parent, self.tokens)
+        return boundary_hash(self.parent, self.tokens, self.form)
 
     def pack(self) -> bytes:
         """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""
@@ -124,6 +131,7 @@ class Record:
             RECORD.pack(
                 FORMAT_VERSION,
                 self.codec,
+                self.form,
                 0,
                 len(self.tokens) // TOKEN_BYTES,
                 self.start,
@@ -153,7 +161,8 @@ class Record:
         view = memoryview(stored)
         if len(view) < RECORD.size + RECORD_SEAL.size:
             raise CorruptError(f"record {key.hex()}: {len(view)} bytes are too few")
-        version, codec, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = RECORD.unpack_from(view)
+        head = RECORD.unpack_from(view)
+        version, codec, form, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = head
         body = view[: -RECORD_SEAL.size]
         seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
         if version != FORMAT_VERSION or xxhash.xxh3_64_intdigest(body) != seal:
@@ -166,7 +175,7 @@ class Record:
                 )
             raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
         tokens = bytes(body[RECORD.size :])
-        record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created)
+        record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created, form)
         if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
             raise CorruptError(f"record {key.hex()} belongs to another page")
         return record

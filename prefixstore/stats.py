@@ -25,7 +25,7 @@ class Stats:
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
         ``"logprobs"`` (the logits of the prompt were asked for), ``"multimodal"`` (images are not in the tokens),
-        ``"recurrent"``, ``"hybrid"``, ``"encoder"``, ``"no_memory"`` (no pages can be taken of this model),
+        ``"encoder"``, ``"no_memory"`` (nothing can be taken of this model),
         ``"error"``.
     unreadable
         Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
@@ -33,12 +33,14 @@ class Stats:
         ``"refused"`` (by llama.cpp).
     tokens_restored, tokens_computed
         Tokens put back from the store, and tokens that went through ``eval``.
-    pages_captured
-        Pages taken out of the context.
+    pages_captured, snapshots_captured
+        Pages and snapshots taken out of the context.
     dropped
         Pages that were captured, or should have been, and are not stored, by reason: ``"queue_full"``, ``"budget"``,
         ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the page before was evicted),
-        ``"incomplete"`` (a sliding window has moved on), ``"unavailable"``, ``"error"``.
+        ``"incomplete"`` (a sliding window has moved on), ``"moved_on"`` (the context left the position of a snapshot
+        before its rows were copied), ``"uncut"`` (a state of unknown layout: whole ones are stored from now on),
+        ``"unavailable"``, ``"error"``.
     evictions, expired, corrupt
         Pages removed for room, because they had expired, and because they were damaged; by this store.
     restore_seconds, capture_seconds
@@ -54,8 +56,9 @@ class Stats:
     queued_bytes
         Bytes captured and not yet written.
     kind
-        What is stored of this context: ``"pages"``, or ``"none: "`` and the reason. Without an attached Llama
-        ``"unbound"``, and once a completion has asked ``"portable: pages"`` or ``"portable: whole states"``.
+        What is stored of this context: ``"pages"``, ``"snapshots"``, ``"pages and snapshots"``, or ``"none: "`` and the
+        reason. Without an attached Llama ``"unbound"``, and once a completion has asked ``"portable: pages"`` or
+        ``"portable: whole states"``.
     """
 
     hits: int
@@ -65,6 +68,7 @@ class Stats:
     tokens_restored: int
     tokens_computed: int
     pages_captured: int
+    snapshots_captured: int
     dropped: dict[str, int]
     evictions: int
     expired: int
@@ -83,13 +87,14 @@ class Stats:
     def __str__(self) -> str:
         saved = f"{self.seconds_saved:.1f} s saved"
         packed = f"{format_bytes(self.bytes_stored)} for {format_bytes(self.bytes_raw)} of state"
+        taken = f"{self.pages_captured} and {self.snapshots_captured} snapshots"
         gone = f"{self.evictions} evicted, {self.expired} expired"
         lines = {
             "kind": self.kind,
             "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",
             "tokens": f"{self.tokens_restored} restored, {self.tokens_computed} computed, {saved}",
             "stored": f"{self.entries} pages, {format_bytes(self.bytes_used)} used, {packed}",
-            "pages": f"{self.pages_captured} captured, {gone}, dropped: {_reasons(self.dropped)}",
+            "pages": f"{taken} captured, {gone}, dropped: {_reasons(self.dropped)}",
         }
         return "\n".join(f"{name:8} {line}" for name, line in lines.items())
 

@@ -80,6 +80,11 @@ class PrefixStore:
         Tokens in a page. A model with a shorter sliding window gets shorter pages.
     min_tokens
         Sequences shorter than this are neither stored nor restored.
+    snapshot_interval
+        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, beside those
+        where messages begin, before the last token of a prompt, and at the end of a turn.
+    max_snapshots
+        How many snapshots along one conversation are kept; older ones lie wider apart.
     max_bytes
         What the location may hold, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It holds for the
         location as a whole; every process that writes keeps to its own figure.
@@ -132,6 +137,8 @@ class PrefixStore:
         salt: str | None = None,
         page_tokens: int = 256,
         min_tokens: int = 16,
+        snapshot_interval: int = 1024,
+        max_snapshots: int = 16,
         max_bytes: int | str = "10GiB",
         max_entries: int | None = None,
         quota: int | str | Mapping[str, int | str] | None = None,
@@ -152,6 +159,8 @@ class PrefixStore:
             )
         self._page_tokens = _count(page_tokens, "page_tokens", 1)
         self._min_tokens = _count(min_tokens, "min_tokens", 0)
+        self._snapshot_interval = _count(snapshot_interval, "snapshot_interval", 1)
+        self._max_snapshots = _count(max_snapshots, "max_snapshots", 1)
         self._label = _text(namespace, "namespace")
         self._salt = _text(salt, "salt")
         self._read_only = read_only
@@ -259,6 +268,8 @@ class PrefixStore:
             namespace,
             page_tokens=page_tokens,
             min_tokens=self._min_tokens,
+            snapshot_interval=self._snapshot_interval,
+            max_snapshots=self._max_snapshots,
             read_only=self._read_only,
         )
 
@@ -275,10 +286,15 @@ class PrefixStore:
 
     @property
     def kind(self) -> str:
-        """What is stored of the attached context: ``"pages"``, or ``"none: "`` and why; see `PortableHook.kind`."""
+        """What is stored of the attached context; ``"none: "`` and why not; see `PortableHook.kind` for one without.
+
+        ``"pages"``; ``"snapshots"`` where the memory is recurrent; ``"pages and snapshots"`` where it has attention
+        too.
+        """
         if self._hook is None:
             return self._portable.kind if self._portable is not None else "unbound"
-        return "pages" if self._hook.kind == "pages" else f"none: {self._hook.kind}"
+        kind = self._hook.kind
+        return kind if "pages" in kind or "snapshots" in kind else f"none: {kind}"
 
     @property
     def llm(self) -> Llama | None:
@@ -333,7 +349,11 @@ class PrefixStore:
         tokens
             Token ids, shape ``(n,)``; an int32 array is fastest.
         """
-        path = self._engine.match(*self._place(tokens))
+        namespace, wanted, page_tokens = self._place(tokens)
+        if self._hook is not None and self._hook.has_snapshots:
+            path = self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
+        else:
+            path = self._engine.match(namespace, wanted, page_tokens)
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
 
@@ -428,6 +448,7 @@ class PrefixStore:
             tokens_restored=count["tokens_restored"],
             tokens_computed=count["tokens_computed"],
             pages_captured=count["pages_captured"],
+            snapshots_captured=count["snapshots_captured"],
             dropped=count.group("dropped"),
             evictions=count["evictions"],
             expired=count["expired"],

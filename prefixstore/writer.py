@@ -61,6 +61,11 @@ class Writer:
         """Bytes captured and not yet written."""
         return self._buffers.leased
 
+    @property
+    def limit(self) -> int:
+        """How many bytes may wait."""
+        return self._queue_bytes
+
     def lease(self, size: int, *, wait: bool = False) -> Lease | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
         return self._buffers.lease(size, wait=wait)

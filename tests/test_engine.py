@@ -937,3 +937,117 @@ def captured(store, writer, tokens, size):
             lease.view[:] = state_of(key, size)
             yield NewPage.of(NS, b'{"n":1}', parent, start // 4, piece, lease)
         parent = key
+
+
+# -- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def snapshot_of(store, tokens, size=100) -> NewPage:
+    """A snapshot behind these tokens, as captured now."""
+    keys = [NS, *boundary_hashes(NS, as_tokens(tokens), P)]
+    start = (len(keys) - 1) * P
+    lease = store.buffers.lease(size)
+    raw = as_tokens(tokens[start:]).tobytes()
+    new = NewPage.of(NS, b'{"n":1}', keys[-1], start, raw, lease, 0, 1)
+    lease.view[:] = state_of(new.page.key, size)
+    return new
+
+
+def put_snapshots(store, tokens, positions) -> int:
+    """Store the pages of a sequence, which hold tokens only, and snapshots at these positions."""
+    store.put(tokens[: len(tokens) - len(tokens) % P], 0)
+    return store.engine.commit([new for n in positions if store.engine.announce(new := snapshot_of(store, tokens[:n]))])
+
+
+def standing(store, tokens, limit=None, multiple_of=1) -> int:
+    limit = len(tokens) if limit is None else limit
+    return store.engine.match_snapshot(NS, as_tokens(tokens), P, limit, multiple_of).n_tokens
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
+    location = tmp_path if kind == "lmdb" else None
+    backend = LMDBBackend(tmp_path, max_bytes=64 * MIB) if location else MemoryBackend()
+    tokens = list(range(30))
+    with store_of(backend) as store:
+        assert put_snapshots(store, tokens, [3, 8, 17, 29]) == 4
+        for n, limit, multiple, found in [
+            (30, 30, 1, 29),
+            (30, 28, 1, 17),
+            (30, 28, 8, 8),
+            (17, 16, 1, 8),
+            (2, 2, 1, 0),
+        ]:
+            assert standing(store, tokens[:n], limit, multiple) == found
+        assert standing(store, [*tokens[:20], 99], 21) == 17
+        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
+        with store.engine.fetching(path.pages) as states:
+            got = [bytes(state) for state in states]
+        assert got == [b""] * 7 + [state_of(path.pages[-1].key, 100)]
+        if location:
+            with store_of(LMDBBackend(tmp_path, max_bytes=64 * MIB)) as other:
+                assert standing(other, tokens) == 29
+
+
+def test_snapshots_go_before_the_pages_that_they_need():
+    tokens = list(range(30))
+    with store_of(max_entries=10) as store:
+        put_snapshots(store, tokens, [8, 17, 29])
+        assert put_snapshots(store, tokens, [28, 27]) == 2
+        assert store.counters["evictions"] == 2
+        assert standing(store, tokens) == 29
+        assert standing(store, tokens[:20]) == 0
+        assert store.match(tokens) == 28
+
+
+def test_snapshots_are_thinned_with_the_next_batch_but_for_those_that_are_pinned():
+    tokens = list(range(60))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
+        assert store.engine.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
+        assert store.engine.thin(NS, as_tokens(tokens), P, 2, 8) == 4
+        assert store.engine.has_notes
+        store.engine.commit([])
+        assert not store.engine.has_notes
+        with store.backend.snapshot() as snapshot:
+            left = [record.start + len(record.tokens) // 4 for _, record, _ in snapshot.scan() if record.form == 1]
+        assert 17 in left
+        assert 58 in left
+        assert len(left) <= 3
+        # what was given up can be taken anew, before and after it was deleted
+        assert put_snapshots(store, tokens, [8]) == 1
+        store.engine.thin(NS, as_tokens(tokens), P, 1, 8)
+        assert put_snapshots(store, tokens, [8]) == 1
+        assert standing(store, tokens[:9]) == 8
+        store.engine.commit([])
+        assert standing(store, tokens[:9]) == 8
+
+
+def test_snapshots_that_wait_are_thinned_unwritten():
+    tokens = list(range(60))
+    with store_of() as store:
+        store.put(tokens, 0)
+        news = [snapshot_of(store, tokens[:n]) for n in (8, 17, 29)]
+        for new in news:
+            assert store.engine.announce(new)
+        store.engine.thin(NS, as_tokens(tokens), P, 1, 8)
+        assert store.engine.commit(news) == 1
+        assert standing(store, tokens) == 29
+
+
+def test_the_snapshot_before_a_fork_is_thinned_last():
+    tokens = list(range(60))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
+        store.put([*tokens[:19], *range(100, 130)], 0)
+        store.engine.thin(NS, as_tokens(tokens), P, 2, 8)
+        assert standing(store, tokens[:40]) == 17
+
+
+def test_expired_snapshots_are_not_found():
+    tokens = list(range(30))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17])
+        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
+        path.pages[-1].expires = 1
+        assert standing(store, tokens) == 8

@@ -443,22 +443,6 @@ def test_an_old_image_is_never_answered_about(llama, store, monkeypatch, announc
         assert store.stats().misses["multimodal"] == 6
 
 
-@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
-def test_models_whose_memory_cannot_be_cut_run_as_without_a_store(llama, store, arch):
-    kind = {"mamba": "recurrent", "lfm2": "hybrid"}[arch]
-    chat = [prompt(500), prompt(500) + prompt(100, seed=1), prompt(400) + prompt(50, seed=2)]
-    plain = llama(arch)
-    expected = [answer(plain, tokens, 6) for tokens in chat]
-    llm = attached(store, llama(arch))
-    assert [answer(llm, tokens, 6) for tokens in chat] == expected
-    stats = store.stats()
-    assert stats.kind == f"none: {kind}"
-    assert stats.misses == {kind: 3}
-    assert stats.entries == stats.pages_captured == 0
-    assert store.capture() == 0
-    assert store.restore(chat[1]) == 0
-
-
 def test_a_window_that_has_moved_on_is_not_built_on(llama, store):
     # what llama-cpp-python does on its own: it goes back 900 tokens, and attends to rows that were overwritten
     llm = attached(store, llama("gemma3", swa_full=False))

@@ -61,7 +61,7 @@ def check(index):
     for page in index:
         assert index.has_parent_of(page)
         parent = index._node(page.parent, page.namespace)
-        assert page in parent.children
+        assert page in parent.dependents
         assert page.start == parent.end
     for node in [*index, *index._roots.values()]:
         assert node.child_tokens == [child.tokens for child in node.children] == sorted(node.child_tokens)
@@ -151,3 +151,73 @@ def test_the_size_of_a_page_may_become_known_later():
     assert (index.stored_bytes, page.stored_bytes) == (100, 100)
     index.remove(page.key)
     assert index.stored_bytes == 0
+
+
+def snapshot(tokens, namespace=NS):
+    """A snapshot behind these tokens."""
+    full = len(tokens) - len(tokens) % P
+    parent = chain(tokens[:full], namespace)[-1].key if full else namespace
+    raw = as_tokens(tokens[full:]).tobytes()
+    return Page(boundary_hash(parent, raw, 1), parent, namespace, full, raw, 10, 7, 0, 0, 0, form=1)
+
+
+@settings(deadline=None)
+@given(st.lists(sequences.filter(bool), max_size=8), st.lists(sequences.filter(bool), max_size=8), sequences)
+def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, taken, prompt):
+    index = Index()
+    for tokens in stored:
+        insert(index, tokens)
+    expected = set()
+    for tokens in taken:
+        page = snapshot(tokens)
+        if index.add(page) and prompt[: len(tokens)] == tokens:
+            expected.add(len(tokens))
+        assert index.superseded_by(page) is None
+        assert not index.covers(page)
+    found = index.standing(NS, as_tokens(prompt), P)
+    assert [path.n_tokens for path in found] == sorted(expected, reverse=True)
+    for path in found:
+        assert [tuple(as_tokens_of(page)) for page in path.pages[:-1]] == [
+            tuple(prompt[i : i + P]) for i in range(0, path.n_tokens - path.n_tokens % P, P)
+        ]
+        assert path.pages[-1].is_leaf
+        assert path.pages[-1].end == path.n_tokens
+    check(index)
+    # pages are found as if there were no snapshots
+    without = Index()
+    for tokens in stored:
+        insert(without, tokens)
+    assert index.match(NS, as_tokens(prompt), P).n_tokens == without.match(NS, as_tokens(prompt), P).n_tokens
+
+
+def test_a_page_goes_with_the_snapshots_behind_it():
+    index = Index()
+    insert(index, [0] * 6)
+    first, second = chain([0] * 6)
+    late, later = snapshot([0] * 4), snapshot([0] * 6)
+    assert index.add(late)
+    assert index.add(later)
+    assert not index.add(late)
+    assert not index.get(first.key).is_leaf
+    assert index.remove(late.key) == [late]
+    assert not index.get(second.key).is_leaf
+    assert [page.key for page in index.remove(first.key)] == [later.key, second.key, first.key]
+    assert len(index) == index.raw_bytes == 0
+
+
+def test_a_namespace_may_begin_with_a_snapshot():
+    index = Index()
+    assert index.add(snapshot([1, 2]))
+    assert [path.n_tokens for path in index.standing(NS, as_tokens([1, 2, 0]), P)] == [2]
+    assert index.remove(snapshot([1, 2]).key)
+    assert index.standing(NS, as_tokens([1, 2, 0]), P) == []
+
+
+def test_branches_are_where_sequences_go_different_ways():
+    index = Index()
+    for tokens in ([0, 0, 0, 0, 0, 0, 0], [0, 0, 1], [0, 0, 0, 0, 2]):
+        insert(index, tokens)
+    index.add(snapshot([0, 0, 0, 0, 0, 0, 1]))
+    assert sorted(index.branches(NS, as_tokens([0] * 7), P)) == [2, 4, 6]
+    assert index.branches(NS, as_tokens([0, 0, 1]), P) == [2]
+    assert index.branches(OTHER, as_tokens([0]), P) == []

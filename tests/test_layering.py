@@ -14,14 +14,15 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # a module imports only from those before it
 ORDER = """
-errors namespace boundaries record buffers packing encoder codec index adaptive eviction budget stats
+errors namespace boundaries record buffers packing encoder codec index snapshots adaptive eviction budget stats
 backends.location backends.base backends.memory backends.tiered backends.lmdb_environment backends.lmdb_scrub
 backends.lmdb
 backends.sql_schema backends.sql_revisions backends.sql_engine backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
 catalog read_ahead fetch room commit check engine writer purge admin intake transfer
-llama llama.synthetic llama.fingerprint llama.pace llama.blob llama.parse llama.memory llama.lineage llama.restore
-llama.capture llama.hook llama.place llama.whole llama.states llama.portable
+llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.stops
+llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
+llama.place llama.whole llama.states llama.portable
 llama.prompt llama.vocabulary
 store config leases plan prompts walk warming estimate verify bench
 testing.contract testing.faults testing prefixstore demo

@@ -99,6 +99,7 @@ PAGES = Table(
     Column("last_used", BigInteger, nullable=False),
     Column("hits", BigInteger, nullable=False),
     Column("pinned", Boolean, nullable=False),
+    Column("form", SmallInteger, nullable=False, server_default="0"),
     Column("priority", SmallInteger, nullable=False, server_default="0"),
     Column("expires", BigInteger, nullable=False, server_default="0"),
 )
@@ -125,7 +126,9 @@ CHANGES = Table(
     PrimaryKeyConstraint("generation", "number"),
 )
 
-_RECORD_NAMES = "version codec start compute_us raw_bytes stored_bytes created namespace parent checksum tokens seal"
+_RECORD_NAMES = (
+    "version codec start compute_us raw_bytes stored_bytes created namespace parent checksum tokens form seal"
+)
 USAGE_COLUMNS = tuple(PAGES.c[name] for name in ("last_used", "hits", "pinned", "priority", "expires"))
 RECORD_COLUMNS = (PAGES.c.key, *(PAGES.c[name] for name in _RECORD_NAMES.split()), *USAGE_COLUMNS)
 
@@ -205,6 +208,7 @@ def record_of(row: Row[Any]) -> Record:
             row.checksum,
             row.compute_us,
             row.created,
+            row.form,
         )
         packed = claimed.pack()[: -RECORD_SEAL.size] + row.seal
         record = Record.unpack(key, packed)

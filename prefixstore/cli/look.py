@@ -157,7 +157,7 @@ def _chains(pages: list[Page]) -> Iterator[tuple[int, list[Page]]]:
     while waiting:
         depth, page = waiting.pop()
         chain = [page]
-        while len(children := [child for child in chain[-1].children if child.key in shown]) == 1:
+        while len(children := [child for child in chain[-1].dependents if child.key in shown]) == 1:
             chain += children
         yield depth, chain
         waiting += [(depth + 1, child) for child in reversed(children)]
@@ -204,7 +204,7 @@ def show(
         damage = _damage(archive, page)
         facts = _page_json(page, words) | {
             "path": [one.key.hex() for one in archive.path(page)],
-            "children": [one.key.hex() for one in page.children],
+            "children": [one.key.hex() for one in page.dependents],
             "damage": damage,
         }
     if as_json:
@@ -212,7 +212,7 @@ def show(
     else:
         sizes = {name: format_bytes(getattr(page, name)) for name in ("stored_bytes", "raw_bytes")}
         plain = {name: value for name, value in facts.items() if name not in ("path", "children")}
-        plain |= sizes | {"follows": page.parent.hex(), "followed_by": len(page.children), "damage": damage or "none"}
+        plain |= sizes | {"follows": page.parent.hex(), "followed_by": len(page.dependents), "damage": damage or "none"}
         fields({name.replace("_", " "): value for name, value in plain.items()})
     return FAILED if damage else 0
 

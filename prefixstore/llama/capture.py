@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import llama_cpp
 import numpy as np
@@ -55,6 +56,20 @@ class Capturer:
         self._settings = settings
         self._pace = pace
         self._min_tokens = min_tokens
+
+    def stops(self, tokens: Sequence[int]) -> list[int]:
+        """Where to stop while these tokens are evaluated: nowhere, pages can be taken later."""
+        return []
+
+    def is_due(self, before: int, stops: Sequence[int]) -> bool:
+        """Whether to capture now that the context came here from `before`: a boundary was crossed."""
+        return self._lineage.n // self._lineage.page_tokens > before // self._lineage.page_tokens
+
+    def evaluated(self, llm: llama_cpp.Llama) -> None:
+        """A prompt was evaluated; nothing waits."""
+
+    def settle(self, llm: llama_cpp.Llama) -> None:
+        """The context goes elsewhere; nothing waits."""
 
     def capture(self, llm: llama_cpp.Llama, *, tail: bool, wait: bool = False) -> int:
         """Copy what is not stored yet.

@@ -16,6 +16,7 @@ import xxhash
 
 from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
+from prefixstore.llama.memory import kind_of
 from prefixstore.namespace import Namespace
 
 __all__ = ["file_digest", "namespace_of"]
@@ -77,6 +78,8 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
         # llama.cpp promises nothing about states across its versions
         "llama_cpp_python": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
+        # what is stored of it is no part of a state, but whoever lists namespaces wants to know
+        "kind": kind_of(llm),
         "page_tokens": page_tokens,
         "salt": salt,
         "label": label,

@@ -10,11 +10,12 @@ What llama-cpp-python does in a completion, and what happens here:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -26,11 +27,16 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
 from prefixstore.engine import Engine
 from prefixstore.errors import MisuseError, PrefixStoreError
+from prefixstore.llama.borders import Vocabulary
 from prefixstore.llama.capture import Capturer
 from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.memory import Memory, kind_of
+from prefixstore.llama.memory import KINDS, Memory, kind_of
 from prefixstore.llama.pace import Pace
 from prefixstore.llama.restore import Restorer
+from prefixstore.llama.resume import Resumer
+from prefixstore.llama.snapshots import SnapshotCapturer
+from prefixstore.llama.standing import Standing
+from prefixstore.llama.stops import SnapshotPolicy
 from prefixstore.namespace import Namespace
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
@@ -76,6 +82,8 @@ class Hook:
         Length of a page, no longer than the model's sliding window.
     min_tokens
         Sequences shorter than this are neither stored nor restored.
+    snapshot_interval, max_snapshots
+        Where memory cannot step back: tokens between snapshots, and how many of a sequence are kept.
     read_only
         Whether nothing is captured.
     """
@@ -90,24 +98,55 @@ class Hook:
         *,
         page_tokens: int,
         min_tokens: int,
+        snapshot_interval: int,
+        max_snapshots: int,
         read_only: bool,
     ) -> None:
-        self.kind = kind_of(llm)
+        self._kind = kind_of(llm)
         self.namespace = namespace
         self.page_tokens = page_tokens
         self._llm = weakref.ref(llm)
         self._counters = counters
         self._read_only = read_only
-        self._memory = memory = Memory(llm)
         self._lineage = lineage = Lineage(namespace.key, page_tokens, llm.n_ctx())
         self._pace = pace = Pace()
-        self._restorer = Restorer(engine, counters, memory, lineage, pace, writer.nudge, min_tokens)
-        self._capturer = Capturer(engine, writer, counters, memory, lineage, namespace.canonical, pace, min_tokens)
+        self._memory: Memory
+        self._restorer: Restorer | Resumer
+        self._capturer: Capturer | SnapshotCapturer
+        settings = namespace.canonical
+        if self.has_snapshots:
+            self._memory = standing = Standing(llm)
+            policy = SnapshotPolicy(
+                snapshot_interval, max_snapshots, min_tokens, Vocabulary(llm).kind, self._kind == "pages and snapshots"
+            )
+            self._capturer = SnapshotCapturer(engine, writer, counters, standing, lineage, settings, pace, policy)
+            self._restorer = Resumer(
+                engine, counters, standing, lineage, pace, writer.nudge, self._settle_quietly, min_tokens
+            )
+        else:
+            self._memory = memory = Memory(llm)
+            self._capturer = Capturer(engine, writer, counters, memory, lineage, settings, pace, min_tokens)
+            self._restorer = Restorer(engine, counters, memory, lineage, pace, writer.nudge, min_tokens)
+        memory = self._memory
+        # what was asked for: the numbers of the same batches as without a store
+        self._exact = False
         self._originals: dict[str, Callable[..., Any] | None] = {}
         # states that the user saved, and the tokens that they are known to hold
         self._saved: weakref.WeakKeyDictionary[LlamaState, Tokens] = weakref.WeakKeyDictionary()
         # where rows are overwritten, pages are taken after each batch that llama.cpp really computes at once
         self._step = min(llm.n_batch, llm.context_params.n_ubatch) if memory.forgets else llm.n_batch
+
+    @property
+    def kind(self) -> str:
+        """What is stored of this context, or why nothing is; see `kind_of`."""
+        if self._kind == "pages and snapshots" and not getattr(self._capturer, "cuts_rows", True):
+            return "snapshots"
+        return self._kind
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether the context can be put to stored snapshots only."""
+        return self._kind in ("snapshots", "pages and snapshots")
 
     @property
     def llm(self) -> llama_cpp.Llama:
@@ -155,8 +194,8 @@ class Hook:
 
     def _excuse(self) -> str | None:
         """Why nothing is done for this context now."""
-        if self.kind != "pages":
-            return self.kind
+        if self._kind not in KINDS:
+            return self._kind
         handler = self.llm.chat_handler
         if handler is not None and any(hasattr(handler, name) for name in MEDIA_ATTRIBUTES):
             return "multimodal"
@@ -165,26 +204,41 @@ class Hook:
     # -- what stands in the place of the Llama's methods --------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """``Llama.eval`` in the same batches, with pages captured in between."""
+        """``Llama.eval`` in the same batches, with pages captured in between; it stops where a snapshot is taken."""
         llm, lineage = self.llm, self._lineage
         original = self._original("eval")
         known = self._excuse() is None and lineage.catch_up(llm, self._memory)
         if not known:
             lineage.rewind(0)
-        for i in range(0, len(tokens), self._step) or (0,):
-            batch = tokens[i : i + self._step]
+        stops = self._stops(tokens) if known else []
+        for batch in _batches(tokens, [stop - lineage.n for stop in stops], self._step):
             started = time.perf_counter()
             original(batch)
             self._pace.computed(len(batch), time.perf_counter() - started)
             self._counters.count("tokens_computed", len(batch))
             if known:
-                pages = lineage.n // lineage.page_tokens
+                before = lineage.n
                 lineage.extend(batch)
-                if lineage.n // lineage.page_tokens > pages:
+                if self._capturer.is_due(before, stops):
                     self._capture_quietly(tail=False)
+        if known and len(tokens) > 1:
+            self._evaluated_quietly()
+
+    def _stops(self, tokens: Sequence[int]) -> list[int]:
+        """Where to stop while these tokens are evaluated; only between batches if their numbers are asked for."""
+        if self._read_only:
+            return []
+        try:
+            stops = self._capturer.stops(tokens)
+        except Exception as error:  # noqa: BLE001 - the promise
+            self._report("dropped:error", error)
+            return []
+        start = self._lineage.n
+        return [stop for stop in stops if not self._exact or (stop - start) % self._step == 0]
 
     def reset(self) -> None:
         """``Llama.reset``; what comes into the context next may be no tokens."""
+        self._settle_quietly()
         self._lineage.rewind(0)
         self._original("reset")()
 
@@ -202,6 +256,7 @@ class Hook:
         """``Llama.load_state``; a state that a lookup returned is in the context already."""
         if isinstance(state, _LiveState):
             return
+        self._settle_quietly()
         self._original("load_state")(state)
         self._lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
 
@@ -224,9 +279,10 @@ class Hook:
         """
         llm = self.llm
         tokens = as_tokens(prompt)
-        limit = len(tokens) - 1
+        limit, multiple_of = len(tokens) - 1, 1
         asked = completion.f_locals if completion is not None else {}
-        if asked.get("logprobs") is not None:
+        self._exact = asked.get("logprobs") is not None
+        if self._exact:
             if asked.get("echo"):
                 # the logits of the prompt itself are wanted; they are not stored
                 if self._lineage.unscored:
@@ -234,18 +290,21 @@ class Hook:
                 self._counters.count("miss:logprobs")
                 return None
             # the same batches as without a store give the same logits, bit by bit
-            limit -= limit % llm.n_batch
-        return live_state(llm) if self._restore_quietly(tokens, limit) else None
+            multiple_of = llm.n_batch
+        return live_state(llm) if self._restore_quietly(tokens, limit, multiple_of=multiple_of) else None
 
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who goes on with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
         limit = max(len(tokens) - 1, 0)
+        if llm.n_tokens > limit:
+            # the caller will evaluate a token, whatever logits there are
+            llm._requires_eval = True
         self._restore_quietly(tokens, limit, always=always)
         live = min(self._restorer.live_prefix(llm, tokens)[0], limit)
         if live < llm.n_tokens:
             # recurrent memory cannot go back, and a window may have moved on
-            if self.kind != "pages" or not self._memory.holds(live):
+            if not self._memory.holds(live):
                 live = 0
             if live == 0:
                 llm.reset()
@@ -268,12 +327,12 @@ class Hook:
 
     # -- the promise: a fault of the store never breaks a completion --------------------------------------------------
 
-    def _restore_quietly(self, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
+    def _restore_quietly(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
         if (excuse := self._excuse()) is not None:
             self._counters.count(f"miss:{excuse}")
             return False
         try:
-            return self._restorer.restore(self.llm, tokens, limit, always=always)
+            return self._restorer.restore(self.llm, tokens, limit, always=always, multiple_of=multiple_of)
         except Exception as error:  # noqa: BLE001 - the promise
             self._report("miss:error", error)
             return False
@@ -286,11 +345,33 @@ class Hook:
         except Exception as error:  # noqa: BLE001 - the promise
             self._report("dropped:error", error)
 
+    def _evaluated_quietly(self) -> None:
+        try:
+            self._capturer.evaluated(self.llm)
+        except Exception as error:  # noqa: BLE001 - the promise
+            self._report("dropped:error", error)
+
+    def _settle_quietly(self) -> None:
+        if self._excuse() is None:
+            try:
+                self._capturer.settle(self.llm)
+            except Exception as error:  # noqa: BLE001 - the promise
+                self._report("dropped:error", error)
+
     def _report(self, name: str, error: Exception) -> None:
         self._counters.count(name)
         log.warning(
             "the completion goes on without the store: %s", error, exc_info=not isinstance(error, PrefixStoreError)
         )
+
+
+def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator[Sequence[int]]:
+    """The tokens in batches of `step`, counted from their start and from each of the `stops`."""
+    for start, end in itertools.pairwise([0, *stops, len(tokens)]):
+        for i in range(start, end, step):
+            yield tokens[i : min(i + step, end)]
+    if not tokens:
+        yield tokens
 
 
 class _Replacement:

@@ -36,6 +36,8 @@ class Lineage:
         Positions below this were restored: their rows of ``llm.scores`` were not computed.
     gone
         Keys of pages that the context does not hold completely any more.
+    generation
+        Another one whenever tokens have left the lineage.
     """
 
     def __init__(self, namespace: bytes, page_tokens: int, capacity: int) -> None:
@@ -43,6 +45,7 @@ class Lineage:
         self.page_tokens = page_tokens
         self.n = 0
         self.unscored = 0
+        self.generation = 0
         self.gone: set[bytes] = set()
         self._tokens: Tokens = np.empty(capacity, "<i4")
         self._keys: list[bytes] = []
@@ -54,6 +57,7 @@ class Lineage:
 
     def rewind(self, n: int) -> None:
         """Keep the first `n` tokens."""
+        self.generation += n < self.n
         self.n = min(self.n, n)
         self.unscored = min(self.unscored, n)
         del self._keys[self.n // self.page_tokens :]

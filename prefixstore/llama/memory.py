@@ -20,7 +20,10 @@ import numpy as np
 from prefixstore.buffers import Lease
 from prefixstore.errors import ContextError
 
-__all__ = ["Memory", "kind_of", "page_tokens_for"]
+__all__ = ["KINDS", "Memory", "kind_of", "page_tokens_for"]
+
+KINDS = ("pages", "snapshots", "pages and snapshots")
+SHORT_PAGE = 64
 
 SEQUENCE = 0  # what Llama computes in
 SCRATCH = 1
@@ -33,21 +36,29 @@ _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 
 def kind_of(llm: llama_cpp.Llama) -> str:
-    """``"pages"``, or why no pages can be taken: ``"recurrent"``, ``"hybrid"``, ``"encoder"`` or ``"no_memory"``."""
+    """What is stored of a context: ``"pages"``, ``"snapshots"`` (recurrent) or ``"pages and snapshots"`` (hybrid).
+
+    Or why nothing is: ``"encoder"`` or ``"no_memory"``.
+    """
     model = llm._model.model
-    if llama_cpp.llama_model_is_recurrent(model):
-        return "recurrent"
-    if llama_cpp.llama_model_is_hybrid(model):
-        return "hybrid"
     if llama_cpp.llama_model_has_encoder(model):
         return "encoder"
     if not llama_cpp.llama_get_memory(llm._ctx.ctx):
         return "no_memory"
+    if llama_cpp.llama_model_is_recurrent(model):
+        return "snapshots"
+    if llama_cpp.llama_model_is_hybrid(model):
+        return "pages and snapshots"
     return "pages"
 
 
 def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
-    """The length of a page: as wanted, but no longer than the model's sliding window, whose rows it would lack."""
+    """The length of a page: as wanted, but no longer than the model's sliding window, whose rows it would lack.
+
+    Nor longer than `SHORT_PAGE` where snapshots hold the rows since the last boundary.
+    """
+    if kind_of(llm) == "pages and snapshots":
+        return min(wanted, SHORT_PAGE)
     window = int(llama_cpp.llama_model_n_swa(llm._model.model))
     return min(wanted, window) if window else wanted
 

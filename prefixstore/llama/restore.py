@@ -58,14 +58,17 @@ class Restorer:
         self._on_used = on_used
         self._min_tokens = min_tokens
 
-    def restore(self, llm: llama_cpp.Llama, tokens: Tokens, limit: int, *, always: bool = False) -> bool:
-        """Restore at most `limit` tokens of a prompt; with `always` even if computing them is faster.
+    def restore(
+        self, llm: llama_cpp.Llama, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1
+    ) -> bool:
+        """Restore at most `limit` tokens of a prompt, as many as a `multiple_of` this; with `always` even if slower.
 
         Returns
         -------
         bool
             Whether the prompt is in the store, and as much of it in the context now as the store has (up to `limit`).
         """
+        limit -= limit % multiple_of
         live, known = self.live_prefix(llm, tokens)
         try:
             path = self._engine.match(self._lineage.namespace, tokens, self._lineage.page_tokens)

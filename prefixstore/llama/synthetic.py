@@ -45,6 +45,8 @@ _SHARPNESS = 4.0  # spread of the attention scores: uniform attention would aver
 _ATTN_GAIN = 1.0  # what an attention (or recurrent) block adds to the stream ...
 _FFN_GAIN = 0.5  # ... and a feed-forward block
 
+WINDOWED = ("gemma3", "olmo2")
+
 _F16 = NDArray[np.float16]
 _F32 = NDArray[np.float32]
 
@@ -56,10 +58,10 @@ class Shape:
     Parameters
     ----------
     arch
-        Architecture, as llama.cpp calls it: ``"llama"``, ``"gemma3"``, ``"mamba"`` or ``"lfm2"``.
+        Architecture, as llama.cpp calls it: ``"llama"``, ``"gemma3"``, ``"olmo2"``, ``"mamba"`` or ``"lfm2"``.
     n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff
-        Sizes of the network. ``mamba`` has no heads and no feed-forward blocks; ``lfm2`` needs
-        ``n_head * head_dim == n_embd``. Keep `head_dim` a multiple of 32 for quantized KV caches.
+        Sizes of the network. ``mamba`` has no heads and no feed-forward blocks; ``lfm2`` and
+        ``olmo2`` need ``n_head * head_dim == n_embd``. Keep `head_dim` a multiple of 32 for quantized KV caches.
     n_vocab
         Rows of the embedding. Tokens beyond the trained ones are padding and never generated.
     n_trained
@@ -67,7 +69,8 @@ class Shape:
     n_ctx_train
         The context length that the metadata claims.
     sliding_window
-        Window of the sliding layers, 0 for none (``gemma3`` only: every sixth layer is a full one).
+        Window of the sliding layers, 0 for none (``gemma3``: every sixth layer is a full one; ``olmo2``: every
+        fourth).
     attn_every
         Every how many layers there is one with attention (``lfm2`` only: the others are convolutions).
     conv, d_state, dt_rank
@@ -99,10 +102,11 @@ class Shape:
 TINY: dict[str, Shape] = {
     "llama": Shape(),
     "gemma3": Shape("gemma3", n_layer=6, sliding_window=256, rope_freq_base=1e6, norm_eps=1e-6),
+    "olmo2": Shape("olmo2", n_layer=8, n_head=2, n_head_kv=1, sliding_window=128, rope_freq_base=5e5, norm_eps=1e-6),
     "mamba": Shape("mamba", n_head=0, n_head_kv=0, head_dim=0, n_ff=0),
     "lfm2": Shape("lfm2", n_layer=6, n_head=2, n_head_kv=1, conv=3, rope_freq_base=1e6),
 }
-"""One shape per kind of memory, each below 3 MB: full attention, sliding window, recurrent, hybrid."""
+"""Shapes for each kind of memory, all below 3 MB: full attention, sliding window (two), recurrent, hybrid."""
 
 DEMO = Shape(n_layer=16, n_embd=512, n_head=16, n_head_kv=8, head_dim=64, n_ff=1536, n_vocab=32000)
 """A Llama with 32 KiB of f16 KV per token (as Llama 3.2 1B), its prefill slow enough to be worth avoiding."""
@@ -174,12 +178,12 @@ def _check(shape: Shape) -> None:
         raise ValueError(f"unknown architecture {shape.arch!r}: not one of {', '.join(TINY)}")
     if shape.n_vocab < 512 or shape.n_trained < 512:
         raise ValueError("n_vocab and n_trained must be 512 at least: the 256 bytes, and then some words")
-    if shape.sliding_window and shape.arch != "gemma3":
+    if shape.sliding_window and shape.arch not in WINDOWED:
         raise ValueError(f"{shape.arch} has no sliding window")
     if shape.arch != "mamba" and (shape.n_head_kv < 1 or shape.n_head % shape.n_head_kv):
         raise ValueError(f"n_head={shape.n_head} is not a multiple of n_head_kv={shape.n_head_kv}")
-    if shape.arch == "lfm2" and shape.n_head * shape.head_dim != shape.n_embd:
-        raise ValueError("lfm2 needs n_head * head_dim == n_embd")
+    if shape.arch in ("lfm2", "olmo2") and shape.n_head * shape.head_dim != shape.n_embd:
+        raise ValueError(f"{shape.arch} needs n_head * head_dim == n_embd")
 
 
 class _Vocabulary(NamedTuple):
@@ -257,7 +261,7 @@ def _write_tokenizer(writer: Any, types: Any, vocabulary: _Vocabulary, n_vocab: 
 
 
 def _has_attention(shape: Shape, layer: int) -> bool:
-    return shape.arch in ("llama", "gemma3") or (shape.arch == "lfm2" and (layer + 1) % shape.attn_every == 0)
+    return shape.arch in ("llama", *WINDOWED) or (shape.arch == "lfm2" and (layer + 1) % shape.attn_every == 0)
 
 
 def _tensors(  # noqa: C901 - one branch a kind of block
@@ -298,7 +302,8 @@ def _tensors(  # noqa: C901 - one branch a kind of block
 
     for layer in range(shape.n_layer):
         block = f"blk.{layer}."
-        yield block + "attn_norm.weight", vector(n_embd)
+        if arch != "olmo2":  # which has norms behind its blocks only
+            yield block + "attn_norm.weight", vector(n_embd)
         if _has_attention(shape, layer):
             normalized = arch != "llama"  # queries and keys are, so that the sharpness goes into the norm
             yield block + "attn_q.weight", matrix(n_q, n_embd, 1.0 if normalized else _SHARPNESS)
@@ -306,8 +311,8 @@ def _tensors(  # noqa: C901 - one branch a kind of block
             yield block + "attn_v.weight", matrix(n_kv, n_embd)
             yield block + "attn_output.weight", to_stream(n_q, _ATTN_GAIN)
             if normalized:
-                yield block + "attn_q_norm.weight", vector(shape.head_dim, _SHARPNESS)
-                yield block + "attn_k_norm.weight", vector(shape.head_dim)
+                yield block + "attn_q_norm.weight", vector(n_q if arch == "olmo2" else shape.head_dim, _SHARPNESS)
+                yield block + "attn_k_norm.weight", vector(n_kv if arch == "olmo2" else shape.head_dim)
         elif arch == "lfm2":
             yield block + "shortconv.in_proj.weight", matrix(3 * n_embd, n_embd)
             yield block + "shortconv.conv.weight", normal(n_embd, shape.conv)
@@ -315,10 +320,11 @@ def _tensors(  # noqa: C901 - one branch a kind of block
         else:
             yield from _mamba_block(shape, block, normal, to_stream, rng)
             continue
-        if arch == "gemma3":
+        if arch in WINDOWED:
             yield block + "post_attention_norm.weight", vector(n_embd, _ATTN_GAIN)
             yield block + "post_ffw_norm.weight", vector(n_embd, _FFN_GAIN)
-        yield block + "ffn_norm.weight", vector(n_embd)
+        if arch != "olmo2":
+            yield block + "ffn_norm.weight", vector(n_embd)
         yield block + "ffn_gate.weight", matrix(shape.n_ff, n_embd)
         yield block + "ffn_up.weight", matrix(shape.n_ff, n_embd)
         yield block + "ffn_down.weight", to_stream(shape.n_ff, _FFN_GAIN)

@@ -19,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy as np
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.errors import StorageError
-from prefixstore.record import Buffer, Record, Usage, checksum
+from prefixstore.record import SNAPSHOT, Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 
@@ -162,6 +163,24 @@ class BackendContract:
                 assert list(snapshot.scan()) == [(key, record, usage)]
                 assert list(snapshot.payload_keys()) == [key]
                 assert snapshot.used.entries == 1
+
+    def test_snapshots_and_pages_without_bytes_come_back(self, tmp_path: Path) -> None:
+        """Where memory cannot be cut, pages hold tokens only, and a snapshot may have none of its own."""
+        with self.opened(tmp_path) as backend:
+            key, page = make_page(b"", [1, 2])
+            taken = replace(page, parent=key, start=2, tokens=b"", form=SNAPSHOT)
+            with backend.transaction() as transaction:
+                transaction.put_namespace(NAMESPACE, SETTINGS)
+                transaction.put(key, page, Usage(1), b"")
+                transaction.put(taken.key, taken, Usage(1), b"")
+            with backend.snapshot() as snapshot:
+                for one in (page, taken):
+                    assert snapshot.record(one.key) == one
+                    stored = snapshot.payload(one.key)
+                    assert stored is not None
+                    assert bytes(stored) == b""
+                assert {each: record for each, record, _ in snapshot.scan()} == {key: page, taken.key: taken}
+                assert set(snapshot.payload_keys()) == {key, taken.key}
 
     def test_a_second_put_replaces_the_first(self, tmp_path: Path) -> None:
         small, large = _payload(1, 10), _payload(2, 20_000)

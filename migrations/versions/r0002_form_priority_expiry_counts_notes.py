@@ -1,4 +1,4 @@
-"""Priority and expiry of pages; how many there are and what they weigh, so that nobody need count them; and notes."""
+"""Form, priority and expiry of pages; how many there are and what they weigh, so that nobody need count them; and notes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ down_revision = "0001"
 
 def upgrade() -> None:
     """Add columns and a table, and count what is there."""
+    op.add_column("prefixstore_pages", sa.Column("form", sa.SmallInteger(), nullable=False, server_default="0"))
     op.add_column("prefixstore_pages", sa.Column("priority", sa.SmallInteger(), nullable=False, server_default="0"))
     op.add_column("prefixstore_pages", sa.Column("expires", sa.BigInteger(), nullable=False, server_default="0"))
     op.add_column("prefixstore_meta", sa.Column("entries", sa.BigInteger(), nullable=False, server_default="0"))
