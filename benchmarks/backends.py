@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.common import alternate, load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from tests.postgres import server_url
+from prefixstore.backends import migrate
+from tests.postgres import private_server, server_program
 
 N_TOKENS = 4096
 ROUNDS = 11
@@ -28,8 +29,9 @@ def locations(directory: Path, stack: ExitStack) -> dict[str, tuple[str, dict[st
         "RAM tier over LMDB": (f"lmdb://{directory}/tiered", {"ram_bytes": "1GiB"}),
         "RAM tier over SQLite": (f"sqlite:///{directory}/tiered.db", {"ram_bytes": "1GiB"}),
     }
-    url = stack.enter_context(server_url())
-    if url is not None:
+    if server_program("initdb") is not None:
+        url = stack.enter_context(private_server()).url
+        migrate.upgrade(url)
         found["PostgreSQL"] = (url, {})
     return found
 
@@ -47,7 +49,7 @@ def run() -> dict[str, Any]:
         # what the writer does behind: pack, write, flush
         for _ in range(CAPTURES):
             for name, store in stores.items():
-                store.clear()
+                store.clear(everything=True)
                 taken = alternate({name: lambda store=store: (store.capture(llm), store.flush())}, 1, os.sync)
                 captures.setdefault(name, []).extend(taken[name])
 
@@ -92,7 +94,7 @@ def section(result: dict[str, Any]) -> list[str]:
         *paragraph(
             """Restore: the foreground's time. Capture: until all of it is durable (`flush()`), which happens behind.
             Speeds are relative to LMDB's in the same round; medians. PostgreSQL is a private server on this machine,
-            over TCP."""
+            behind a socket."""
         ),
         *table(["backend", "restore", "speed, of LMDB", "capture and flush", "speed, of LMDB"], rows),
     ]

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import conversation, generation, lookup, restore
+from benchmarks import (
+    agent,
+    architectures,
+    backends,
+    codecs,
+    conversation,
+    eviction,
+    generation,
+    lookup,
+    restore,
+    warming,
+)
 from benchmarks.tables import paragraph
 
 BENCHMARKS: dict[str, Any] = {
@@ -12,6 +23,12 @@ BENCHMARKS: dict[str, Any] = {
     "conversation": conversation,
     "lookup": lookup,
     "generation": generation,
+    "backends": backends,
+    "architectures": architectures,
+    "agent": agent,
+    "warming": warming,
+    "codecs": codecs,
+    "eviction": eviction,
 }
 
 

@@ -101,9 +101,12 @@ class PrefixStore:
     ram_bytes
         Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None for none.
     codec
-        ``"raw"``, ``"zstd"``, or ``"auto"``: zstd as long as it saves a tenth.
+        How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
+        apart, then zstd), or ``"auto"``, which looks at the first pages of a namespace, and again now and then: packed
+        if that saves a tenth, or if restores from this location are not slower for it.
     policy
-        Which pages go first when there is no room: ``"lru"``.
+        Which pages go first when there is no room, always those that no other depends on: ``"adaptive"``, which learns
+        from this process's prompts what comes back; ``"lru"``, ``"lfu"``, ``"longest_first"``, or ``"priority"``.
     priority
         Of the pages that this store writes, for the policy ``"priority"``: from -32768, which goes first, to 32767.
     read_only
@@ -145,7 +148,7 @@ class PrefixStore:
         ttl: float | str | timedelta | None = None,
         ram_bytes: int | str | None = None,
         codec: str = "auto",
-        policy: str = "lru",
+        policy: str = "adaptive",
         priority: int = 0,
         read_only: bool = False,
         write_behind: bool = True,

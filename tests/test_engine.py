@@ -572,7 +572,7 @@ def test_a_page_that_cannot_be_read_while_the_index_is_refreshed_is_not_forgotte
 def test_a_fault_in_the_store_itself_leaves_no_page_that_cannot_be_read():
     with store_of() as store:
 
-        def broken(raw):
+        def broken(namespace, raw):
             raise ZeroDivisionError
 
         encode, store.engine._committer._encode = store.engine._committer._encode, broken

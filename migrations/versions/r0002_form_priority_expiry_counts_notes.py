@@ -1,4 +1,4 @@
-"""Form, priority and expiry of pages; how many there are and what they weigh, so that nobody need count them; and notes."""
+"""Form, priority and expiry of pages; how many there are and what they weigh, so that nobody counts them; and notes."""
 
 from __future__ import annotations
 
