@@ -1,7 +1,8 @@
-"""``python -m benchmarks [NAME ...]``: run, print, and write the figures down."""
+"""``python -m benchmarks [NAME ...]``: run all, or those that are named; print, and write the figures down."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,25 @@ from benchmarks.common import machine, write_json
 from benchmarks.report import BENCHMARKS, markdown
 
 ROOT = Path(__file__).parent.parent
+LATEST = ROOT / "benchmarks" / "results" / "latest.json"
 
 
 def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         sys.exit(f"unknown: {', '.join(unknown)}; known are {', '.join(BENCHMARKS)}")
+    # figures of another machine are not put beside new ones
     results: dict[str, Any] = {"machine": machine()}
+    if names and LATEST.exists():
+        known = json.loads(LATEST.read_text())
+        if all(known["machine"][fact] == results["machine"][fact] for fact in ("cpu", "cores", "llama_cpp_python")):
+            results |= {name: figures for name, figures in known.items() if name in BENCHMARKS}
     for name in names or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
-    text = markdown(results)
-    print(text)
-    if not names:
-        write_json(results, ROOT / "benchmarks" / "results" / "latest.json")
-        (ROOT / "docs" / "benchmarks.md").write_text(text)
+        print("\n".join(BENCHMARKS[name].section(results[name])), flush=True)
+    write_json(results, LATEST)
+    (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ PAGE_TOKENS = 256
 N_PAGES = 16
 N_TOKENS = PAGE_TOKENS * N_PAGES
 # of what each codec is measured with: the pages again and again, or some of them
-MEASURED_BYTES = 32 << 20
+MEASURED_BYTES = 16 << 20
 ROUNDS = 7
 CORES = os.cpu_count() or 1
 NAMESPACE = b"n" * 16

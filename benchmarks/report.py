@@ -39,7 +39,8 @@ def markdown(results: dict[str, Any]) -> str:
         "# Benchmarks",
         "",
         *paragraph(
-            f"""Written by `make bench`; the same figures are in `benchmarks/results/latest.json`. Measured on
+            f"""Written by `make bench`, each section by the last run of its benchmark (`python -m benchmarks NAME` runs
+            one); the same figures are in `benchmarks/results/latest.json`. Measured on
             {machine["cpu"]}, {machine["cores"]} cores, {machine["system"]}, Python {machine["python"]},
             llama-cpp-python {machine["llama_cpp_python"]}, {machine["date"]}."""
         ),

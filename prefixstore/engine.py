@@ -17,7 +17,8 @@ from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.budget import Budget, Used
 from prefixstore.catalog import Catalog, NewPage
 from prefixstore.check import Violation, violations
-from prefixstore.commit import Committer, Encoder
+from prefixstore.commit import Committer
+from prefixstore.encoder import Encoder
 from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher
 from prefixstore.index import Page, Path
@@ -40,7 +41,8 @@ class Engine:
     policy
         The order of eviction.
     encode
-        Makes stored bytes of a state: ``state -> (codec number, stored bytes)``.
+        Makes stored bytes of a state: ``(namespace, state) -> (codec number, stored bytes)``. Hears from here
+        how fast the location is.
     counters
         Counts what happens.
     ttl
@@ -66,7 +68,7 @@ class Engine:
         self._budget = budget
         self._counters = counters
         self._catalog = Catalog(policy, counters)
-        self._fetcher = Fetcher(backend, self._catalog, counters)
+        self._fetcher = Fetcher(backend, self._catalog, counters, encode.pace)
         self._committer = Committer(backend, self._catalog, budget, encode, counters)
         # pages that were used, for a backend that keeps states at hand
         self._hot: dict[bytes, Page] = {}
@@ -110,9 +112,12 @@ class Engine:
             self._catalog.refresh(snapshot)
             return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
 
-    def fetching(self, pages: Sequence[Page]) -> AbstractContextManager[Iterator[memoryview]]:
-        """The verified states of `pages`, in order, valid until the block is left; see `Fetcher.fetching`."""
-        return self._fetcher.fetching(pages)
+    def fetching(self, pages: Sequence[Page], *, reuse: bool = False) -> AbstractContextManager[Iterator[memoryview]]:
+        """The verified states of `pages`, in order, valid until the block is left; with `reuse`, until the next one.
+
+        See `Fetcher.fetching`.
+        """
+        return self._fetcher.fetching(pages, reuse=reuse)
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and raw."""

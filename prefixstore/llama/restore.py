@@ -118,7 +118,7 @@ class Restorer:
         at = pages[0].start
         cut = False
         try:
-            with self._engine.fetching(pages) as states:
+            with self._engine.fetching(pages, reuse=True) as states:
                 for page, state in zip(pages, states, strict=False):
                     if not cut:
                         # not before there is something to put in its place
