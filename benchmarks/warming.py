@@ -198,7 +198,8 @@ def section(result: dict[str, Any]) -> list[str]:
         *paragraph(
             f"""Warming takes {result["small_ratio"]:.2f} of the time that the plain evaluation of these tokens takes on
             this model, and {met(result["demo_ratio"], 1.05, at_most=True)} on the one with 16 layers ({DEMO_PROMPTS} of
-            the prompts; medians of {ROUNDS} rounds, each beside its own plain one). Warming the same list again evaluates
+            the prompts; medians of {ROUNDS} rounds, each beside its own plain one). Warming the same list again
+            evaluates
             {result["again"]["evaluated"]} tokens and takes {result["again"]["seconds"]:.2f} s. Two jobs on
             one list evaluate {two[0]:,} and {two[1]:,} tokens, together
             {met(sum(two) / result["unique"], 1.1, at_most=True)} of the unique ones."""
