@@ -68,6 +68,8 @@ class Catalog:
         self.lock = threading.RLock()
         self._start_index()
         self.pending: dict[bytes, NewPage] = {}
+        # of the pending pages those that are in a transaction, or were until just now: they may be stored already
+        self.writing: set[bytes] = set()
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
         self.thinned: set[bytes] = set()
@@ -204,8 +206,8 @@ class Catalog:
         self.pending[new.page.key] = new
         self._policy.added(new.page)
         older = self.index.superseded_by(new.page)
-        if older is not None and older.is_leaf and older.key in self.pending:
-            # not written yet, and not needed any more
+        if older is not None and older.is_leaf and older.key in self.pending and older.key not in self.writing:
+            # not written yet, and not needed any more; what is written is deleted when the new page is
             self.forget(older.key)
         return True
 

@@ -60,6 +60,9 @@ class Committer:
                 for key in given_up:
                     catalog.lose(key)
             raise
+        finally:
+            with catalog.lock:
+                catalog.writing.difference_update(new.page.key for new in batch)
 
     def _commit(self, batch: Sequence[NewPage]) -> int:
         packed = [self._pack(new) for new in batch]
@@ -183,8 +186,11 @@ class Committer:
         with catalog.lock:
             if not catalog.is_pending(new):
                 return None  # forgotten since: superseded, or cleared
+            catalog.writing.add(page.key)
             older = catalog.index.superseded_by(page)
-            if older is not None and older.is_leaf and older.key not in catalog.pending:
+            # one that is being written by somebody else was: transactions take turns
+            is_stored_tail = older is not None and (older.key not in catalog.pending or older.key in catalog.writing)
+            if older is not None and older.is_leaf and is_stored_tail:
                 transaction.delete(older.key)
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)

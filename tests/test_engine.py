@@ -1051,3 +1051,26 @@ def test_expired_snapshots_are_not_found():
         path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
         path.pages[-1].expires = 1
         assert standing(store, tokens) == 8
+
+
+def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_next_commit():
+    class Interrupted(MemoryBackend):
+        """Something else happens between the end of a transaction and the moment when the catalog knows of it."""
+
+        happens = staticmethod(list)
+
+        def keep(self, key, tokens, state):
+            happens, self.happens = self.happens, list
+            happens()
+
+    backend = Interrupted()
+    with store_of(backend) as store:
+        longer = []
+        tail = store.announce([1, 2])
+        backend.happens = lambda: longer.extend(store.announce([1, 2, 3]))
+        assert store.engine.commit(tail) == 1
+        assert store.match([1, 2, 3]) == 3
+        assert store.engine.commit(longer) == 1
+        assert store.stored_keys() == {longer[0].page.key}
+        assert {*store.engine._catalog.index.pages} == store.stored_keys()
+        assert store.engine._catalog.writing == set()
