@@ -26,8 +26,8 @@ SYSTEMS, SYSTEM_TOKENS = 4, 300
 DOCUMENTS, DOCUMENT_TOKENS = 10, (150, 500)
 QUESTION_TOKENS = (20, 80)
 N_CTX = 2048
-ROUNDS = 3
-DEMO_PROMPTS = 40  # on the model of the other benchmarks
+ROUNDS = 2
+DEMO_PROMPTS = 8  # on the model of the other benchmarks
 # few layers, 4 KiB a token, and few tokens, whose scores the stock caches keep with every prompt: all together half a
 # million tokens are evaluated. One thread, so that a second one can write, and two jobs have a core each.
 MODEL = {"n_layer": 2, "n_vocab": 2048}
