@@ -6,7 +6,6 @@ prompt shares with any before it, it shares with the one just before it, and the
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -83,11 +82,17 @@ class Plan:
                 kept.setdefault(tokens.astype(">i4").tobytes(), where)
         self._keys: list[bytes] = []
         self._where: list[str] = []
+        self._ends: list[tuple[int, ...]] = []
         ordered = sorted(kept)
+        ends: list[int] = []
         for i, key in enumerate(ordered):
-            if i + 1 == len(ordered) or not ordered[i + 1].startswith(key):
-                self._keys.append(key)
-                self._where.append(kept[key])
+            if i + 1 < len(ordered) and ordered[i + 1].startswith(key):
+                ends.append(len(key) // TOKEN_BYTES)
+                continue
+            self._keys.append(key)
+            self._where.append(kept[key])
+            self._ends.append(tuple(ends))
+            ends = []
         self.shared = [0] * len(self._keys)
         for i in range(1, len(self._keys)):
             self.shared[i] = common_prefix(self._raw(i - 1), self._raw(i))
@@ -115,20 +120,21 @@ class Plan:
         """The number of nodes of the trie: what a walk evaluates that finds nothing stored."""
         return sum(self.length(i) - self.shared[i] for i in range(len(self)))
 
-    def branches(self) -> list[tuple[int, ...]]:
-        """For each prompt the positions, ascending, at which later prompts leave it, behind what the one before shares.
+    def stops(self, i: int, start: int, end: int) -> tuple[int, ...]:
+        """Positions of prompt `i` between `start` and `end`, ascending, at which other prompts leave it or end.
 
         A walk that cannot cut its context has to stop there, and keep what it has.
         """
-        result: list[tuple[int, ...]] = [()] * len(self)
-        open_at: list[int] = []  # descending towards the end of the list, so ascending from its start
-        for i in reversed(range(len(self))):
-            mine = bisect_right(open_at, self.shared[i])
-            result[i] = tuple(open_at[mine:])
-            del open_at[mine:]
-            if self.shared[i] and (not open_at or open_at[-1] < self.shared[i]):
-                open_at.append(self.shared[i])
-        return result
+        found = set(self._ends[i])
+        for others in (range(i + 1, len(self)), range(i - 1, -1, -1)):
+            common = end
+            for j in others:
+                # what is shared with a prompt further on is shared with all between
+                common = min(common, self.shared[j + (j < i)])
+                if common <= start:
+                    break
+                found |= {common, *(n for n in self._ends[j] if n <= common)}
+        return tuple(sorted(n for n in found if start < n < end))
 
     # -- dividing -----------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ __all__ = ["Progress", "Survey", "Walk"]
 POLL_SECONDS = 0.2
 # Between two looks at how much the store holds.
 BYTES_SECONDS = 0.5
+# Where snapshots are taken an evaluation ends with some, so it has as many batches as a signal can wait for.
+SNAPSHOT_BATCHES = 8
 # A page that a longer one has just replaced is gone when it is to be restored; then the longer one is found.
 ATTEMPTS = 3
 
@@ -118,6 +120,8 @@ def matcher(store: PrefixStore) -> Callable[[Tokens], Path]:
     if not isinstance(page_tokens, int):
         raise InvalidParameterError("the namespace of the store has no page_tokens")
     key, engine = namespace.key, store.engine
+    if "snapshots" in store.kind:
+        return lambda tokens: engine.match_snapshot(key, tokens, page_tokens, len(tokens))
     return lambda tokens: engine.match(key, tokens, page_tokens)
 
 
@@ -159,11 +163,14 @@ class Walk:
         self._match = matcher(self.store)
         self._namespace = self.store.namespace.key
         self.survey = Survey(self.store, self.plan)
-        self._branches = self.plan.branches() if self.store.kind != "pages" else None
+        # memory that cannot step back goes on from where it was kept, and from nowhere else
+        self._stops = "snapshots" in self.store.kind
         # rows that leave a sliding window are overwritten: their pages are taken before that
         self._forgets = not self.llm.context_params.swa_full
         self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch) if self._forgets else self.llm.n_batch
         self._page_tokens = int(str(self.store.namespace.settings["page_tokens"]))
+        if self._stops:
+            self._forgets, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
         self.interrupted = False
         self._finished = self._in_work = 0
         self._looked = 0.0
@@ -241,7 +248,7 @@ class Walk:
     def _note_stored(self, part: Part) -> None:
         if part.depth is None:
             for i in range(part.first, part.end):
-                self._visit(self.plan.tokens(i), ())
+                self._visit(i, self.plan.length(i))
                 self._note_done(i)
             self._keep(part, None)
 
@@ -249,12 +256,12 @@ class Walk:
 
     def _do(self, part: Part) -> None:
         if part.depth is not None:
-            self._visit(self.plan.tokens(part.first)[: part.depth], ())
+            self._visit(part.first, part.depth)
             return
         for i in range(part.first, part.end):
             if self._is_stopped():
                 return
-            self._visit(self.plan.tokens(i), self._branches[i] if self._branches is not None else ())
+            self._visit(i, self.plan.length(i))
             self._note_done(i)
 
     def _keep(self, part: Part, leases: Leases | None) -> None:
@@ -266,14 +273,16 @@ class Walk:
         if leases is not None:
             leases.release(self.name(part))
 
-    def _visit(self, tokens: Tokens, stops: tuple[int, ...]) -> None:
-        """Have all of these tokens stored; `stops` are positions to which the walk comes back without them."""
+    def _visit(self, i: int, depth: int) -> None:
+        """Have the first `depth` tokens of a prompt stored."""
+        tokens = self.plan.tokens(i)[:depth]
         path = self._match(tokens)
         if path.n_tokens == len(tokens):
             # as after a restore: whoever warms a prompt again wants it to stay
             self.store.engine.touch(self._namespace, path.pages)
             return
         at = self._restore(tokens, path.n_tokens)
+        stops = self.plan.stops(i, at, depth) if self._stops else ()
         while at < len(tokens) and not self._is_stopped():
             end = self._end_of_batch(at, len(tokens), stops)
             self.llm.eval(tokens[at:end].tolist())

@@ -64,18 +64,18 @@ def test_a_prompt_that_another_begins_with_is_not_kept(prompts):
         assert [other[: len(tokens)] for other in kept].count(tokens) == 1
 
 
-@given(PROMPTS)
-def test_branches_are_where_later_prompts_leave_a_prompt(prompts):
+@given(PROMPTS, st.integers(0, 6), st.integers(1, 12))
+def test_stops_are_where_other_prompts_leave_a_prompt_or_end(prompts, start, end):
     made = plan_of(prompts)
-    rows = [made.tokens(i) for i in range(len(made))]
 
-    def common(i, j):
-        n = min(len(rows[i]), len(rows[j]))
-        return int(np.argmin([*(rows[i][:n] == rows[j][:n]), False]))
+    def common(one, other):
+        n = min(len(one), len(other))
+        return int(np.argmin([*(one[:n] == other[:n]), False]))
 
-    for i, found in enumerate(made.branches()):
-        later = {common(i, j) for j in range(i + 1, len(rows))}
-        assert found == tuple(sorted(depth for depth in later if depth > made.shared[i]))
+    for i in range(len(made)):
+        row = made.tokens(i)
+        shared = {common(row, as_tokens(other)) for other in prompts}
+        assert made.stops(i, start, end) == tuple(sorted(n for n in shared if start < n < min(end, len(row))))
 
 
 def test_tokens_are_in_the_order_of_their_numbers():
@@ -134,4 +134,4 @@ def test_a_conversation_that_branches_at_every_turn_has_few_parts():
 
 def test_nothing_at_all_is_no_work():
     made = plan_of([])
-    assert (made.parts(), made.unique_tokens, made.branches()) == ([], 0, [])
+    assert (made.parts(), made.unique_tokens) == ([], 0)

@@ -139,16 +139,17 @@ def test_it_restores_even_where_computing_is_faster(llama, tmp_path):
         assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
 
 
-def test_where_a_context_cannot_be_cut_branches_are_kept_as_it_passes_them(llama, tmp_path, monkeypatch):
-    # as it will be for recurrent models: a store that has whole states, at the positions where it was told to
-    llm = llama()
-    captured = []
-    with PrefixStore(tmp_path, llm) as store:
-        monkeypatch.setattr(PrefixStore, "kind", "snapshots")
-        capture = store.capture
-        monkeypatch.setattr(store, "capture", lambda: captured.append(llm.n_tokens) or capture())
-        assert warm(llm, store, PROMPTS).evaluated_tokens == UNIQUE
-    assert {700, 333} <= set(captured)
+@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
+@pytest.mark.usefixtures("small_parts")
+def test_where_memory_cannot_step_back_it_is_kept_where_prompts_branch_and_end(llama, tmp_path, arch):
+    llm = llama(arch)
+    prompts = [*PROMPTS, PROMPTS[0][:500], PROMPTS[0][:900]]
+    with PrefixStore(tmp_path, llm, max_snapshots=64) as store:
+        report = warm(llm, store, prompts)
+        assert report.unique_tokens == report.evaluated_tokens == UNIQUE
+        assert report.unstored == ()
+        assert holds_all(store, prompts)
+        assert warm(llm, store, prompts).evaluated_tokens == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
