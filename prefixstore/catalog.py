@@ -164,23 +164,7 @@ class Catalog:
             page.last_used = max(page.last_used, usage.last_used)
             page.pinned, page.priority, page.expires = usage.pinned, usage.priority, usage.expires
         else:
-            page = Page(
-                key,
-                record.parent,
-                record.namespace,
-                record.start,
-                record.tokens,
-                record.raw_bytes,
-                record.stored_bytes,
-                record.compute_us,
-                record.created,
-                usage.last_used,
-                usage.hits,
-                usage.pinned,
-                usage.priority,
-                usage.expires,
-                form=record.form,
-            )
+            page = Page.stored(key, record, usage)
             if not self.index.add(page):
                 return False
         if key not in self.pending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ from prefixstore.backends.base import Backend, Transaction
 from prefixstore.budget import Budget
 from prefixstore.catalog import Catalog, NewPage
 from prefixstore.codec import decode
+from prefixstore.encoder import Encoder
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.record import Buffer, Record, Usage, checksum
 from prefixstore.room import Room
@@ -21,7 +22,6 @@ __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
 
-Encoder: TypeAlias = Callable[[bytes, Buffer], tuple[int, Buffer]]
 Packed: TypeAlias = tuple[NewPage, Record, Buffer]
 
 ATTEMPTS = 4

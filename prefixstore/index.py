@@ -11,7 +11,7 @@ from itertools import chain, islice
 import numpy as np
 
 from prefixstore.boundaries import TOKEN_BYTES, Tokens, common_prefix
-from prefixstore.record import PAGE, SNAPSHOT
+from prefixstore.record import PAGE, SNAPSHOT, Record, Usage
 
 __all__ = ["Index", "Page", "Path"]
 
@@ -72,6 +72,27 @@ class Page:
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
     snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
+        """The node of a page that a backend has."""
+        return cls(
+            key,
+            record.parent,
+            record.namespace,
+            record.start,
+            record.tokens,
+            record.raw_bytes,
+            record.stored_bytes,
+            record.compute_us,
+            record.created,
+            usage.last_used,
+            usage.hits,
+            usage.pinned,
+            usage.priority,
+            usage.expires,
+            form=record.form,
+        )
 
     @property
     def n_tokens(self) -> int:

@@ -136,23 +136,7 @@ class Intake:
     def _put(self, transaction: Transaction, entry: Entry) -> str:
         """Write one page; what became of it, as a field of `Moved`."""
         record, usage = entry.record, entry.usage
-        page = Page(
-            entry.key,
-            record.parent,
-            record.namespace,
-            record.start,
-            record.tokens,
-            record.raw_bytes,
-            record.stored_bytes,
-            record.compute_us,
-            record.created,
-            usage.last_used,
-            usage.hits,
-            usage.pinned,
-            usage.priority,
-            usage.expires,
-            form=record.form,
-        )
+        page = Page.stored(entry.key, record, usage)
         with self._catalog.lock:
             index = self._catalog.index
             if page.key in index or index.covers(page):
