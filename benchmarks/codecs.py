@@ -192,7 +192,7 @@ class Restores:
         memory = Memory(self.llm)
         memory.cut(0)
         started = time.perf_counter()
-        with engine._fetcher.fetching(path.pages, reuse=True) as states:
+        with engine._fetcher.fetching(path.pages, streamed=True) as states:
             taken = [memory.load(state, page.n_tokens) for page, state in zip(path.pages, states, strict=True)]
         memory.cut(N_TOKENS)
         assert taken == [True] * N_PAGES

@@ -13,7 +13,7 @@ from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameter
 from prefixstore.packing import PACKINGS
 from prefixstore.record import Buffer, Record, checksum
 
-__all__ = ["CODECS", "decode", "decode_into", "pick", "verify"]
+__all__ = ["CODECS", "decode", "decode_into", "inspect", "pick", "verify", "verify_checksum"]
 
 CODECS = {name: packing.number for name, packing in PACKINGS.items()}
 _BY_NUMBER = {packing.number: packing for packing in PACKINGS.values()}
@@ -43,21 +43,14 @@ def pick(codec: str) -> Encoder:
     return FixedCodec(name, int(level))
 
 
-def verify(record: Record, stored: Buffer) -> memoryview:
-    """The stored bytes, of which is known now that they are those written, and as large unpacked as the record says.
+def inspect(record: Record, stored: Buffer) -> memoryview:
+    """The stored bytes, which are as many as were written, and as many unpacked: all of `verify` but the checksum.
 
-    Raises
-    ------
-    CorruptError
-        If they are not.
-    IncompatibleError
-        If this version does not know the codec.
+    Raises as `verify` does.
     """
     view = memoryview(stored)
     if len(view) != record.stored_bytes:
         raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} written")
-    if checksum(view) != record.checksum:
-        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
     packing = _BY_NUMBER.get(record.codec)
     if packing is None:
         raise IncompatibleError(f"page {record.key.hex()}: codec {record.codec} is unknown to this version; upgrade it")
@@ -68,6 +61,27 @@ def verify(record: Record, stored: Buffer) -> memoryview:
     if claimed != record.raw_bytes:
         raise CorruptError(f"page {record.key.hex()}: {claimed} bytes of state, {record.raw_bytes} written")
     return view
+
+
+def verify(record: Record, stored: Buffer) -> memoryview:
+    """The stored bytes, of which is known now that they are those written, and as large unpacked as the record says.
+
+    Raises
+    ------
+    CorruptError
+        If they are not.
+    IncompatibleError
+        If this version does not know the codec.
+    """
+    view = inspect(record, stored)
+    verify_checksum(record, view)
+    return view
+
+
+def verify_checksum(record: Record, view: memoryview) -> None:
+    """Raise `CorruptError` if the stored bytes are not those written."""
+    if checksum(view) != record.checksum:
+        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
 
 
 def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: Buffers) -> None:

@@ -16,10 +16,12 @@ from prefixstore.record import Buffer
 
 __all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadPace", "choose", "encode"]
 
-# a codec that saves this share of the bytes is worth its time
-WORTH = 0.10
-# one that saves less must not make restores slower, and save this much
+# a codec must save this share of the bytes
 LEAST = 0.02
+# and restores must keep this share of the speed of raw ones, by an estimate that is high by 0.05-0.1
+SLOWEST = 0.8
+# seconds a byte as long as nothing was read: a local file, in memory already
+FASTEST = 3e-11
 # of two that save about the same, the faster one
 CLOSE = 0.01
 # threads that unpack for one restore
@@ -75,13 +77,13 @@ class Figures:
         """The share of the bytes that need not be stored."""
         return 1 - self.stored_bytes / max(self.raw_bytes, 1)
 
-    def slows(self, pace: float) -> bool:
-        """Whether a restore takes longer than that of raw pages, if a stored byte is read in `pace` seconds.
+    def speed(self, pace: float) -> float:
+        """How fast a restore is, relative to that of raw pages, if a stored byte is read in `pace` seconds.
 
         Reading and unpacking add up: pages that are read at the same time wait for the same disk, and for the same
         cores. Measured with a cold file on 2 cores: 0.81 by this estimate, 0.70-0.74 by the clock.
         """
-        return self.stored_bytes * pace + self.seconds / UNPACKERS > self.raw_bytes * pace
+        return self.raw_bytes * pace / max(self.stored_bytes * pace + self.seconds / UNPACKERS, 1e-12)
 
 
 def choose(figures: Mapping[str, Figures], pace: float | None) -> str:
@@ -94,11 +96,8 @@ def choose(figures: Mapping[str, Figures], pace: float | None) -> str:
     pace
         None if nothing was read yet.
     """
-    good = {
-        name: figure
-        for name, figure in figures.items()
-        if figure.saves >= WORTH or (figure.saves >= LEAST and pace is not None and not figure.slows(pace))
-    }
+    pace = FASTEST if pace is None else pace
+    good = {name: figure for name, figure in figures.items() if figure.saves >= LEAST and figure.speed(pace) >= SLOWEST}
     most = max((figure.saves for figure in good.values()), default=0.0)
     close = [name for name, figure in good.items() if figure.saves >= most - CLOSE]
     return min(close, key=lambda name: good[name].seconds, default="raw")
@@ -136,8 +135,8 @@ class FixedCodec(Encoder):
 class AutoCodec(Encoder):
     """Looks at the first pages of each namespace, and again now and then, and takes the codec that is worth it.
 
-    It compresses if that saves a tenth of the bytes, or if a restore from this location is not slower for it. The pace
-    of the location may change between two looks: it counts for every page.
+    It compresses where restores from this location are hardly slower for it: not where pages lie in a local file that
+    the system keeps in memory. The pace of the location may change between two looks: it counts for every page.
     """
 
     LOOK = 2

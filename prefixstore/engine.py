@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from prefixstore.check import Violation, violations
 from prefixstore.commit import Committer
 from prefixstore.encoder import Encoder
 from prefixstore.eviction import Policy
-from prefixstore.fetch import Fetcher
+from prefixstore.fetch import Fetcher, States
 from prefixstore.index import Page, Path
 from prefixstore.namespace import Namespace
 from prefixstore.snapshots import thin
@@ -112,12 +112,9 @@ class Engine:
             self._catalog.refresh(snapshot)
             return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
 
-    def fetching(self, pages: Sequence[Page], *, reuse: bool = False) -> AbstractContextManager[Iterator[memoryview]]:
-        """The verified states of `pages`, in order, valid until the block is left; with `reuse`, until the next one.
-
-        See `Fetcher.fetching`.
-        """
-        return self._fetcher.fetching(pages, reuse=reuse)
+    def fetching(self, pages: Sequence[Page], *, streamed: bool = False) -> AbstractContextManager[States]:
+        """The verified states of `pages`, in order: see `Fetcher.fetching`."""
+        return self._fetcher.fetching(pages, streamed=streamed)
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and raw."""

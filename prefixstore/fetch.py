@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 
 from prefixstore.backends.base import Backend
@@ -13,11 +13,79 @@ from prefixstore.encoder import ReadPace
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.index import Page
 from prefixstore.read_ahead import ReadAhead, Readers
+from prefixstore.read_along import ReadAlong
 from prefixstore.stats import Counters
 
-__all__ = ["Fetcher"]
+__all__ = ["Fetcher", "States"]
 
 log = logging.getLogger("prefixstore")
+
+
+class States(Iterator[memoryview]):
+    """The states of some pages, in order, up to the first that is gone or damaged.
+
+    Streamed, a state may be given out before its checksum is known; asking for the next one, or for `verified`, waits
+    for it.
+
+    Parameters
+    ----------
+    pages
+        What is wanted.
+    at_hand
+        States that need not be read.
+    reader
+        Reads the others.
+    give_up
+        Called with the page that ends it, and why: the error, or None for a page that is gone.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        at_hand: Mapping[bytes, memoryview],
+        reader: ReadAhead | ReadAlong,
+        give_up: Callable[[Page, StorageError | None], None],
+    ) -> None:
+        self._pages = pages
+        self._at_hand = at_hand
+        self._reader = reader
+        self._give_up = give_up
+        self._n_given = 0
+        self._n_verified = 0
+        self._ended = False
+
+    def __next__(self) -> memoryview:
+        if self.verified() == len(self._pages) or self._ended:
+            raise StopIteration
+        page = self._pages[self._n_given]
+        error = None
+        try:
+            state = self._at_hand[page.key] if page.key in self._at_hand else self._reader.next()
+        except StorageError as raised:
+            state, error = None, raised
+        if state is None:
+            self._end(page, error)
+            raise StopIteration
+        self._n_given += 1
+        return state
+
+    def verified(self) -> int:
+        """How many of those given out are what was written; if it is not all of them, the last one is not."""
+        if self._n_verified < self._n_given and not self._ended:
+            try:
+                self._reader.settle()
+                self._n_verified = self._n_given
+            except StorageError as error:
+                self._end(self._pages[self._n_verified], error)
+        return self._n_verified
+
+    def close(self) -> None:
+        """No state is given out any more."""
+        self._ended = True
+
+    def _end(self, page: Page, error: StorageError | None) -> None:
+        self._ended = True
+        self._give_up(page, error)
 
 
 class Fetcher:
@@ -45,11 +113,12 @@ class Fetcher:
         self._readers.close()
 
     @contextmanager
-    def fetching(self, pages: Sequence[Page], *, reuse: bool = False) -> Iterator[Iterator[memoryview]]:
+    def fetching(self, pages: Sequence[Page], *, streamed: bool = False) -> Iterator[States]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
-        A state is valid until the block is left; with `reuse`, until the next one is asked for: pages that must be
-        unpacked are faster so, since their buffers are used again.
+        A state is valid until the block is left. With `streamed`, until the next one is asked for, and it may turn out
+        then, or from `States.verified`, that it is not what was written: whoever can take back what he did with it
+        gets it sooner so, and buffers are used again.
 
         Raises
         ------
@@ -62,9 +131,13 @@ class Fetcher:
             with self._backend.snapshot() as snapshot:
                 at_hand = self._at_hand(pages, held)
                 stored = [page for page in pages if page.key not in at_hand]
-                ahead = ReadAhead(self._readers, snapshot, stored, self._pace, reuse=reuse)
+                reader: ReadAhead | ReadAlong
+                if streamed and all(page.stored_bytes == page.raw_bytes for page in stored):
+                    reader = ReadAlong(self._readers, snapshot, stored, self._pace)
+                else:
+                    reader = ReadAhead(self._readers, snapshot, stored, self._pace, streamed=streamed)
                 # states outlive their iterator: buffers go back when the block is left
-                with closing(ahead), closing(self._states(pages, at_hand, ahead)) as states:
+                with closing(reader), closing(States(pages, at_hand, reader, self._give_up)) as states:
                     yield states
         finally:
             for lease in held.values():
@@ -83,22 +156,10 @@ class Fetcher:
                 at_hand[page.key] = state
         return at_hand
 
-    def _states(
-        self, pages: Sequence[Page], at_hand: Mapping[bytes, memoryview], ahead: ReadAhead
-    ) -> Generator[memoryview, None, None]:
-        for page in pages:
-            try:
-                state = at_hand[page.key] if page.key in at_hand else ahead.next()
-            except StorageError as error:
-                self._give_up(page, error)
-                return
-            if state is None:
-                self._counters.count("unreadable:vanished")
-                return
-            yield state
-
-    def _give_up(self, page: Page, error: StorageError) -> None:
-        if isinstance(error, CorruptError):
+    def _give_up(self, page: Page, error: StorageError | None) -> None:
+        if error is None:
+            self._counters.count("unreadable:vanished")
+        elif isinstance(error, CorruptError):
             log.warning("a damaged page is removed: %s", error)
             self._counters.count("unreadable:corrupt")
             with self._catalog.lock:

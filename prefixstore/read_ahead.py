@@ -21,7 +21,7 @@ from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.index import Page
 from prefixstore.record import Buffer, Record
 
-__all__ = ["ReadAhead", "Readers"]
+__all__ = ["ReadAhead", "Readers", "compare", "fetched"]
 
 # of all restores that go on at a time; they are started as they are needed
 THREADS = 64
@@ -47,9 +47,15 @@ class Readers:
         self.threads.shutdown()
 
 
-def _fetch(snapshot: Snapshot, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
+def fetched(snapshot: Snapshot, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
     """As `Snapshot.fetch`; nothing happens before the first is asked for, and it can be closed."""
     yield from snapshot.fetch(keys)
+
+
+def compare(page: Page, record: Record) -> None:
+    """The hash nominated a page; its tokens prove it. Raises `CorruptError`."""
+    if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
+        raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
 
 
 class ReadAhead:
@@ -65,24 +71,24 @@ class ReadAhead:
         What is wanted, in this order.
     pace
         Is told how fast stored bytes were read.
-    reuse
+    streamed
         A state is valid until the next one is asked for only, and its buffer used again; otherwise until `close`.
     """
 
     def __init__(
-        self, readers: Readers, snapshot: Snapshot, pages: Sequence[Page], pace: ReadPace, *, reuse: bool
+        self, readers: Readers, snapshot: Snapshot, pages: Sequence[Page], pace: ReadPace, *, streamed: bool
     ) -> None:
         self._buffers = readers.buffers
         self._pace = pace
         self._pages = iter(pages)
-        self._fetched = _fetch(snapshot, [page.key for page in pages])
+        self._fetched = fetched(snapshot, [page.key for page in pages])
         self._turn = Lock()
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
         # a page for each of them, and one that is in use
         self._room = Semaphore(n_workers + 1)
         # in the order of the pages; whoever takes a page promises its state, or the error
         self._promised: SimpleQueue[Future[_State | None]] = SimpleQueue()
-        self._reuse = reuse
+        self._streamed = streamed
         self._in_use: list[Lease] = []
         self._n_taken = 0
         self._ended = False
@@ -109,12 +115,15 @@ class ReadAhead:
         StorageError
             If the page cannot be had. There is no next page after this, nor after None.
         """
-        if self._reuse:
+        if self._streamed:
             self._give_back()
         if self._n_taken:
             # of the state before: whoever asks for the next one is done with it
             self._room.release()
         return self._take(self._promised.get().result())
+
+    def settle(self) -> None:
+        """Return when the state that `next` returned last is verified: it was before."""
 
     def _take(self, state: _State | None) -> memoryview | None:
         self._n_taken += 1
@@ -151,9 +160,7 @@ class ReadAhead:
                 promise.set_exception(error)
 
     def _decode(self, page: Page, record: Record, payload: Buffer, seconds: float) -> _State:
-        # the hash nominated it; the tokens prove it
-        if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
-            raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
+        compare(page, record)
         started = time.perf_counter()
         view = verify(record, payload)
         # where the location is mapped into memory, it is the checksum that reads

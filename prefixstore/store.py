@@ -103,7 +103,8 @@ class PrefixStore:
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
         apart, then zstd), or ``"auto"``, which looks at the first pages of a namespace, and again now and then: packed
-        if that saves a tenth, or if restores from this location are not slower for it.
+        where restores from this location are hardly slower for it (a slow disk, a server), raw in a local file that
+        memory has room for.
     policy
         Which pages go first when there is no room, always those that no other depends on: ``"adaptive"``, which learns
         from this process's prompts what comes back; ``"lru"``, ``"lfu"``, ``"longest_first"``, or ``"priority"``.

@@ -205,7 +205,7 @@ class Small(Machine):
 
 class SmallMemory(Small):
     budget = Budget(4 * ENTRY_BYTES + 6000, max_entries=6)
-    codec = "auto"
+    codec = "planes"
 
 
 class LMDB(Machine):

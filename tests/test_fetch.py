@@ -155,12 +155,12 @@ def workers(request, monkeypatch):
 # -- what comes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codecs", [MIXED, ["raw"] * 6, ["planes"] * 20, ["zstd"], []], ids=len)
-def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, reuse):
+def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed):
     with store_of(codecs) as store:
         for _ in range(3):
-            assert store.fetch(reuse=reuse) == len(codecs)
+            assert store.fetch(streamed=streamed) == len(codecs)
         assert store.counters.group("unreadable") == {}
         assert store.backend.fetches_closed == (3 if codecs else 0)
 
@@ -168,15 +168,15 @@ def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, reuse):
 def test_states_are_there_until_the_block_is_left(workers):
     with store_of(MIXED) as store, store.fetcher.fetching(store.pages) as states:
         all_of_them = list(states)
-        with store.fetcher.fetching(store.pages, reuse=True) as others:
+        with store.fetcher.fetching(store.pages, streamed=True) as others:
             assert len(list(others)) == len(MIXED)
         assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
 
 
-def test_with_reuse_a_few_buffers_are_enough(workers):
+def test_streamed_a_few_buffers_are_enough(workers):
     with store_of(["planes"] * 30) as store:
         most = 0
-        with store.fetcher.fetching(store.pages, reuse=True) as states:
+        with store.fetcher.fetching(store.pages, streamed=True) as states:
             for _ in states:
                 most = max(most, store.leased)
         # a page for each worker, one that is in use, and what each worker needs to unpack
@@ -210,7 +210,7 @@ def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
     with store_of(["zstd"] * 20) as store:
         read = []
         store.backend.before = read.append
-        with store.fetcher.fetching(store.pages, reuse=True) as states:
+        with store.fetcher.fetching(store.pages, streamed=True) as states:
             for i, _ in enumerate(states):
                 time.sleep(0.01)
                 assert len(read) <= i + 1 + workers
@@ -354,14 +354,14 @@ class EnoughError(Exception):
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3, 10])
-@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("slow", [0.0, 0.01])
 @pytest.mark.parametrize("end", [None, EnoughError])
-def test_whoever_leaves_early_leaves_nothing_running(workers, taken, reuse, slow, end):
+def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, slow, end):
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(slow)
         expected = pytest.raises(end) if end else nullcontext()
-        with expected, store.fetcher.fetching(store.pages, reuse=reuse) as states:
+        with expected, store.fetcher.fetching(store.pages, streamed=streamed) as states:
             for i in range(taken):
                 assert bytes(next(states)) == state_of(i)
             if end:
@@ -382,7 +382,8 @@ def test_many_threads_restore_at_the_same_time(workers):
             try:
                 for turn in range(10):
                     n = (seed + turn) % (len(MIXED) + 1)
-                    with store.fetcher.fetching(store.pages[:n] if n else store.pages, reuse=bool(turn % 2)) as states:
+                    pages = store.pages[:n] if n else store.pages
+                    with store.fetcher.fetching(pages, streamed=bool(turn % 2)) as states:
                         for i, state in enumerate(states):
                             assert bytes(state) == state_of(i)
                             if i == seed % 7:

@@ -19,7 +19,7 @@ backends.location backends.base backends.memory backends.tiered backends.lmdb_en
 backends.lmdb
 backends.sql_schema backends.sql_revisions backends.sql_engine backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
-catalog read_ahead fetch room commit check engine writer purge admin intake transfer
+catalog read_ahead read_along fetch room commit check engine writer purge admin intake transfer
 llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.stops
 llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
 llama.place llama.whole llama.states llama.portable

@@ -118,8 +118,10 @@ class Restorer:
         at = pages[0].start
         cut = False
         try:
-            with self._engine.fetching(pages, reuse=True) as states:
+            with self._engine.fetching(pages, streamed=True) as states:
                 for page, state in zip(pages, states, strict=False):
+                    # that there is a next state says that those before it are what was written
+                    at = page.start
                     if not cut:
                         # not before there is something to put in its place
                         self._memory.cut(at)
@@ -129,10 +131,13 @@ class Restorer:
                         self._counters.count("unreadable:refused")
                         break
                     loaded.append(page)
-                    at = page.end
+                # the last one was loaded while it was verified
+                loaded = loaded[: states.verified()]
+                at = loaded[-1].end if loaded else pages[0].start
         except StorageError as error:
             log.warning("a restore ended early: %s", error)
             self._counters.count("unreadable:unavailable")
+            loaded = [page for page in loaded if page.end <= at]
         finally:
             if cut:
                 self._settle(llm, prompt[:at])
