@@ -179,8 +179,10 @@ def _cut(place: Place, whole: WholeState, n: int, end: int) -> bytearray | None:
     try:
         blob = parse_context(whole.state)
     except CorruptError:
+        if not _is_taken(place, whole):
+            raise
         # nobody knows how to cut it
-        return bytearray(whole.state) if n == end and _is_taken(place, whole) else None
+        return bytearray(whole.state) if n == end else None
     if place.architecture not in (None, blob.architecture):
         raise CorruptError(f"it is the state of a model of the architecture {blob.architecture!r}")
     if place.memory is not None and not place.memory.fits_whole(whole.state, blob, end):
