@@ -193,7 +193,7 @@ class Restores:
         memory.cut(0)
         started = time.perf_counter()
         with engine._fetcher.fetching(path.pages, streamed=True) as states:
-            taken = [memory.load(state, page.n_tokens) for page, state in zip(path.pages, states, strict=True)]
+            taken = [memory.load(state) for state in states]
         memory.cut(N_TOKENS)
         assert taken == [True] * N_PAGES
         return time.perf_counter() - started

@@ -30,7 +30,7 @@ class Stats:
     unreadable
         Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"incompatible"`` (a newer version wrote it, or packed it; it is kept), ``"unavailable"``,
-        ``"refused"`` (by llama.cpp).
+        ``"shape"`` (their bytes fit their checksum, and are not a state of this context), ``"refused"`` (by llama.cpp).
     tokens_restored, tokens_computed
         Tokens put back from the store, and tokens that went through ``eval``.
     pages_captured, snapshots_captured

@@ -95,9 +95,10 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
         taken[0].release()
         memory.cut(0)
         for forged, n in ((state, 255), (state[:10], 256), (b"", 256), (state[:-1], 256), (state + b"x", 256)):
-            assert not memory.load(memoryview(forged), n)
+            assert not memory.fits(memoryview(forged), 0, n)
         memory.cut(0)
-        assert memory.load(memoryview(state), 256)
+        assert memory.fits(memoryview(state), 0, 256)
+        assert memory.load(memoryview(state))
 
 
 def test_a_restore_that_loses_to_computing_is_not_done(llama):

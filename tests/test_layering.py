@@ -20,8 +20,8 @@ backends.lmdb
 backends.sql_schema backends.sql_revisions backends.sql_engine backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
 catalog read_ahead read_along fetch room commit check engine writer purge admin intake transfer
-llama llama.synthetic llama.pace llama.memory llama.fingerprint llama.blob llama.parse llama.borders llama.stops
-llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
+llama llama.synthetic llama.pace llama.blob llama.parse llama.shape llama.memory llama.fingerprint llama.borders
+llama.stops llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
 llama.place llama.whole llama.states llama.portable
 llama.prompt llama.vocabulary
 store config leases plan prompts walk warming estimate verify bench

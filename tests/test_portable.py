@@ -570,7 +570,7 @@ def test_a_sound_payload_with_other_bytes_than_a_state_is_a_miss(llm_of, store, 
         faulty.setattr(store._engine, "fetching", zeros)
         assert evaluated(llm, lambda: answer(llm, tokens, 1)) == len(tokens)
     assert store.stats().misses == {"not_found": 1, "unreadable": 1}
-    assert store.stats().unreadable == {"refused": 1}
+    assert store.stats().unreadable == {"shape": 1}
 
 
 def test_a_page_that_is_gone_ends_a_restore_before_it(llm_of, store, monkeypatch):
@@ -604,7 +604,7 @@ def test_pages_of_another_shape_end_a_restore_before_them(llm_of, store, monkeyp
     assert store.match(prompt(600)).n_tokens == 600
     llm = llm_of("llama", store)
     assert evaluated(llm, lambda: answer(llm, prompt(600), 1)) == 600 - 256
-    assert store.stats().unreadable == {"refused": 1}
+    assert store.stats().unreadable == {"shape": 1}
 
 
 def test_an_unexpected_exception_does_not_reach_a_completion(llm_of, store, monkeypatch, caplog):

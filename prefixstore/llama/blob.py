@@ -94,10 +94,13 @@ class Recurrent:
         Of the last token it holds; -1 if it is empty.
     data
         All of it, as written.
+    heads
+        Of its tensors: types and sizes, as written.
     """
 
     position: int
     data: memoryview
+    heads: bytes
 
 
 @dataclass(frozen=True, slots=True)

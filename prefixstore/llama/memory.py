@@ -8,8 +8,8 @@ sequence 1, whose cells are then given to sequence 0. Tags change, tensors do no
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import struct
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,9 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import Lease
-from prefixstore.errors import ContextError
+from prefixstore.errors import ContextError, CorruptError
+from prefixstore.llama.blob import Blob, Buffer
+from prefixstore.llama.shape import Shape, shape_of, shape_of_sequence
 
 __all__ = ["KINDS", "Memory", "kind_of", "page_tokens_for"]
 
@@ -28,9 +30,6 @@ SHORT_PAGE = 64
 SEQUENCE = 0  # what Llama computes in
 SCRATCH = 1
 END = -1
-
-# magic, sequence id, number of streams, cells of the first stream
-STATE_HEADER = struct.Struct("<IIII")
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
@@ -72,12 +71,15 @@ class Memory:
         Length of the model's sliding window in tokens; 0 if it has none.
     forgets
         Whether rows that have left the window are overwritten (``swa_full=False``).
+    shape
+        Of its pages; None before llama.cpp has written one, or taken an example of it.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.forgets = bool(self.window) and not llm.context_params.swa_full
+        self.shape: Shape | None = None
 
     def _pointers(self) -> tuple[Any, Any]:
         llm = self._llm()
@@ -101,14 +103,54 @@ class Memory:
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
             raise ContextError(f"llama.cpp does not cut this context at {n}")
 
-    def load(self, state: memoryview, n_tokens: int) -> bool:
-        """Append a page of `n_tokens` tokens, straight from where it lies; whether llama.cpp took it.
+    def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
+        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
+        if self.shape is None:
+            try:
+                shape = shape_of_sequence(state)
+            except CorruptError:
+                return False
+            if not shape.fits(state, start, n_tokens) or not self._takes(shape.example(start)):
+                return False
+            self.shape = shape
+        return self.shape.fits(state, start, n_tokens)
+
+    def fits_whole(self, state: Buffer, blob: Blob, n: int) -> bool:
+        """Whether a state of `n` tokens, as ``llama_state_get_data`` wrote it, has the shape of this context's."""
+        found = shape_of(blob)
+        if self.shape is None and (
+            self._takes(found.example(0)) if found.recurrent is None else self.takes_whole(state, n)
+        ):
+            self.shape = found
+        return found == self.shape
+
+    def takes_whole(self, state: Buffer, n: int) -> bool:
+        """Whether llama.cpp takes the state of `n` tokens of a context, which is not kept; false if it is in use."""
+        ctx, mem = self._pointers()
+        if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
+            return False
+        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
+        taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
+        stands = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
+        llama_cpp.llama_memory_clear(mem, True)
+        return bool(taken == len(state) and stands)
+
+    def _takes(self, state: bytes) -> bool:
+        """Whether llama.cpp takes a page, which is not kept."""
+        ctx, mem = self._pointers()
+        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
+            return False
+        source = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH)
+        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        return bool(taken == len(state))
+
+    def load(self, state: memoryview) -> bool:
+        """Append a page that `fits`, straight from where it lies; whether llama.cpp took it.
 
         The page keeps its second tag until the next one is loaded, or until `cut`.
         """
         ctx, mem = self._pointers()
-        if len(state) < STATE_HEADER.size or STATE_HEADER.unpack_from(state)[2:] != (1, n_tokens):
-            return False
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
         if llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH) != len(state):
             return False
@@ -143,6 +185,9 @@ class Memory:
             for start, end in ranges:
                 llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
                 got = self._copy(ctx, mem, start, end, lease)
+                if self.shape is None and not isinstance(got, str):
+                    with contextlib.suppress(CorruptError):
+                        self.shape = shape_of_sequence(got.view)
                 accept(start, end, got)
                 if isinstance(got, str):
                     break

@@ -45,8 +45,15 @@ def parse_context(state: Buffer) -> Blob:
     return _parse(reader, bytes(reader.take(length)))
 
 
-def parse_sequence(state: Buffer) -> Blob:
+def parse_sequence(state: Buffer, *, cell_bytes: int = CELL_BYTES) -> Blob:
     """The structure of what ``llama_state_seq_get_data`` wrote for sequence 0.
+
+    Parameters
+    ----------
+    state
+        The bytes.
+    cell_bytes
+        Length of a cell; longer where coordinates of an image are in it.
 
     Raises
     ------
@@ -56,7 +63,7 @@ def parse_sequence(state: Buffer) -> Blob:
     reader = _Reader(state)
     if reader.read(PAIR) != (SEQUENCE_MAGIC, 0):
         raise CorruptError("these bytes are not the state of sequence 0")
-    return _parse(reader, None)
+    return _parse(reader, None, cell_bytes)
 
 
 class _Reader:
@@ -83,13 +90,13 @@ class _Reader:
         return self._bytes[at : self.at].data
 
 
-def _parse(reader: _Reader, architecture: bytes | None) -> Blob:
+def _parse(reader: _Reader, architecture: bytes | None, cell_bytes: int = CELL_BYTES) -> Blob:
     sections: list[Section] = []
     recurrent = None
     while reader.left and recurrent is None:
         start = reader.at
         try:
-            section = _section(reader) if len(sections) < MAX_SECTIONS else None
+            section = _section(reader, cell_bytes) if len(sections) < MAX_SECTIONS else None
         except CorruptError:
             section = None
         if section is not None:
@@ -102,14 +109,14 @@ def _parse(reader: _Reader, architecture: bytes | None) -> Blob:
     return Blob(architecture, tuple(sections), recurrent)
 
 
-def _section(reader: _Reader) -> Section:
+def _section(reader: _Reader, cell_bytes: int) -> Section:
     streams, n = reader.read(PAIR)
     if streams != 1:
         raise CorruptError(f"a state of {streams} streams cannot be cut")
     if n == 0:
         return Section(np.empty(0, np.int32), b"", ())
-    cells = reader.take(n * CELL_BYTES).view("<i4").reshape(n, 3)
-    if (cells[:, 1] != 1).any() or (cells[:, 2] != 0).any():
+    cells = reader.take(n * cell_bytes).view("<i4").reshape(n, -1)
+    if (cells[:, 1] != 1).any() or (cells[:, -1] != 0).any():
         raise CorruptError("cells that are not of sequence 0 alone cannot be cut")
     positions = np.ascontiguousarray(cells[:, 0])
     head = reader.take(PAIR.size).tobytes()
@@ -176,11 +183,10 @@ def _recurrent(reader: _Reader) -> Recurrent:
     if transposed or position < -1 + n:
         raise CorruptError("a recurrent state is not understood")
     # layers with attention have no tensors here, the others two each
-    tensors = 0
+    heads = []
     while reader.left:
-        _, width = reader.read(ROWS)
-        reader.take(n * width)
-        tensors += 1
-    if tensors > 2 * layers:
-        raise CorruptError(f"{layers} layers cannot have {tensors} recurrent tensors")
-    return Recurrent(position, reader.since(start))
+        heads.append(reader.take(ROWS.size).tobytes())
+        reader.take(n * ROWS.unpack(heads[-1])[1])
+        if len(heads) > 2 * layers:
+            raise CorruptError(f"{layers} layers cannot have {len(heads)} recurrent tensors")
+    return Recurrent(position, reader.since(start), U32.pack(layers) + b"".join(heads))

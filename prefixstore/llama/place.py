@@ -38,6 +38,8 @@ class Place:
         Length of a sliding window; 0 if there is none.
     forgets
         Whether the context has room for the rows in its window only (``swa_full=False``).
+    memory
+        The context; None if it is not known.
     """
 
     pages: Namespace | None
@@ -49,6 +51,7 @@ class Place:
     n_vocab: int = 0
     window: int = 0
     forgets: bool = False
+    memory: Memory | None = None
 
     def window_from(self, n: int) -> int:
         """The first position whose rows in a window are needed to go on from position `n`."""
@@ -79,6 +82,7 @@ def place_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label:
         n_vocab,
         memory.window,
         memory.forgets,
+        memory,
     )
 
 

@@ -30,6 +30,7 @@ from prefixstore.llama.hook import MEDIA_ATTRIBUTES
 from prefixstore.llama.memory import Memory, kind_of
 from prefixstore.llama.parse import parse_context
 from prefixstore.llama.place import Place, nameless_place, place_of
+from prefixstore.llama.shape import shape_of
 from prefixstore.llama.states import StateBuilder
 from prefixstore.llama.whole import ENDLESS, WholeState, find
 from prefixstore.namespace import Namespace
@@ -213,6 +214,8 @@ class PortableHook:
         if state.llama_state_size != len(state.llama_state):
             raise CorruptError(f"a state of {len(state.llama_state)} bytes claims {state.llama_state_size}")
         blob = _parse(state.llama_state)
+        if blob is not None and place.memory is not None:
+            place.memory.shape = shape_of(blob)
         if blob is not None and not _covers(blob, place, len(tokens)):
             self._counters.count("dropped:incomplete")
             return

@@ -126,7 +126,11 @@ class Restorer:
                         # not before there is something to put in its place
                         self._memory.cut(at)
                         cut = True
-                    if not self._memory.load(state, page.n_tokens):
+                    if not self._memory.fits(state, page.start, page.n_tokens):
+                        log.warning("page %s has another shape than this context's", page.key.hex())
+                        self._counters.count("unreadable:shape")
+                        break
+                    if not self._memory.load(state):
                         log.warning("llama.cpp refused page %s", page.key.hex())
                         self._counters.count("unreadable:refused")
                         break

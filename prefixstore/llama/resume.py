@@ -13,7 +13,7 @@ from prefixstore.boundaries import Tokens, common_prefix
 from prefixstore.engine import Engine
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.index import Page, Path
-from prefixstore.llama.blob import Assembly
+from prefixstore.llama.blob import Assembly, Blob
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_sequence
@@ -143,9 +143,9 @@ class Resumer:
             states = list(fetched)
             if len(states) < len(pages):
                 return False
-            if not self._put(states, n):
-                log.warning("llama.cpp refused snapshot %s", path.pages[-1].key.hex())
-                self._counters.count("unreadable:refused")
+            if (reason := self._put(states, n)) is not None:
+                log.warning("snapshot %s cannot be restored: %s", path.pages[-1].key.hex(), reason)
+                self._counters.count(f"unreadable:{reason}")
                 if not self._memory.holds(llm.n_tokens):
                     llm.reset()
                 return False
@@ -161,36 +161,40 @@ class Resumer:
         self._counters.time("saved", _compute_seconds(path) * (n - live) / n - seconds)
         return True
 
-    def _put(self, states: Sequence[memoryview], n: int) -> bool:
-        if len(states) == 1:
-            # a whole state: of a recurrent memory, or shorter than a page
-            return _is_whole(states[0], n) and self._memory.put(states[0], n)
+    def _put(self, states: Sequence[memoryview], n: int) -> str | None:
+        """Put the context behind `n` tokens, or say why not: ``"shape"`` or ``"refused"``."""
         try:
             pieces = [parse_sequence(state) for state in states]
             recurrent = pieces[-1].recurrent
-            if recurrent is None or recurrent.position != n - 1 or len(pieces[0].sections) != 1:
-                return False
+            if recurrent is None or recurrent.position != n - 1:
+                raise CorruptError("the recurrent part is that of another position")
+            if len(pieces) == 1:
+                # a whole state: of a recurrent memory, or shorter than a page
+                if not _is_whole(pieces[0], n, self._memory.window):
+                    raise CorruptError("a whole state lacks rows")
+                return None if self._memory.put(states[0], n) else "refused"
+            if len(pieces[0].sections) != 1:
+                raise CorruptError("two kinds of attention cannot be joined")
             assembly = Assembly(pieces[0], [np.arange(n, dtype="<i4")], recurrent=recurrent.data)
             whole = self._memory.scratch.lease(assembly.size)
             assert whole is not None  # this pool has no bound
             try:
                 assembly.write(whole.view, pieces)
-                return self._memory.put(whole.view, n)
+                return None if self._memory.put(whole.view, n) else "refused"
             finally:
                 whole.release()
         except CorruptError as error:
-            log.warning("a snapshot does not fit its pages: %s", error)
-            return False
+            log.warning("a snapshot does not fit: %s", error)
+            return "shape"
 
 
-def _is_whole(state: memoryview, n: int) -> bool:
+def _is_whole(state: Blob, n: int, window: int) -> bool:
     """Whether a state lacks no rows, as one would whose pages somebody has stored without theirs."""
-    try:
-        blob = parse_sequence(state)
-    except CorruptError:
-        return True  # what is not understood was not cut
-    complete = all(np.array_equal(positions, np.arange(n)) for positions in blob.positions)
-    return complete and blob.recurrent is not None and blob.recurrent.position == n - 1
+    firsts = (0, max(n - window, 0))
+    return all(
+        len(positions) >= n - first and np.array_equal(positions, np.arange(n - len(positions), n))
+        for positions, first in zip(state.positions, firsts, strict=False)
+    )
 
 
 def _with_bytes(path: Path) -> list[Page]:

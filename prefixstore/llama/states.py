@@ -115,6 +115,8 @@ class StateBuilder:
         with self._engine.fetching(pages) as states:
             for page, state in zip(pages, states, strict=False):
                 try:
+                    if place.memory is not None and not place.memory.fits(state, page.start, page.n_tokens):
+                        raise CorruptError("it has another shape than this context's pages")
                     blob = parse_sequence(state)
                     if not blob.holds(page.start, page.end):
                         raise CorruptError("it holds other cells than its tokens")
@@ -126,7 +128,7 @@ class StateBuilder:
                     assembly.add(blob.cut(page.start, min(page.end, n)))
                 except CorruptError as error:
                     log.warning("page %s cannot be joined: %s", page.key.hex(), error)
-                    self._counters.count("unreadable:refused")
+                    self._counters.count("unreadable:shape")
                     break
                 used += 1
         if assembly is not None and used == len(pages):
@@ -163,7 +165,7 @@ class StateBuilder:
                     scores = _scores(place, whole, len(tokens))
                 except (CorruptError, IncompatibleError) as error:
                     log.warning("state %s cannot be used: %s", page.key.hex(), error)
-                    self._counters.count("unreadable:refused")
+                    self._counters.count("unreadable:shape")
                     return "unreadable"
                 # a state that cannot be cut there is of no use to this prompt
                 return _state(tokens, data, scores, place.n_ctx or whole.n_ctx, seed) if data else "not_found"
@@ -177,10 +179,16 @@ def _cut(place: Place, whole: WholeState, n: int, end: int) -> bytearray | None:
     try:
         blob = parse_context(whole.state)
     except CorruptError:
+        if not _is_taken(place, whole):
+            raise
         # nobody knows how to cut it
         return bytearray(whole.state) if n == end else None
     if place.architecture not in (None, blob.architecture):
         raise CorruptError(f"it is the state of a model of the architecture {blob.architecture!r}")
+    if place.memory is not None and not place.memory.fits_whole(whole.state, blob, end):
+        raise CorruptError("it has another shape than this context's")
+    if blob.recurrent is not None and blob.recurrent.position != end - 1:
+        raise CorruptError("its recurrent part is that of another position")
     if blob.recurrent is not None and n < end:
         return None
     # where there is no room for more, and where more is not there: what the next token needs
@@ -191,6 +199,15 @@ def _cut(place: Place, whole: WholeState, n: int, end: int) -> bytearray | None:
     recurrent = blob.recurrent.data if blob.recurrent is not None else b""
     piece = blob.cut(0, n, window_from=window_from)
     return assemble([piece], architecture=blob.architecture, recurrent=recurrent)
+
+
+def _is_taken(place: Place, whole: WholeState) -> bool:
+    """Whether llama.cpp takes a state that is not understood; who asks outside a completion finds out."""
+    if place.memory is None:
+        return True
+    # if others of this context are understood, this one is forged
+    understood = place.memory.shape is not None or not place.is_attention
+    return not understood and place.memory.takes_whole(whole.state, whole.n_tokens)
 
 
 def _scores(place: Place, whole: WholeState, n: int) -> npt.NDArray[np.single]:

@@ -1,0 +1,151 @@
+"""States whose checksum is right and whose content lies, put under the key of a good one: ``python -m`` this, in a child.
+
+Each case is announced before it runs, so that a crash names itself. What came out is the last line, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from prefixstore import CorruptError, PrefixStore
+from prefixstore.backends import open_backend
+from prefixstore.backends.base import Backend
+from prefixstore.codec import decode
+from prefixstore.llama.parse import parse_context, parse_sequence
+from prefixstore.llama.whole import HEADER, MAGIC
+from prefixstore.record import checksum
+from tests.models import answer, load, prompt
+
+SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
+VALUES = (0, 1, 2, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
+WORD = struct.Struct("<I")
+
+
+def structure(state: bytes) -> list[int]:
+    """Where the words of a state are that are no rows."""
+    at = 0
+    if state.startswith(MAGIC):
+        at = HEADER.size
+    inner = memoryview(state)[at:]
+    try:
+        blob = parse_sequence(inner)
+    except CorruptError:
+        blob = parse_context(inner)
+    base = np.frombuffer(state, np.uint8).ctypes.data
+    words = set(range(0, at, 4)) | set(range(at, at + 16, 4))
+    for section in blob.sections:
+        heads = [tensor.rows.ctypes.data - base - len(tensor.head) for tensor in section.tensors]
+        words.update(head + i for head in heads for i in (0, 4, 8))
+        if not heads:
+            continue
+        cells = heads[0] - 8 - 12 * len(section.positions)
+        # counts before the cells, the first and the last cell, and what is behind them
+        words.update(range(cells - 8, cells + 12, 4))
+        words.update(range(heads[0] - 20, heads[0], 4))
+    if blob.recurrent is not None:
+        start = len(state) - len(blob.recurrent.data)
+        words.update(range(start, start + (32 if blob.architecture is None else 36), 4))
+    return sorted(words)
+
+
+def forgeries(state: bytes) -> Iterator[tuple[str, bytes]]:
+    """Every word of the structure with other values, lengths that do not fit, and positions that lie."""
+    for at in structure(state):
+        for value in VALUES:
+            if WORD.pack(value) != state[at : at + 4]:
+                yield f"word {at} is {value}", state[:at] + WORD.pack(value) + state[at + 4 :]
+    for size in (0, 1, 16, len(state) // 2, len(state) - 1):
+        yield f"cut at {size}", state[:size]
+    yield "longer", state + b"\0" * 64
+    yield "zeros", bytes(len(state))
+    if not state.startswith(MAGIC):
+        for by in (1, -1, 64, -64, 100_000):
+            yield f"positions moved by {by}", _moved(state, by)
+
+
+def _moved(state: bytes, by: int) -> bytes:
+    moved = bytearray(state)
+    base = np.frombuffer(state, np.uint8).ctypes.data
+    for section in parse_sequence(state).sections:
+        n = len(section.positions)
+        if n:
+            cells = section.tensors[0].rows.ctypes.data - base - 20 - 12 * n
+            for at in range(cells, cells + 12 * n, 12):
+                struct.pack_into("<i", moved, at, struct.unpack_from("<i", moved, at)[0] + by)
+    return bytes(moved) if bytes(moved) != state else state[:-1]
+
+
+@contextmanager
+def replaced(backend: Backend, key: bytes, payload: bytes) -> Iterator[None]:
+    """Other bytes under a key, with a checksum that fits them; the old ones again afterwards."""
+    with backend.snapshot() as snapshot:
+        record, usage, good = snapshot.record(key), snapshot.usage(key), bytes(snapshot.payload(key))
+    forged = replace(record, codec=0, raw_bytes=len(payload), stored_bytes=len(payload), checksum=checksum(payload))
+    with backend.transaction() as transaction:
+        transaction.put(key, forged, usage, payload)
+    try:
+        yield
+    finally:
+        with backend.transaction() as transaction:
+            transaction.put(key, record, usage, good)
+
+
+def forge(
+    *, model: str, location: str, portable: bool, options: dict[str, Any], first: int, step: int
+) -> dict[str, Any]:
+    """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
+    llm = load(model, n_ctx=512, n_batch=64, **options)
+    bound = None if portable else llm
+    with PrefixStore(location, bound, **SETTINGS) as store:
+        llm.set_cache(store)
+        answer(llm, prompt(180), 4)
+        tokens = [*llm.input_ids[: llm.n_tokens].tolist(), 7, 8, 9]
+        store.flush()
+        problems = [str(problem) for problem in store.check()]
+    llm.set_cache(None)
+    forget(llm)
+    cold = answer(llm, tokens, 4)
+    wrong: list[str] = []
+    ran = 0
+    backend = open_backend(location, max_bytes=1 << 30)
+    with PrefixStore(location, bound, **SETTINGS, read_only=True) as store, closing(backend):
+        llm.set_cache(store)
+        with backend.snapshot() as snapshot:
+            states = {key: bytes(decode(record, snapshot.payload(key))) for key, record, _ in snapshot.scan()}
+        cases = [(key, *case) for key, state in sorted(states.items()) if state for case in forgeries(state)]
+        for key, name, payload in cases[first::step]:
+            print(f"{key.hex()}: {name}", flush=True)
+            forget(llm)
+            if ran % 2 and not portable:
+                store._hook._memory.shape = None  # as in a process that has just begun
+            ran += 1
+            with replaced(backend, key, payload):
+                try:
+                    text = answer(llm, tokens, 4)
+                except Exception as error:  # noqa: BLE001 - this is what must not be
+                    text = repr(error)
+            if text != cold:
+                wrong.append(f"{key.hex()}: {name}: {text!r}")
+        stats = store.stats()
+        forget(llm)
+        answer(llm, tokens, 1)
+        last = store.stats().tokens_restored - stats.tokens_restored
+    return {"ran": ran, "wrong": wrong, "unreadable": stats.unreadable, "check": problems, "last": last}
+
+
+def forget(llm: Any) -> None:
+    """An empty context."""
+    llm.reset()
+    llm._ctx.kv_cache_clear()
+
+
+if __name__ == "__main__":
+    print(json.dumps(forge(**json.loads(sys.argv[1]))))
