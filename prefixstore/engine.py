@@ -23,6 +23,7 @@ from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher, States
 from prefixstore.index import Page, Path
 from prefixstore.namespace import Namespace
+from prefixstore.read_ahead import Look
 from prefixstore.snapshots import thin
 from prefixstore.stats import Counters
 
@@ -112,9 +113,11 @@ class Engine:
             self._catalog.refresh(snapshot)
             return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
 
-    def fetching(self, pages: Sequence[Page], *, streamed: bool = False) -> AbstractContextManager[States]:
+    def fetching(
+        self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None
+    ) -> AbstractContextManager[States]:
         """The verified states of `pages`, in order: see `Fetcher.fetching`."""
-        return self._fetcher.fetching(pages, streamed=streamed)
+        return self._fetcher.fetching(pages, streamed=streamed, look=look)
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and raw."""

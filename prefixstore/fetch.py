@@ -12,7 +12,7 @@ from prefixstore.catalog import Catalog
 from prefixstore.encoder import ReadPace
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.index import Page
-from prefixstore.read_ahead import ReadAhead, Readers
+from prefixstore.read_ahead import Look, MisfitError, ReadAhead, Readers
 from prefixstore.read_along import ReadAlong
 from prefixstore.stats import Counters
 
@@ -37,6 +37,8 @@ class States(Iterator[memoryview]):
         Reads the others.
     give_up
         Called with the page that ends it, and why: the error, or None for a page that is gone.
+    look
+        Tells of a state whether it can be used, where the reader does not.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class States(Iterator[memoryview]):
         at_hand: Mapping[bytes, memoryview],
         reader: ReadAhead | ReadAlong,
         give_up: Callable[[Page, StorageError | None], None],
+        look: Look | None = None,
     ) -> None:
         self._pages = pages
         self._at_hand = at_hand
         self._reader = reader
         self._give_up = give_up
+        self._look = look
         self._n_given = 0
         self._n_verified = 0
         self._ended = False
@@ -61,6 +65,9 @@ class States(Iterator[memoryview]):
         error = None
         try:
             state = self._at_hand[page.key] if page.key in self._at_hand else self._reader.next()
+            looked = isinstance(self._reader, ReadAlong) and page.key not in self._at_hand
+            if state is not None and self._look is not None and not looked and not self._look(page, state):
+                raise MisfitError(f"page {page.key.hex()} has another shape than what it is for")
         except StorageError as raised:
             state, error = None, raised
         if state is None:
@@ -113,12 +120,13 @@ class Fetcher:
         self._readers.close()
 
     @contextmanager
-    def fetching(self, pages: Sequence[Page], *, streamed: bool = False) -> Iterator[States]:
+    def fetching(self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None) -> Iterator[States]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
         A state is valid until the block is left. With `streamed`, until the next one is asked for, and it may turn out
         then, or from `States.verified`, that it is not what was written: whoever can take back what he did with it
-        gets it sooner so, and buffers are used again.
+        gets it sooner so, and buffers are used again. A state that `look` refuses ends them too; it is called with one
+        at a time, and in the thread that asks for the first.
 
         Raises
         ------
@@ -133,11 +141,11 @@ class Fetcher:
                 stored = [page for page in pages if page.key not in at_hand]
                 reader: ReadAhead | ReadAlong
                 if streamed and all(page.stored_bytes == page.raw_bytes for page in stored):
-                    reader = ReadAlong(self._readers, snapshot, stored, self._pace)
+                    reader = ReadAlong(self._readers, snapshot, stored, self._pace, look)
                 else:
                     reader = ReadAhead(self._readers, snapshot, stored, self._pace, streamed=streamed)
                 # states outlive their iterator: buffers go back when the block is left
-                with closing(reader), closing(States(pages, at_hand, reader, self._give_up)) as states:
+                with closing(reader), closing(States(pages, at_hand, reader, self._give_up, look)) as states:
                     yield states
         finally:
             for lease in held.values():
@@ -164,6 +172,9 @@ class Fetcher:
             self._counters.count("unreadable:corrupt")
             with self._catalog.lock:
                 self._catalog.damage(page.key)
+        elif isinstance(error, MisfitError):
+            log.warning("a page is not used: %s", error)
+            self._counters.count("unreadable:shape")
         elif isinstance(error, IncompatibleError):
             log.warning("a page is left to a newer version: %s", error)
             self._counters.count("unreadable:incompatible")

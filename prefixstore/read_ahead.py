@@ -7,21 +7,21 @@ verify and decode what they got, each its own page, at the same time. What is st
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from threading import Lock, Semaphore
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.base import Snapshot
 from prefixstore.buffers import Buffers, Lease
 from prefixstore.codec import CODECS, decode_into, verify
 from prefixstore.encoder import UNPACKERS, ReadPace
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.index import Page
 from prefixstore.record import Buffer, Record
 
-__all__ = ["ReadAhead", "Readers", "compare", "fetched"]
+__all__ = ["Look", "MisfitError", "ReadAhead", "Readers", "compare", "fetched"]
 
 # of all restores that go on at a time; they are started as they are needed
 THREADS = 64
@@ -50,6 +50,14 @@ class Readers:
 def fetched(snapshot: Snapshot, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
     """As `Snapshot.fetch`; nothing happens before the first is asked for, and it can be closed."""
     yield from snapshot.fetch(keys)
+
+
+class MisfitError(IncompatibleError):
+    """A state is what was written, and not what its user can use."""
+
+
+Look: TypeAlias = Callable[[Page, memoryview], bool]
+"""Whether a state can be used for a page."""
 
 
 def compare(page: Page, record: Record) -> None:

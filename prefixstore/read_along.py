@@ -13,11 +13,11 @@ from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from prefixstore.backends.base import Snapshot
-from prefixstore.codec import CODECS, decode, inspect, verify_checksum
+from prefixstore.codec import CODECS, decode, inspect, verify, verify_checksum
 from prefixstore.encoder import ReadPace
 from prefixstore.errors import StorageError
 from prefixstore.index import Page
-from prefixstore.read_ahead import Readers, compare, fetched
+from prefixstore.read_ahead import Look, MisfitError, Readers, compare, fetched
 from prefixstore.record import Record
 
 __all__ = ["ReadAlong"]
@@ -44,11 +44,17 @@ class ReadAlong:
         What is wanted, in this order.
     pace
         Is told how fast stored bytes were read.
+    look
+        Called with each state before it is given out: with the first one where it is asked for, with the others in
+        the thread, as what it looks at is not in the cache of a core yet.
     """
 
-    def __init__(self, readers: Readers, snapshot: Snapshot, pages: Sequence[Page], pace: ReadPace) -> None:
+    def __init__(
+        self, readers: Readers, snapshot: Snapshot, pages: Sequence[Page], pace: ReadPace, look: Look | None
+    ) -> None:
         self._threads = readers.threads
         self._pace = pace
+        self._look = look
         self._pages = iter(pages)
         self._fetched = fetched(snapshot, [page.key for page in pages])
         # verifies the state that was given out last, then reads the next one: what comes, why it does not, or None
@@ -112,6 +118,9 @@ class ReadAlong:
             # it may be packed all the same: written anew since it came into the index
             raw = record.codec == CODECS["raw"]
             view = inspect(record, payload) if raw else decode(record, payload)
+            if self._look is not None and not self._look(page, view):
+                verify(record, payload)
+                raise MisfitError(f"page {page.key.hex()} has another shape than what it is for")
         except StorageError as error:
             return error
         return _Found(record, view, time.perf_counter() - started)

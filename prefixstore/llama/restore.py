@@ -118,7 +118,7 @@ class Restorer:
         at = pages[0].start
         cut = False
         try:
-            with self._engine.fetching(pages, streamed=True) as states:
+            with self._engine.fetching(pages, streamed=True, look=self._fits) as states:
                 for page, state in zip(pages, states, strict=False):
                     # that there is a next state says that those before it are what was written
                     at = page.start
@@ -126,10 +126,6 @@ class Restorer:
                         # not before there is something to put in its place
                         self._memory.cut(at)
                         cut = True
-                    if not self._memory.fits(state, page.start, page.n_tokens):
-                        log.warning("page %s has another shape than this context's", page.key.hex())
-                        self._counters.count("unreadable:shape")
-                        break
                     if not self._memory.load(state):
                         log.warning("llama.cpp refused page %s", page.key.hex())
                         self._counters.count("unreadable:refused")
@@ -150,6 +146,9 @@ class Restorer:
             return False
         self._note(loaded, len(prompt[:at]) - live, time.perf_counter() - started)
         return True
+
+    def _fits(self, page: Page, state: memoryview) -> bool:
+        return self._memory.fits(state, page.start, page.n_tokens)
 
     def _settle(self, llm: llama_cpp.Llama, prompt: Tokens) -> None:
         """The context holds this prompt, and must decode a token before it samples one."""

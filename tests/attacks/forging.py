@@ -1,4 +1,4 @@
-"""States whose checksum is right and whose content lies, put under the key of a good one: ``python -m`` this, in a child.
+"""States whose checksum is right and whose content lies, put under the key of a good one. It runs in a child.
 
 Each case is announced before it runs, so that a crash names itself. What came out is the last line, as JSON.
 """
@@ -19,6 +19,7 @@ from prefixstore import CorruptError, PrefixStore
 from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
 from prefixstore.codec import decode
+from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_context, parse_sequence
 from prefixstore.llama.whole import HEADER, MAGIC
 from prefixstore.record import checksum
@@ -102,6 +103,7 @@ def forge(
     *, model: str, location: str, portable: bool, options: dict[str, Any], first: int, step: int
 ) -> dict[str, Any]:
     """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
+    Pace.is_worth = lambda *_: True  # on a busy machine some restores would be left out for being slow
     llm = load(model, n_ctx=512, n_batch=64, **options)
     bound = None if portable else llm
     with PrefixStore(location, bound, **SETTINGS) as store:
