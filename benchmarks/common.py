@@ -25,6 +25,8 @@ N_CTX = 8192
 # traces and the trained model, beside the repository
 SHARED = Path(__file__).parent.parent.parent / "shared"
 CACHE = Path(__file__).parent / ".cache"
+# the state of a 1B model, as the demo's, and an eighth of its computing
+LIGHT: dict[str, Any] = {"n_embd": 128, "n_ff": 128, "n_head": 8, "n_vocab": 8192}
 
 
 def model_path(**overrides: Any) -> Path:

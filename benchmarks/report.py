@@ -8,6 +8,7 @@ from benchmarks import (
     agent,
     architectures,
     backends,
+    capture,
     codecs,
     conversation,
     eviction,
@@ -20,6 +21,7 @@ from benchmarks.tables import paragraph
 
 BENCHMARKS: dict[str, Any] = {
     "restore": restore,
+    "capture": capture,
     "conversation": conversation,
     "lookup": lookup,
     "generation": generation,
