@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
 
-from benchmarks.common import LIGHT, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
+from benchmarks.common import LIGHT, Stopwatch, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -26,33 +23,12 @@ ROUNDS = 7
 GOAL = 0.8
 
 
-@contextmanager
-def timed(owner: Any, name: str) -> Iterator[list[float]]:
-    """Seconds of each call of a method."""
-    method, taken = getattr(owner, name), []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            taken.append(time.perf_counter() - started)
-
-    setattr(owner, name, call)
-    try:
-        yield taken
-    finally:
-        delattr(owner, name)
-
-
-def as_evaluated(llm: Any, store: PrefixStore, tokens: list[int]) -> float:
-    """Seconds of all captures while the tokens are evaluated."""
+def as_evaluated(llm: Any, store: PrefixStore, tokens: list[int]) -> None:
+    """Evaluate the tokens; what is captured meanwhile is written before more is."""
     llm.reset()
-    with timed(store._hook._capturer, "capture") as taken:
-        for start in range(0, N_TOKENS, PAGE):
-            llm.eval(tokens[start : start + PAGE])
-            store.flush()
-    return sum(taken)
+    for start in range(0, N_TOKENS, PAGE):
+        llm.eval(tokens[start : start + PAGE])
+        store.flush()
 
 
 def measure(flash: bool) -> dict[str, Any]:
@@ -63,9 +39,13 @@ def measure(flash: bool) -> dict[str, Any]:
         tempfile.TemporaryDirectory() as directory,
         PrefixStore(directory, llm, codec="raw", queue_bytes="1GiB") as store,
     ):
+        watch = Stopwatch()
+        watch.watch(store._hook._capturer, "capture")
         for turn in range(ROUNDS + 1):
             store.clear(everything=True)
-            taken = {"as evaluated": as_evaluated(llm, store, tokens)}
+            before = watch.seconds
+            as_evaluated(llm, store, tokens)
+            taken = {"as evaluated": watch.seconds - before}
             state = state_of(llm)
             taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, state, len(state), 0))  # noqa: B023
             store.clear(everything=True)

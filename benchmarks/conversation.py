@@ -132,6 +132,8 @@ def section(result: dict[str, Any]) -> list[str]:
             """Foreground time for saving, a turn; and what is held at the end. `LlamaDiskCache` keeps one entry, since
             a hit removes it: it serves one conversation, as far as its last turn."""
         ),
+        "![What saving a turn costs](plots/saving.png)",
+        "",
         *table(head, rows),
         *paragraph(
             f"""Final state {megabytes(ours["state_bytes"])}; what the location holds, index included, is
