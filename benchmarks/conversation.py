@@ -1,4 +1,4 @@
-"""(c): a conversation of 20 turns: what saving costs each turn, and what lies on the disk, beside the stock caches.
+"""(c): a conversation of 20 turns: what saving costs each turn, and what is held; beside stock caches and state files.
 
 Foreground seconds for saving are what the completion spends in its cache after the last token, and, for us, also what
 captures between batches take.
@@ -15,7 +15,8 @@ from typing import Any
 
 from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 
-from benchmarks.common import load, model_path, prompt_tokens, state_of, tree_bytes
+from benchmarks.common import LIGHT, load, model_path, prompt_tokens, state_of, tree_bytes
+from benchmarks.peers import StateFiles
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -24,14 +25,25 @@ NEW_TOKENS = 300
 ANSWER_TOKENS = 4
 
 
-def converse(llm: Any, saving: Callable[[], float]) -> list[float]:
-    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before."""
+def converse(llm: Any, saving: Callable[[], float], after: Callable[[], object] = lambda: None) -> list[float]:
+    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before.
+
+    Parameters
+    ----------
+    llm
+        With its cache.
+    saving
+        Tells what saving took so far.
+    after
+        Saves a turn, for a cache that llama-cpp-python does not call.
+    """
     said: list[int] = []
     per_turn = []
     for turn in range(TURNS):
         said += prompt_tokens(llm, NEW_TOKENS, seed=turn)
         before = saving()
         llm(said, max_tokens=ANSWER_TOKENS, temperature=0)
+        after()
         per_turn.append(saving() - before)
         said = llm.input_ids[: llm.n_tokens].tolist()
     return per_turn
@@ -69,7 +81,7 @@ def figures(per_turn: list[float], **more: Any) -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    path = model_path(n_vocab=32000)
+    path = model_path(**{**LIGHT, "n_vocab": 32000})
     with tempfile.TemporaryDirectory() as directory:
         llm = load(path)
         location = Path(directory) / "kv"
@@ -104,6 +116,10 @@ def run() -> dict[str, Any]:
             else:
                 held = tree_bytes(Path(directory) / "disk")
             results[name] = figures(per_turn, claimed_bytes=int(cache.cache_size), held_bytes=held)
+        llm = load(path)
+        files = StateFiles(llm, Path(directory) / "states")
+        per_turn = converse(llm, lambda: files.watch.seconds, files.after)
+        results["state files"] = figures(per_turn, held_bytes=tree_bytes(Path(directory) / "states"))
     return results
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from PIL import Image
 
 from benchmarks.comparison import STAYED, WORKLOADS
@@ -22,8 +22,8 @@ STYLE = {"font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False,
 
 def label(seconds: float) -> str:
     """Seconds, short."""
-    if seconds >= 1:
-        return f"{seconds:.1f} s"
+    if seconds >= 0.9995:
+        return f"{seconds:.2g} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
 
 
@@ -60,6 +60,7 @@ def first_token(model: str, by_workload: dict[str, Any]) -> Figure:
         low, high = axis.get_xlim()
         shortest = min(phase["seconds"]["p50"] for _, *both in bars for phase in both if phase is not None)
         axis.set_xlim(min(low, shortest / 3), high * 2)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_title(WORKLOADS[name], fontsize=9.5)
@@ -131,11 +132,11 @@ def restore(result: dict[str, Any]) -> Figure:
 def saving(result: dict[str, Any]) -> Figure:
     """Foreground cost of saving along a conversation."""
     figure = Figure(figsize=(7.6, 3.8), dpi=DPI, layout="constrained")
-    marks = iter(("v", "^", "s"))
-    styles = {
-        name: {"color": OURS, "marker": "o"} if name == "prefixstore" else {"color": PEER, "marker": next(marks)}
-        for name in result
-    }
+    looks = iter((("v", "-"), ("^", "--"), ("s", ":")))
+    styles: dict[str, dict[str, Any]] = {}
+    for name in result:
+        mark, line = ("o", "-") if name == "prefixstore" else next(looks)
+        styles[name] = {"color": OURS if name == "prefixstore" else PEER, "marker": mark, "linestyle": line}
     curves = {
         name: (list(range(1, len(figures["seconds_per_turn"]) + 1)), figures["seconds_per_turn"])
         for name, figures in result.items()
