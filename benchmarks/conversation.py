@@ -6,10 +6,12 @@ captures between batches take.
 
 from __future__ import annotations
 
+import io
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,9 @@ def run() -> dict[str, Any]:
             cache = make()
             timed = Timed(cache, llm)
             llm.set_cache(timed)
-            per_turn = converse(llm, lambda timed=timed: timed.seconds)
+            # LlamaDiskCache prints each of its steps
+            with redirect_stderr(io.StringIO()):
+                per_turn = converse(llm, lambda timed=timed: timed.seconds)
             if name == "LlamaRAMCache":
                 held = sum(
                     len(s.llama_state) + s.scores.nbytes + s.input_ids.nbytes for s in cache.cache_state.values()
@@ -146,7 +150,9 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             """Foreground time for saving, a turn; and what is held at the end. `LlamaDiskCache` keeps one entry, since
-            a hit removes it: it serves one conversation, as far as its last turn."""
+            a hit removes it: it serves one conversation, as far as its last turn. State files: one
+            `llama_state_save_file` a turn, the file of the turn before deleted; the whole state is written each time,
+            without a flush of the disk."""
         ),
         "![What saving a turn costs](plots/saving.png)",
         "",

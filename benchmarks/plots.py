@@ -48,7 +48,7 @@ def first_token(model: str, by_workload: dict[str, Any]) -> Figure:
                 axis.plot([seconds["p50"], seconds["p95"]], [row + offset] * 2, color="black", linewidth=0.8)
                 axis.plot(seconds["p95"], row + offset, "|", color="black", markersize=6)
                 axis.annotate(
-                    label(seconds["p50"]),
+                    f"{label(seconds['p50'])} … {label(seconds['p95'])}",
                     (seconds["p95"], row + offset),
                     xytext=(4, 0),
                     textcoords="offset points",
@@ -59,13 +59,14 @@ def first_token(model: str, by_workload: dict[str, Any]) -> Figure:
         axis.set_xscale("log")
         low, high = axis.get_xlim()
         shortest = min(phase["seconds"]["p50"] for _, *both in bars for phase in both if phase is not None)
-        axis.set_xlim(min(low, shortest / 3), high * 2)
+        axis.set_xlim(min(low, shortest / 3), high * 5)
+        axis.tick_params(axis="x", labelsize=7)
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: label(value)))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_title(WORKLOADS[name], fontsize=9.5)
     figure.supxlabel(
-        "log scale; hollow bar: empty cache, full bar: after a restart; bar and number: the median, line: the slowest",
+        "log scale; hollow bar: empty cache, full bar: after a restart; bar: the median, line: to the slowest",
         fontsize=8,
     )
     return figure
