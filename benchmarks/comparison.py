@@ -220,10 +220,11 @@ def section(result: dict[str, Any] | None) -> list[str]:
 ABOUT = """Four workloads, seeded, on three models, and every cache in the same run. *Many users*: a system prompt,
 and users who ask in turns, their conversation behind it. *A long chat*: one conversation. *Documents*: a system
 prompt, three of six documents in the order in which they were found, and a question; a prefix is shared only as far
-as the order agrees. *Agent*: the session of the agent trace with the longest prompt that the model's share allows,
-agent and simulated user by turns, as recorded. Each cell is two processes: one begins with an empty cache, and ends;
-the next begins with what that one has left, and asks on. The generated models have the state of a 1B and an 8B model,
-a vocabulary of 32,000, and little to compute: without a cache a real one waits much longer, and restores as fast."""
+as the order agrees. *Agent*: the session of the agent trace with the longest prompt (for 8B one of at most 1,000
+tokens, and its last 24 requests), agent and simulated user by turns, as recorded. Each cell is two processes: one
+begins with an empty cache, and ends; the next begins with what that one has left, and asks on. The generated models
+have the state of a 1B and an 8B model, a vocabulary of 32,000, and little to compute: without a cache a real one
+waits much longer, and restores as fast."""
 
 HOW = """*No cache* is what llama-cpp-python does by itself: what the context still holds of a prompt is not computed
 again. *State files* are what a careful user writes today: after each completion one `llama_state_save_file`, under

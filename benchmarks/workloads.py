@@ -42,10 +42,15 @@ class Sizes:
     document: int
     questions: int
     agent_tokens: int
+    agent_requests: int
 
 
-LARGE = Sizes(system=1500, users=6, turn=200, turns=(8, 6), document=400, questions=8, agent_tokens=4000)
-SMALL = Sizes(system=1000, users=4, turn=150, turns=(5, 4), document=250, questions=5, agent_tokens=1000)
+LARGE = Sizes(
+    system=1500, users=6, turn=200, turns=(8, 6), document=400, questions=8, agent_tokens=4000, agent_requests=40
+)
+SMALL = Sizes(
+    system=1000, users=4, turn=150, turns=(5, 4), document=250, questions=5, agent_tokens=1000, agent_requests=24
+)
 
 
 def prompt_of(request: Request, answers: list[list[int]]) -> list[int]:
@@ -89,14 +94,18 @@ def documents(words: Words, sizes: Sizes) -> Workload:
     return Workload(requests[: sizes.questions], requests[sizes.questions :])
 
 
-def session(tokenize: Callable[[str], list[int]], longest: int) -> Workload:
-    """The session of the agent trace with the longest prompt up to this length; the process ends halfway."""
+def session(tokenize: Callable[[str], list[int]], longest: int, most: int) -> Workload:
+    """The session of the agent trace with the longest prompt up to this length, as many of its last requests.
+
+    The process ends halfway.
+    """
     by_session = sorted(agent.requests(), key=lambda request: (request["session_id"], request["timestamp"]))
     found = [
         [tokenize(request["input"]) for request in requests]
         for _, requests in groupby(by_session, key=lambda request: request["session_id"])
     ]
     chosen = max((prompts for prompts in found if max(map(len, prompts)) <= longest), key=lambda p: max(map(len, p)))
+    chosen = chosen[-most:]
     half = len(chosen) // 2
     return Workload([(prompt,) for prompt in chosen[:half]], [(prompt,) for prompt in chosen[half:]])
 
@@ -123,5 +132,7 @@ def passages(llm: Any, seed: int = SEED) -> Words:
 def workload(name: str, llm: Any, sizes: Sizes, *, trained: bool) -> Workload:
     words = passages(llm) if trained else random_words()
     if name == "agent":
-        return session(lambda text: llm.tokenize(text.encode(), add_bos=False), sizes.agent_tokens)
+        return session(
+            lambda text: llm.tokenize(text.encode(), add_bos=False), sizes.agent_tokens, sizes.agent_requests
+        )
     return {"users": users, "chat": chat, "documents": documents}[name](words, sizes)
