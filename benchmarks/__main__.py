@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``: run all, or those that are named; print, and write the figures down."""
+"""``python -m benchmarks [NAME ...]``: run all, or those that are named; print, write down, and draw."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.common import machine, write_json
 from benchmarks.report import BENCHMARKS, markdown
 
@@ -30,6 +31,7 @@ def main(names: list[str]) -> None:
         print("\n".join(BENCHMARKS[name].section(results[name])), flush=True)
     write_json(results, LATEST)
     (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
+    plots.write(results, ROOT / "docs" / "plots")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from llama_cpp.llama_cache import LlamaDiskCache
 
-from benchmarks.common import SHARED, load, tree_bytes
+from benchmarks.common import SHARED, load, tree_bytes, written_bytes
 from benchmarks.tables import megabytes, met, paragraph, table
 from prefixstore import PrefixStore
 
@@ -65,12 +65,6 @@ def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
         for request in requests():
             llm(request["input"], max_tokens=1, temperature=0)
     return figures | {"evaluated": evaluated[0], "evaluated_again": evaluated[1]}
-
-
-def written_bytes() -> int:
-    """What this process has written to files so far, as the system counts it (Linux)."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["wchar"])
 
 
 def run() -> dict[str, Any] | None:

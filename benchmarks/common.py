@@ -7,11 +7,13 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ N_CTX = 8192
 # traces and the trained model, beside the repository
 SHARED = Path(__file__).parent.parent.parent / "shared"
 CACHE = Path(__file__).parent / ".cache"
+# the state of a 1B model, as the demo's, and an eighth of its computing
+LIGHT: dict[str, Any] = {"n_embd": 128, "n_ff": 128, "n_head": 8, "n_vocab": 8192}
 
 
 def model_path(**overrides: Any) -> Path:
@@ -89,9 +93,62 @@ def ratio(reference: list[float], ours: list[float]) -> float:
     return statistics.median(r / o for r, o in zip(reference, ours, strict=True))
 
 
+class Stopwatch:
+    """Seconds spent in what it watches; a call inside another is counted once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        if self._running:
+            yield
+            return
+        self._running = True
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+            self._running = False
+
+    def watch(self, owner: Any, *names: str) -> None:
+        """Count calls of methods of one object from now on."""
+        for name in names:
+            setattr(owner, name, self._watched(getattr(owner, name)))
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.running():
+                return method(*args, **kwargs)
+
+        return call
+
+
 def in_child(module: str, *arguments: str) -> None:
     """Run a function of a benchmark in a process of its own."""
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, cwd=Path(__file__).parent.parent)
+
+
+def peak_rss() -> int:
+    """The most memory that this process has had at a time, mapped files included, in bytes.
+
+    Not ``ru_maxrss`` on Linux: there a child begins with its parent's.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def written_bytes() -> int:
+    """What this process has written to files so far, as the system counts it (Linux; else 0)."""
+    counts = Path("/proc/self/io")
+    if not counts.exists():
+        return 0
+    return int(dict(line.split(": ") for line in counts.read_text().splitlines())["wchar"])
 
 
 def machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""(c): a conversation of 20 turns: what saving costs each turn, and what lies on the disk, beside the stock caches.
+"""(c): a conversation of 20 turns: what saving costs each turn, and what is held; beside stock caches and state files.
 
 Foreground seconds for saving are what the completion spends in its cache after the last token, and, for us, also what
 captures between batches take.
@@ -6,16 +6,19 @@ captures between batches take.
 
 from __future__ import annotations
 
+import io
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 
-from benchmarks.common import load, model_path, prompt_tokens, state_of, tree_bytes
+from benchmarks.common import LIGHT, load, model_path, prompt_tokens, state_of, tree_bytes
+from benchmarks.peers import StateFiles
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -24,14 +27,25 @@ NEW_TOKENS = 300
 ANSWER_TOKENS = 4
 
 
-def converse(llm: Any, saving: Callable[[], float]) -> list[float]:
-    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before."""
+def converse(llm: Any, saving: Callable[[], float], after: Callable[[], object] = lambda: None) -> list[float]:
+    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before.
+
+    Parameters
+    ----------
+    llm
+        With its cache.
+    saving
+        Tells what saving took so far.
+    after
+        Saves a turn, for a cache that llama-cpp-python does not call.
+    """
     said: list[int] = []
     per_turn = []
     for turn in range(TURNS):
         said += prompt_tokens(llm, NEW_TOKENS, seed=turn)
         before = saving()
         llm(said, max_tokens=ANSWER_TOKENS, temperature=0)
+        after()
         per_turn.append(saving() - before)
         said = llm.input_ids[: llm.n_tokens].tolist()
     return per_turn
@@ -69,7 +83,7 @@ def figures(per_turn: list[float], **more: Any) -> dict[str, Any]:
 
 def run() -> dict[str, Any]:
     results: dict[str, Any] = {}
-    path = model_path(n_vocab=32000)
+    path = model_path(**{**LIGHT, "n_vocab": 32000})
     with tempfile.TemporaryDirectory() as directory:
         llm = load(path)
         location = Path(directory) / "kv"
@@ -96,7 +110,9 @@ def run() -> dict[str, Any]:
             cache = make()
             timed = Timed(cache, llm)
             llm.set_cache(timed)
-            per_turn = converse(llm, lambda timed=timed: timed.seconds)
+            # LlamaDiskCache prints each of its steps
+            with redirect_stderr(io.StringIO()):
+                per_turn = converse(llm, lambda timed=timed: timed.seconds)
             if name == "LlamaRAMCache":
                 held = sum(
                     len(s.llama_state) + s.scores.nbytes + s.input_ids.nbytes for s in cache.cache_state.values()
@@ -104,6 +120,10 @@ def run() -> dict[str, Any]:
             else:
                 held = tree_bytes(Path(directory) / "disk")
             results[name] = figures(per_turn, claimed_bytes=int(cache.cache_size), held_bytes=held)
+        llm = load(path)
+        files = StateFiles(llm, Path(directory) / "states")
+        per_turn = converse(llm, lambda: files.watch.seconds, files.after)
+        results["state files"] = figures(per_turn, held_bytes=tree_bytes(Path(directory) / "states"))
     return results
 
 
@@ -130,8 +150,12 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             """Foreground time for saving, a turn; and what is held at the end. `LlamaDiskCache` keeps one entry, since
-            a hit removes it: it serves one conversation, as far as its last turn."""
+            a hit removes it: it serves one conversation, as far as its last turn. State files: one
+            `llama_state_save_file` a turn, the file of the turn before deleted; the whole state is written each time,
+            without a flush of the disk."""
         ),
+        "![What saving a turn costs](plots/saving.png)",
+        "",
         *table(head, rows),
         *paragraph(
             f"""Final state {megabytes(ours["state_bytes"])}; what the location holds, index included, is

@@ -41,5 +41,7 @@ def section(result: dict[str, Any] | None) -> list[str]:
             {"at least as good as" if best else "not everywhere as good as"} the best of the others but Belady, and at
             1 and 3 % it goes {ways[0]:.2f} and {ways[1]:.2f} of the way from LRU to Belady (goal: a third)."""
         ),
+        "![Share of blocks found](plots/hits.png)",
+        "",
         *table(["policy", *(f"{float(capacity):.0%}" for capacity in CAPACITIES)], rows),
     ]

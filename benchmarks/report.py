@@ -8,18 +8,24 @@ from benchmarks import (
     agent,
     architectures,
     backends,
+    capture,
     codecs,
+    comparison,
     conversation,
     eviction,
     generation,
     lookup,
     restore,
+    sweep,
     warming,
 )
 from benchmarks.tables import paragraph
 
 BENCHMARKS: dict[str, Any] = {
+    "comparison": comparison,
     "restore": restore,
+    "sweep": sweep,
+    "capture": capture,
     "conversation": conversation,
     "lookup": lookup,
     "generation": generation,

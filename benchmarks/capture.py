@@ -1,0 +1,94 @@
+"""Capture of 4,096 tokens in the foreground, beside one ``llama_state_seq_get_data`` of the same bytes.
+
+The limit writes into a buffer that was written before. "As evaluated" is what a prefill pays: each page is taken when
+its boundary is crossed, into a buffer that an earlier page has used, and the writer is idle. "At once" is
+``store.capture()`` of all pages, while the writer packs and writes the first of them on the other core.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
+
+import llama_cpp
+
+from benchmarks.common import LIGHT, Stopwatch, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
+from benchmarks.tables import met, milliseconds, paragraph, table
+from prefixstore import PrefixStore
+
+N_TOKENS = 4096
+PAGE = 256
+ROUNDS = 7
+GOAL = 0.8
+
+
+def as_evaluated(llm: Any, store: PrefixStore, tokens: list[int]) -> None:
+    """Evaluate the tokens; what is captured meanwhile is written before more is."""
+    llm.reset()
+    for start in range(0, N_TOKENS, PAGE):
+        llm.eval(tokens[start : start + PAGE])
+        store.flush()
+
+
+def measure(flash: bool) -> dict[str, Any]:
+    llm = load(model_path(**LIGHT), flash_attn=flash)
+    tokens = prompt_tokens(llm, N_TOKENS)
+    times: dict[str, list[float]] = {"limit": [], "as evaluated": [], "at once": []}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        PrefixStore(directory, llm, codec="raw", queue_bytes="1GiB") as store,
+    ):
+        watch = Stopwatch()
+        watch.watch(store._hook._capturer, "capture")
+        for turn in range(ROUNDS + 1):
+            store.clear(everything=True)
+            before = watch.seconds
+            as_evaluated(llm, store, tokens)
+            taken = {"as evaluated": watch.seconds - before}
+            state = state_of(llm)
+            taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, state, len(state), 0))  # noqa: B023
+            store.clear(everything=True)
+            gc.collect()
+            taken["at once"] = seconds(store.capture)
+            store.flush()
+            assert store.stats().bytes_raw >= len(state)
+            # the first round warms buffers and files
+            for name in taken if turn else ():
+                times[name].append(taken[name])
+    return {
+        "state_bytes": len(state),
+        "seconds": {name: summary(taken) for name, taken in times.items()},
+        "of_limit": {name: ratio(times["limit"], taken) for name, taken in times.items()},
+    }
+
+
+def run() -> dict[str, Any]:
+    return {"flash attention": measure(flash=True), "V transposed": measure(flash=False)}
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    rows = [
+        [
+            name,
+            way,
+            milliseconds(figures["seconds"]["limit"]["p50"]),
+            f"{milliseconds(figures['seconds'][way]['p50'])} (p95 {milliseconds(figures['seconds'][way]['p95'])})",
+            met(figures["of_limit"][way], GOAL),
+        ]
+        for name, figures in result.items()
+        for way in ("as evaluated", "at once")
+    ]
+    return [
+        "## Capture of 4,096 tokens (134 MB) in the foreground, LMDB, raw",
+        "",
+        *paragraph(
+            f"""The limit is one `llama_state_seq_get_data` of the same state into a buffer that was written before.
+            "As evaluated": sixteen pages, each taken as its boundary is crossed, with an idle writer. "At once":
+            `store.capture()` of all of them, while the writer works on the other core. In turns, medians of {ROUNDS}
+            rounds; a share is the median of the rounds' ratios. The model has this geometry of state and next to
+            nothing to compute."""
+        ),
+        *table(["context", "pages are taken", "limit", "prefixstore", "speed, of the limit"], rows),
+    ]

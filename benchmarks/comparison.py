@@ -1,0 +1,299 @@
+"""Four workloads, three models, and every cache beside the others: what a request waits for, and what it costs.
+
+Each cell is two processes: one that begins with an empty cache, and one that begins with what the first has left. The
+answers without a cache are the history of all conversations, so that every cache is asked the same prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.agent import MODEL
+from benchmarks.common import LIGHT, load, model_path, peak_rss, summary, tree_bytes, written_bytes
+from benchmarks.peers import LMDB_AUTO, LMDB_RAW, NOTHING, PEERS, RAM, SQLITE
+from benchmarks.tables import megabytes, milliseconds, paragraph, table
+from benchmarks.workloads import LARGE, SMALL, Sizes, prompt_of, workload
+
+N_CTX = 4096
+ANSWER_TOKENS = 8
+OURS = (LMDB_RAW, LMDB_AUTO, SQLITE)
+WORKLOADS = {
+    "users": "One system prompt, many users",
+    "chat": "A long chat",
+    "documents": "Documents in prompts",
+    "agent": "An agent session of the trace",
+}
+# a cache that dies with its process, asked on in it
+STAYED = f"{RAM}, not restarted"
+
+
+@dataclass(frozen=True)
+class Model:
+    title: str
+    path: Path | None
+    shape: dict[str, int]
+    sizes: Sizes
+
+
+MODELS = {
+    "1B": Model("32 KiB of state a token, as of a 1B model", None, {**LIGHT, "n_vocab": 32000}, LARGE),
+    "8B": Model(
+        "128 KiB of state a token, as of an 8B model",
+        None,
+        {"n_layer": 32, "n_embd": 128, "n_head": 8, "n_head_kv": 8, "head_dim": 128, "n_ff": 128, "n_vocab": 32000},
+        SMALL,
+    ),
+    "trained": Model("the trained model, 3 KiB of state a token", MODEL, {}, LARGE),
+}
+
+
+def model_file(name: str) -> Path:
+    model = MODELS[name]
+    return model.path if model.path is not None else model_path(**model.shape)
+
+
+def ask(llm: Any, peer: Any, prompt: list[int]) -> tuple[float, str, list[int]]:
+    """Seconds to the first token, the answer, and its tokens that were evaluated."""
+    started = time.perf_counter()
+    peer.before(prompt)
+    stream = llm(prompt, max_tokens=ANSWER_TOKENS, temperature=0, stream=True)
+    pieces = [next(stream)]
+    seconds = time.perf_counter() - started
+    pieces += stream
+    peer.after()
+    text = "".join(piece["choices"][0]["text"] for piece in pieces)
+    return seconds, text, llm.input_ids[len(prompt) : llm.n_tokens].tolist()
+
+
+def process(model: str, name: str, cache: str, phases: list[str], directory: Path) -> dict[str, Any]:
+    """One process: load, open the cache, ask the requests of the phases, close."""
+    llm = load(model_file(model), n_ctx=N_CTX)
+    # the first batch of a context takes longer
+    llm.eval(list(range(300, 308)))
+    llm.reset()
+    evaluated = [0]
+    original = llm.eval
+
+    def count(tokens: list[int]) -> None:
+        evaluated[0] += len(tokens)
+        original(tokens)
+
+    llm.eval = count
+    requests = workload(name, llm, MODELS[model].sizes, trained=MODELS[model].path is not None)
+    known = directory / "answers.json"
+    answers = json.loads(known.read_text()) if known.exists() else []
+    figures: dict[str, Any] = {}
+    before = written_bytes()
+    peer = PEERS[cache](llm, directory)
+    for phase in phases:
+        asked = requests.cold if phase == "cold" else requests.warm
+        counted, lost = evaluated[0], peer.watch.seconds
+        times, texts = [], []
+        for request in asked:
+            seconds, text, tokens = ask(llm, peer, prompt_of(request, answers))
+            times.append(seconds)
+            texts.append(text)
+            if cache == NOTHING:
+                answers.append(tokens)
+        figures[phase] = {
+            "first_token": times,
+            "texts": texts,
+            "prompt_tokens": sum(len(prompt_of(request, answers)) for request in asked),
+            "evaluated": evaluated[0] - counted,
+            "lost_seconds": peer.watch.seconds - lost,
+        }
+    peer.close()
+    figures[phases[0]] |= {"written_bytes": written_bytes() - before, "peak_rss": peak_rss()}
+    if cache == NOTHING:
+        known.write_text(json.dumps(answers))
+    return figures
+
+
+def child(model: str, name: str, cache: str, phases: str, directory: Path) -> dict[str, Any]:
+    """`process` in one of its own."""
+    command = [sys.executable, "-m", __spec__.name, model, name, cache, phases, str(directory)]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def held_bytes(directory: Path) -> int:
+    return sum(tree_bytes(path) for path in directory.iterdir() if path.is_dir()) + sum(
+        path.stat().st_blocks * 512 for path in directory.glob("kv.db*")
+    )
+
+
+def cell(model: str, name: str, cache: str, answers: str | None) -> tuple[dict[str, Any], str]:
+    """Both phases of one cache; its figures, and the answers of all."""
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(root)
+        if answers is not None:
+            (directory / "answers.json").write_text(answers)
+        # what dies with its process is also asked on in it
+        figures = child(model, name, cache, "cold,warm" if cache == RAM else "cold", directory)
+        stayed = figures.pop("warm", None)
+        figures |= child(model, name, cache, "warm", directory)
+        figures["disk_bytes"] = held_bytes(directory)
+        if stayed is not None:
+            figures["stayed"] = stayed
+        return figures, (directory / "answers.json").read_text()
+
+
+def compare(model: str, name: str, caches: list[str]) -> dict[str, Any]:
+    """Every cache on one workload and model; answers are compared with those without a cache."""
+    found: dict[str, Any] = {}
+    answers: str | None = None
+    for cache in caches:
+        figures, answers = cell(model, name, cache, answers)
+        found[cache] = figures
+    reference = {phase: found[NOTHING][phase]["texts"] for phase in ("cold", "warm")}
+    for cache, figures in found.items():
+        for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
+            pairs = zip(figures[phase]["texts"], reference["cold" if phase == "cold" else "warm"], strict=True)
+            figures[phase]["differing"] = sum(text != expected for text, expected in pairs)
+        if name == "chat" and cache in OURS:
+            # its batches are those of the live prefix, as without a cache
+            assert not figures["cold"]["differing"], f"{cache} answers otherwise on {model}"
+    for figures in found.values():
+        for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
+            del figures[phase]["texts"]
+            figures[phase]["seconds"] = summary(figures[phase]["first_token"])
+    return found
+
+
+def run(models: list[str] | None = None, names: list[str] | None = None, caches: list[str] | None = None) -> Any:
+    if not MODEL.exists():
+        return None
+    results: dict[str, Any] = {}
+    for model in models or MODELS:
+        results[model] = {}
+        for name in names or WORKLOADS:
+            started = time.perf_counter()
+            results[model][name] = compare(model, name, caches or list(PEERS))
+            print(f"  {model}, {name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    return results
+
+
+HEAD = [
+    "cache",
+    "first token, empty cache: p50, p95",
+    "after a restart: the first request",
+    "p50, p95",
+    "evaluated, empty and after",
+    "lost, a request",
+    "written",
+    "on the disk",
+    "peak RSS",
+    "differ",
+]
+
+
+def section(result: dict[str, Any] | None) -> list[str]:
+    """The figures as Markdown."""
+    if result is None:
+        return []
+    lines = ["## Beside the other caches", "", *paragraph(ABOUT), *paragraph(HOW), *paragraph(READ)]
+    lines += paragraph(losses(result))
+    for model, by_workload in result.items():
+        lines += [f"### {model}: {MODELS[model].title}", "", f"![Time to the first token, {model}]({plot(model)})", ""]
+        for name, found in by_workload.items():
+            asked = found[NOTHING]
+            numbers = [f"{len(asked[phase]['first_token'])} requests" for phase in ("cold", "warm")]
+            tokens = [f"{asked[phase]['prompt_tokens']:,} tokens" for phase in ("cold", "warm")]
+            lines += paragraph(
+                f"""**{WORKLOADS[name]}**: {numbers[0]} ({tokens[0]}) with an empty cache, {numbers[1]} ({tokens[1]})
+                after the restart."""
+            )
+            lines += table(HEAD, [row for cache in found for row in rows(cache, found[cache])])
+    return lines
+
+
+ABOUT = """Four workloads, seeded, on three models, and every cache in the same run. *Many users*: a system prompt,
+and users who ask in turns, their conversation behind it. *A long chat*: one conversation. *Documents*: a system
+prompt, three of six documents in the order in which they were found, and a question; a prefix is shared only as far
+as the order agrees. *Agent*: the session of the agent trace with the longest prompt (for 8B one of at most 1,000
+tokens, and its last 24 requests), agent and simulated user by turns, as recorded. Each cell is two processes: one
+begins with an empty cache, and ends; the next begins with what that one has left, and asks on. The generated models
+have the state of a 1B and an 8B model, a vocabulary of 32,000, and little to compute: without a cache a real one
+waits much longer, and restores as fast."""
+
+HOW = """*No cache* is what llama-cpp-python does by itself: what the context still holds of a prompt is not computed
+again. *State files* are what a careful user writes today: after each completion one `llama_state_save_file`, under
+another name and renamed, files that the new one goes on from deleted; before each completion the prompt compared with
+the tokens of all files, and the one with the longest common prefix loaded by `llama_state_load_file` if it is longer
+than what is live. It verifies nothing, makes nothing durable, knows one process, and never deletes for room; it is
+the strongest peer here. `LlamaDiskCache` removes an entry when it is hit, and so has one at a time. `LlamaRAMCache`
+is empty after a restart, as any memory is; *not restarted* is the same cache asked on in the first process."""
+
+READ = """*First token*: from the call of the completion, in which lookup and restore fall, to its first token; the
+p95 of so few requests is the slowest. *Lost*: the foreground's time for lookup, restore and saving, a mean over both
+phases. *Written*: as the system counts what both processes wrote to files. *On the disk*: blocks, after both. *Peak
+RSS*: of the larger process, with the mapped pages of LMDB's file. *Differ*: greedy answers other than without a
+cache, of all requests; batches are split otherwise behind a restore, and where the best two tokens are that close an
+answer may change ([design.md](design.md), point 4). Files are in the system's memory in all cells."""
+
+
+def plot(model: str) -> str:
+    return f"plots/first-token-{model}.png"
+
+
+def losses(result: dict[str, Any]) -> str:
+    """Where another cache had the shorter wait after the restart."""
+    lost, cells = [], 0
+    for model, by_workload in result.items():
+        for name, found in by_workload.items():
+            cells += 1
+            ours = found[LMDB_RAW]["warm"]["seconds"]["p50"]
+            peers = {cache: found[cache]["warm"]["seconds"]["p50"] for cache in found if cache not in OURS}
+            best = min(peers, key=peers.__getitem__)
+            if peers[best] < ours:
+                lost.append(f"{WORKLOADS[name].lower()}, {model} ({best}: {peers[best] / ours:.2f} of our time)")
+    if not lost:
+        return f"After the restart no other cache had a lower median than ours (LMDB, raw) in any of {cells} cells."
+    return f"""After the restart another cache had a lower median than ours (LMDB, raw) in {len(lost)} of {cells}
+        cells: {"; ".join(lost)}."""
+
+
+def rows(cache: str, figures: dict[str, Any]) -> list[list[str]]:
+    cold, warm = figures["cold"], figures["warm"]
+    requests = len(cold["first_token"]) + len(warm["first_token"])
+    found = [
+        [
+            cache,
+            waits(cold),
+            milliseconds(warm["first_token"][0]),
+            waits(warm),
+            f"{cold['evaluated']:,}, {warm['evaluated']:,}",
+            milliseconds((cold["lost_seconds"] + warm["lost_seconds"]) / requests),
+            megabytes(cold["written_bytes"] + warm["written_bytes"]),
+            megabytes(figures["disk_bytes"]),
+            megabytes(max(cold["peak_rss"], warm["peak_rss"])),
+            str(cold["differing"] + warm["differing"]),
+        ]
+    ]
+    if "stayed" in figures:
+        stayed = figures["stayed"]
+        lost = milliseconds(stayed["lost_seconds"] / len(stayed["first_token"]))
+        first, evaluated = milliseconds(stayed["first_token"][0]), f"{stayed['evaluated']:,}"
+        found.append([STAYED, "", first, waits(stayed), evaluated, lost, "", "", "", str(stayed["differing"])])
+    return found
+
+
+def waits(phase: dict[str, Any]) -> str:
+    seconds = phase["seconds"]
+    return f"{milliseconds(seconds['p50'])}, {milliseconds(seconds['p95'])}"
+
+
+if __name__ == "__main__":
+    # LlamaDiskCache prints each of its steps
+    with contextlib.redirect_stderr(io.StringIO()):
+        print(json.dumps(process(*sys.argv[1:4], sys.argv[4].split(","), Path(sys.argv[5]))))

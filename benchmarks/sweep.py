@@ -1,0 +1,102 @@
+"""A restore against the number of tokens, beside the limits and beside what llama-cpp-python and llama.cpp offer."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.common import LIGHT, load, model_path, prompt_tokens, seconds, state_of, summary
+from benchmarks.tables import milliseconds, paragraph, table
+from prefixstore import PrefixStore
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192)
+ROUNDS = 9
+CODECS = ("raw", "auto")
+NAMES = {
+    "memcpy": "memcpy",
+    "limit": "one `set_data`",
+    "raw": "prefixstore, LMDB, raw",
+    "auto": "prefixstore, LMDB, auto",
+    "load_file": "`llama_state_load_file`",
+    "load_state": "`Llama.load_state`",
+}
+
+
+def works_for(llm: Any, n: int, directory: Path, tokens: list[int]) -> dict[str, Callable[[], object]]:
+    """What puts the `n` tokens that the context holds back into it."""
+    state = state_of(llm)
+    source = np.frombuffer(state, np.uint8)
+    target = source.copy()
+    saved = llm.save_state()
+    path = bytes(directory / f"{n}.state")
+    array = (ctypes.c_int32 * n)(*tokens[:n])
+    out, count = (ctypes.c_int32 * llm.n_ctx())(), ctypes.c_size_t()
+    assert llama_cpp.llama_state_save_file(llm.ctx, path, array, n)
+    return {
+        "memcpy": lambda: np.copyto(target, source),
+        "limit": lambda: llama_cpp.llama_state_seq_set_data(llm.ctx, state, len(state), 0),
+        "load_file": lambda: llama_cpp.llama_state_load_file(llm.ctx, path, out, len(out), ctypes.byref(count)),
+        "load_state": lambda: llm.load_state(saved),
+    }
+
+
+def measure(llm: Any, stores: dict[str, PrefixStore], n: int, directory: Path) -> dict[str, dict[str, float]]:
+    tokens = prompt_tokens(llm, SIZES[-1] + 1)
+    assert stores["raw"].restore(tokens[: n + 1], llm) == n
+    works = works_for(llm, n, directory, tokens)
+    for codec, store in stores.items():
+        works[codec] = lambda store=store: store.restore(tokens[: n + 1], always=True)
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(ROUNDS + 1):
+        for name, work in works.items():
+            llm.reset()
+            llm._ctx.kv_cache_clear()
+            if name in stores:
+                stores[name].attach(llm)
+            taken = seconds(work)
+            if name in stores:
+                assert llm.n_tokens == n
+                stores[name].detach()
+            # the first round warms files and buffers
+            if turn:
+                times[name].append(taken)
+    return {name: summary(taken) for name, taken in times.items()}
+
+
+def run() -> dict[str, Any]:
+    llm = load(model_path(**{**LIGHT, "n_vocab": 32000}), n_ctx=SIZES[-1] + 256)
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(root)
+        stores = {codec: PrefixStore(directory / codec, namespace=codec, codec=codec) for codec in CODECS}
+        llm.eval(prompt_tokens(llm, SIZES[-1]))
+        for store in stores.values():
+            store.capture(llm)
+            store.flush()
+        results = {str(n): measure(llm, stores, n, directory) for n in reversed(SIZES)}
+        for store in stores.values():
+            store.close()
+    return {str(n): results[str(n)] for n in SIZES}
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    rows = [[f"{int(n):,}", *(milliseconds(figures[name]["p50"]) for name in NAMES)] for n, figures in result.items()]
+    return [
+        "## Restore against the number of tokens",
+        "",
+        *paragraph(
+            f"""32 KiB of state a token, V transposed (the default of `Llama`), vocabulary of 32,000; files are in the
+            system's memory; medians of {ROUNDS} rounds, in turns. `memcpy` copies as many bytes once. One `set_data`
+            is the limit of a restore. `Llama.load_state` copies a state that is in memory, and the scores of a batch:
+            66 MB, whatever the length. `llama_state_load_file` reads a file with nothing verified."""
+        ),
+        "![Restore against the number of tokens](plots/restore.png)",
+        "",
+        *table(["tokens", *NAMES.values()], rows),
+    ]
