@@ -296,13 +296,15 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
-        """The write lock, while nobody reads an older state than the one committed last."""
+        """The write lock, while nobody reads an older state than the one committed last, and that one is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
             with environment.begin(write=True) as txn:
                 newest = txn.id() - 1
                 behind = [pid for pid, transaction in environment.readers().items() if transaction < newest]
                 if not behind:
+                    # until it is on the disk, a loss of power brings back the state before, which has other free pages
+                    environment.env.sync(True)
                     yield
                     return
             if time.monotonic() > deadline:
