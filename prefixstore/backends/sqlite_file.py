@@ -111,6 +111,9 @@ def recognize(path: Path) -> None:
     foreign = f"{path} is not a store of prefixstore; choose another location"
     try:
         with closing(connect(path, "mode=ro&immutable=1")) as connection:
+            # the log is not read: until it was moved into a file that has grown, the header promises more pages than
+            # there are, which SQLite calls malformed unless it is told so
+            connection.execute("PRAGMA writable_schema=ON")
             found = connection.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.Error as error:
         translation = translate(error, str(path))
