@@ -272,7 +272,8 @@ def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
-        elif not environment.read_only:
+        elif not (environment.read_only or read_only):
+            # whoever only looks does not say how large it may be
             environment.resize(map_size)
         environment.users += 1
     return environment
