@@ -19,6 +19,7 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.durable import make_directory
 from prefixstore.backends.lmdb_environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb_scrub import common, erase, punch, read_layout, split
 from prefixstore.backends.location import path_of
@@ -190,8 +191,7 @@ class LMDBBackend(Backend):
     def _prepare_directory(self) -> None:
         try:
             if not self._read_only:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.mkdir(mode=0o700, exist_ok=True)
+                make_directory(self._path)
             if not self._path.is_dir():
                 raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
         except (FileExistsError, NotADirectoryError):
