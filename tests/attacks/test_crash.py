@@ -32,6 +32,13 @@ def mortals(tmp_path_factory) -> Iterator[Mortals]:
 
 
 @pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Iterator[Mortals]:
+    """Children that live meanwhile."""
+    with closing(Mortals(tmp_path_factory.mktemp("others"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
 def shimmed(tmp_path_factory) -> Iterator[Mortals]:
     """Children that die at system calls."""
     directory = tmp_path_factory.mktemp("mortals")
@@ -120,13 +127,13 @@ def test_a_store_is_whole_after_a_death_at_any_moment(mortals, tmp_path, request
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_others_go_on_when_one_of_them_dies(mortals, shimmed, tmp_path, request, scheme):
+def test_others_go_on_when_one_of_them_dies(mortals, others, tmp_path, request, scheme):
     location, rng = place(scheme, tmp_path, request), random.Random(scheme)
     empty(location)
     survivor, victim, enough = tmp_path / "survivor", tmp_path / "victim", tmp_path / "enough"
     deaths = 3 * TORTURE if EACH else 2
     order = {"location": location, "pack": pack()}
-    shimmed.begin("work_for_ever", seed=1, report=str(survivor), kill_when=str(enough), **order)
+    others.begin("work_for_ever", seed=1, report=str(survivor), kill_when=str(enough), **order)
     for n in range(deaths):
         assert mortals.run("work_for_ever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
         before = lines(survivor).count("committed")
@@ -135,7 +142,7 @@ def test_others_go_on_when_one_of_them_dies(mortals, shimmed, tmp_path, request,
             assert time.monotonic() < until, "the one that lives waits for the dead one"
             time.sleep(0.005)
     enough.touch()
-    assert shimmed.end()
+    assert others.end()
     look_at(location)
 
 
