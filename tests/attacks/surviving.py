@@ -17,7 +17,7 @@ from prefixstore.codec import decode
 from prefixstore.record import Usage
 from prefixstore.testing import make_page
 from prefixstore.transfer import export_pack
-from tests.attacks.dying import BUDGET, SPACES, digest, pages_of, state_of
+from tests.attacks.working import BUDGET, SPACES, digest, pages_of, state_of
 
 COUNTED = """
     SELECT entries, bytes, (SELECT count(*) FROM prefixstore_pages),

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
+from sqlalchemy import Engine, event
 
 from prefixstore.admin import Archive
-from prefixstore.backends import migrate
-from tests.attacks.dying import BUDGET, Mortals, allowed
+from prefixstore.backends import migrate, open_backend
+from prefixstore.errors import UnavailableError
+from tests.attacks.dying import Mortals, allowed
 from tests.attacks.power import shim
 from tests.attacks.surviving import contents_of_old, look_at, look_without_writing, pack
+from tests.attacks.working import BUDGET
 from tests.models import TORTURE
 from tests.places import SCHEMES, place
 from tests.postgres import database
@@ -207,3 +211,21 @@ def test_a_server_that_is_killed_has_all_that_it_committed_and_its_clients_come_
         enough.touch()
         # the report says whether each transaction found what the one before had left
         assert life.ends()
+
+
+def test_a_server_that_goes_while_a_store_is_opened_is_not_taken_for_another_application(new_database):
+    location = new_database()
+
+    def cut(connection, cursor, statement, *_) -> None:
+        if "version_num" in statement:
+            server = location.replace("+psycopg", "")
+            with psycopg.connect(server, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s, 5000)", (cursor.connection.info.backend_pid,))
+
+    event.listen(Engine, "before_cursor_execute", cut)
+    try:
+        with pytest.raises(UnavailableError):
+            open_backend(location, max_bytes=1 << 24)
+    finally:
+        event.remove(Engine, "before_cursor_execute", cut)
+    open_backend(location, max_bytes=1 << 24).close()
