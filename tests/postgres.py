@@ -67,6 +67,8 @@ class Server:
 
     def start(self) -> None:
         """Return when it answers. It ends with this process, however that ends."""
+        # of one that was killed
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 50)
         with (self.sockets / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -84,9 +86,32 @@ class Server:
             time.sleep(0.05)
         raise AssertionError((self.sockets / "log").read_text())
 
+    def kill(self) -> None:
+        """End it and all its processes at once, as if the machine had stopped."""
+        family = [self.process.pid, *_children(self.process.pid)]
+        for one in family:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        self.process.wait(60)
+        for _ in range(600):
+            if not any(map(_is_running, family)):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"processes of the server do not end: {family}")
+
     def stop(self) -> None:
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(60)
+
+
+def _children(parent: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], check=True, capture_output=True, text=True).stdout
+    return [int(pid) for ppid, pid in map(str.split, listed.splitlines()) if int(ppid) == parent]
+
+
+def _is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], check=False, capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
 
 
 def _end_with_parent() -> None:
@@ -136,7 +161,7 @@ def postgres_template(postgres_url: str) -> Iterator[tuple[str, str]]:
     """A database with an empty store in it, to be copied."""
     from prefixstore.backends import migrate
 
-    with _database(postgres_url, None) as url:
+    with database(postgres_url, None) as url:
         migrate.upgrade(url)
         yield postgres_url, url.split("?")[0].rsplit("/", 1)[1]
 
@@ -148,11 +173,11 @@ def new_database(postgres_template: tuple[str, str]) -> Iterator[Callable[..., s
 
     server, template = postgres_template
     with ExitStack() as stack:
-        yield lambda *, empty=False: stack.enter_context(_database(server, None if empty else template))
+        yield lambda *, empty=False: stack.enter_context(database(server, None if empty else template))
 
 
 @contextmanager
-def _database(server: str, template: str | None) -> Iterator[str]:
+def database(server: str, template: str | None) -> Iterator[str]:
     import psycopg
     from sqlalchemy import make_url
 

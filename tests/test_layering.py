@@ -15,9 +15,9 @@ PACKAGE = Path(prefixstore.__file__).parent
 # a module imports only from those before it
 ORDER = """
 errors namespace boundaries record buffers packing encoder codec index snapshots adaptive eviction budget stats
-backends.location backends.base backends.memory backends.tiered backends.lmdb_environment backends.lmdb_scrub
-backends.lmdb
-backends.sql_schema backends.sql_revisions backends.sql_engine backends.sqlite_file backends.sqlite
+backends.location backends.durable backends.base backends.memory backends.tiered backends.lmdb_environment
+backends.lmdb_scrub backends.lmdb
+backends.sql_schema backends.sql_engine backends.sql_revisions backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
 catalog read_ahead read_along fetch room commit check engine writer purge admin intake transfer
 llama llama.synthetic llama.pace llama.blob llama.parse llama.shape llama.memory llama.fingerprint llama.borders

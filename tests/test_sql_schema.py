@@ -428,7 +428,7 @@ def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp
     code = """
 import os, sys
 from prefixstore.backends import sqlite_file, open_backend
-sqlite_file._link = lambda *arguments: os._exit(3)
+sqlite_file.publish = lambda *arguments: os._exit(3)
 open_backend(sys.argv[1], max_bytes=1 << 20)
 """
     url = f"sqlite:///{tmp_path}/kv.db"

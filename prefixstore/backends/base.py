@@ -8,7 +8,8 @@ once. It is used in two ways:
   until the snapshot closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
 - a **transaction** reads and writes, one at a time among all threads and processes that share the location. What it
   wrote becomes visible to others as a whole when it closes, and not at all if it closes with an exception or its
-  process dies.
+  process dies. A loss of power may take back what was committed since the last `Backend.sync`, the newest first, and
+  nothing else.
 
 A thread holds one snapshot or transaction of a backend at a time, and does not fork while it holds one.
 

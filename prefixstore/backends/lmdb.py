@@ -19,6 +19,7 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.durable import make_directory
 from prefixstore.backends.lmdb_environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb_scrub import common, erase, punch, read_layout, split
 from prefixstore.backends.location import path_of
@@ -190,8 +191,7 @@ class LMDBBackend(Backend):
     def _prepare_directory(self) -> None:
         try:
             if not self._read_only:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.mkdir(mode=0o700, exist_ok=True)
+                make_directory(self._path)
             if not self._path.is_dir():
                 raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
         except (FileExistsError, NotADirectoryError):
@@ -296,13 +296,15 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
-        """The write lock, while nobody reads an older state than the one committed last."""
+        """The write lock, while nobody reads an older state than the one committed last, and that one is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
             with environment.begin(write=True) as txn:
                 newest = txn.id() - 1
                 behind = [pid for pid, transaction in environment.readers().items() if transaction < newest]
                 if not behind:
+                    # until it is on the disk, a loss of power brings back the state before, which has other free pages
+                    environment.env.sync(True)
                     yield
                     return
             if time.monotonic() > deadline:

@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lmdb
 
+from prefixstore.backends.durable import publish
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -28,6 +30,7 @@ from prefixstore.record import FORMAT_VERSION
 __all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release", "translate"]
 
 SMALLEST_MAP = 1 << 20
+DATA = "data.mdb"
 # a disk with less room than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
@@ -71,6 +74,8 @@ class Environment:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
         try:
+            if not (read_only or (path / DATA).exists()):
+                _create(path)
             self.env = lmdb.open(
                 str(path),
                 map_size=max(map_size, SMALLEST_MAP),
@@ -106,9 +111,12 @@ class Environment:
             raise self._foreign()
         if not names and self.read_only:
             raise LocationError(f"{self.path} holds no store, and read_only=True creates none")
-        databases = (
-            self._open_or_create() if not self.read_only else {name: self.env.open_db(name) for name in DATABASES}
-        )
+        if self.read_only:
+            databases = {name: self.env.open_db(name) for name in DATABASES}
+        else:
+            # in one transaction: another process never sees half of a new store
+            with self.begin(write=True) as txn:
+                databases = _make_databases(self.env, txn)
         with self.begin(write=False) as txn:
             magic, version, self._scrubs = (
                 bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format", SCRUBS)
@@ -121,16 +129,6 @@ class Environment:
                 f"{self.path} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; "
                 "upgrade prefixstore, or choose another location"
             )
-        return databases
-
-    def _open_or_create(self) -> dict[bytes, Any]:
-        """In one transaction: a crash leaves nothing of a new store, and another process never sees half of one."""
-        with self.begin(write=True) as txn:
-            new = txn.stat()["entries"] == 0
-            databases = {name: self.env.open_db(name, txn) for name in DATABASES}
-            if new:
-                txn.put(b"magic", MAGIC, db=databases[b"meta"])
-                txn.put(b"format", META_FORMAT.pack(FORMAT_VERSION), db=databases[b"meta"])
         return databases
 
     def _foreign(self) -> IncompatibleError:
@@ -233,6 +231,28 @@ class Environment:
             self.env.close()
 
 
+def _create(path: Path) -> None:
+    """Make the file under another name; it has its own when it is whole and on the disk, or another one has.
+
+    LMDB does not flush the first pages of a new file before somebody commits: after a loss of power it may refuse it.
+    """
+    with TemporaryDirectory(dir=path, prefix=".new.") as directory:
+        new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)
+        with new, new.begin(write=True) as txn:
+            _make_databases(new, txn)
+        publish(Path(directory) / DATA, path / DATA)
+
+
+def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes, Any]:
+    """The databases of a store; an environment without any becomes one."""
+    new = txn.stat()["entries"] == 0
+    databases = {name: env.open_db(name, txn) for name in DATABASES}
+    if new:
+        txn.put(b"magic", MAGIC, db=databases[b"meta"])
+        txn.put(b"format", META_FORMAT.pack(FORMAT_VERSION), db=databases[b"meta"])
+    return databases
+
+
 _open: dict[Path, Environment] = {}
 _open_lock = threading.RLock()
 
@@ -272,7 +292,8 @@ def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
-        elif not environment.read_only:
+        elif not (environment.read_only or read_only):
+            # whoever only looks does not say how large it may be
             environment.resize(map_size)
         environment.users += 1
     return environment

@@ -181,7 +181,8 @@ class PostgreSQL(Database):
         with self.connection() as connection, translated(self.location):
             self.begin(connection)
             connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
-            connection.exec_driver_sql("SELECT txid_current()").all()
+            # a transaction that has written nothing is not flushed, whatever number it has
+            connection.exec_driver_sql("SELECT pg_logical_emit_message(true, 'prefixstore', '')").all()
             connection.exec_driver_sql("COMMIT")
 
     def reclaim(self) -> None:

@@ -10,6 +10,7 @@ from alembic.config import Config
 from sqlalchemy import Connection, inspect, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from prefixstore.backends.sql_engine import translate
 from prefixstore.backends.sql_schema import HEAD, MAGIC, META, REVISIONS, VERSION_TABLE
 from prefixstore.errors import IncompatibleError, LocationError
 
@@ -56,8 +57,11 @@ def revision_of(connection: Connection, where: str) -> str | None:
     try:
         revisions = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()  # noqa: S608 - a constant
         magic = connection.execute(select(META.c.magic)).scalars().all()
-    except SQLAlchemyError:
-        raise foreign from None
+    except SQLAlchemyError as error:
+        # a server that has gone, or a lock, says nothing about the tables
+        if isinstance(translate(error, where), IncompatibleError):
+            raise foreign from None
+        raise
     if magic != [MAGIC] or len(revisions) != 1:
         raise foreign
     if revisions[0] not in REVISIONS:

@@ -33,6 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite as dialect
 from sqlalchemy.pool import QueuePool
 
+from prefixstore.backends.durable import sync_path
 from prefixstore.backends.sql_engine import Database, translated
 from prefixstore.backends.sql_revisions import require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql_schema import (
@@ -42,7 +43,7 @@ from prefixstore.backends.sql_schema import (
     PIECES,
     readable,
 )
-from prefixstore.backends.sqlite_file import PAGE_BYTES, connect, create, path_of_url, recognize, sync_file
+from prefixstore.backends.sqlite_file import PAGE_BYTES, connect, create, path_of_url, recognize
 from prefixstore.buffers import Buffers
 from prefixstore.errors import (
     CorruptError,
@@ -265,8 +266,8 @@ class SQLite(Database):
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").all()
             # what readers keep it from moving into the file is safe in the log
             with suppress(FileNotFoundError):
-                sync_file(Path(f"{self.path}-wal"))
-            sync_file(self.path.parent)
+                sync_path(Path(f"{self.path}-wal"))
+            sync_path(self.path.parent)
 
     def reclaim(self) -> None:
         """Nothing to do: what a transaction deletes is free for what it writes next."""

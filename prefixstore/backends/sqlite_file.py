@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import sqlite3
 import tempfile
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
+from prefixstore.backends.durable import make_directory, publish
 from prefixstore.backends.sql_engine import parse_url, translate, translated
 from prefixstore.backends.sql_revisions import upgrade_connection
 from prefixstore.backends.sql_schema import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
-__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "connect", "create", "path_of_url", "recognize", "sync_file"]
+__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "connect", "create", "path_of_url", "recognize"]
 
 PAGE_BYTES = 16 << 10
 BUSY_SECONDS = 60.0
@@ -62,7 +63,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 def create(path: Path) -> None:
     """Make a store under another name; it is there when it is whole, or another one is."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         # mode 0600
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
         os.close(handle)
@@ -84,23 +85,10 @@ def create(path: Path) -> None:
                 upgrade_connection(connection)
                 connection.exec_driver_sql("COMMIT")
                 connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-        with suppress(FileExistsError):
-            _link(new, path)
+        publish(new, path)
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):
             Path(f"{new}{suffix}").unlink(missing_ok=True)
-
-
-def _link(new: Path, path: Path) -> None:
-    try:
-        os.link(new, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        # a file system without links
-        if not path.exists():
-            new.rename(path)
-    sync_file(path.parent)
 
 
 def recognize(path: Path) -> None:
@@ -111,6 +99,9 @@ def recognize(path: Path) -> None:
     foreign = f"{path} is not a store of prefixstore; choose another location"
     try:
         with closing(connect(path, "mode=ro&immutable=1")) as connection:
+            # the log is not read: until it was moved into a file that has grown, the header promises more pages than
+            # there are, which SQLite calls malformed unless it is told so
+            connection.execute("PRAGMA writable_schema=ON")
             found = connection.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.Error as error:
         translation = translate(error, str(path))
@@ -119,14 +110,3 @@ def recognize(path: Path) -> None:
         raise translation from error
     if found != APPLICATION_ID:
         raise IncompatibleError(foreign)
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file or a directory that nobody locks."""
-    if os.name != "posix" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,6 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from prefixstore.admin import DEFAULT_BYTES, Archive
+from prefixstore.backends.durable import sync_path
 from prefixstore.budget import format_bytes, parse_bytes
 from prefixstore.cli.model import ConfigFile, ModelFile, NCtx, Salt, TokenizerFile, configured, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, emit, say
@@ -109,6 +110,7 @@ def _writing(out: str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
+        sync_path(target.absolute().parent)
     except OSError as error:
         raise LocationError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:

@@ -1,0 +1,44 @@
+"""Files and names that are to survive a loss of power. A name does when the directory that has it was flushed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["make_directory", "publish", "sync_path"]
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory that only its owner reads, and those above it, if they are not there. Raises `OSError`."""
+    missing = [one for one in (path, *path.parents) if not one.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    for made in missing:
+        with suppress(PermissionError):
+            # one that may be written to and not be read cannot be flushed
+            sync_path(made.parent)
+
+
+def publish(new: Path, path: Path) -> None:
+    """Give a file that is whole, and flushed, its name, unless another one has it already. Raises `OSError`."""
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    except OSError:
+        # a file system without links
+        if not path.exists():
+            new.rename(path)
+    sync_path(path.parent)
+
+
+def sync_path(path: Path) -> None:
+    """Flush a file or a directory that nobody locks."""
+    if os.name != "posix" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,154 @@
+"""Processes that die: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
+
+A child does what its order says, and reports to a file what it is about to commit, what is committed and what is
+durable. It ends by SIGKILL at the point that its order names: before an operation of the backend, a statement of the
+database, or a system call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.attacks.working import TASKS, Points, Report
+
+ROOT = Path(__file__).parents[2]
+# beginnings of statements that change something
+CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "COMMIT", "VACUUM", "PRAGMA wal_", "SET")
+
+
+def _points_at_statements(point: Points) -> None:
+    """Before each statement that writes; alembic's and SQLAlchemy's too."""
+    from sqlalchemy import Engine as SQLEngine
+    from sqlalchemy import event
+
+    def happens(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.lstrip().startswith(CHANGES):
+            point()
+
+    event.listen(SQLEngine, "before_cursor_execute", happens)
+
+
+def _obey(order: dict[str, Any]) -> None:
+    """In a child of its own."""
+    die_at, level = order.pop("die_at", 0), order.pop("level", "operations")
+    journal, below = order.pop("journal", None), order.pop("below", None)
+    point = Points(die_at if level == "operations" else 0)
+    if level == "statements":
+        _points_at_statements(Points(die_at))
+    say = Report(order.pop("report"))
+    if journal is not None:
+        start = ctypes.CDLL(None).power_start
+        start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long]
+        start(below.encode(), journal.encode(), die_at if level == "calls" else 0)
+    TASKS[order.pop("task")](**order, say=say, point=point)
+    say("end")
+
+
+def _serve() -> None:
+    """Read orders, one a line; fork a child for each, and say how it ended."""
+    for module in ("lmdb", "sql", "sqlite", "postgresql"):
+        # once here, instead of in each child
+        importlib.import_module(f"prefixstore.backends.{module}")
+    for line in sys.stdin:
+        order = json.loads(line)
+        seconds, signal_file = order.pop("kill_after", None), order.pop("kill_when", None)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                _obey(order)
+                code = 0
+            except BaseException:  # noqa: BLE001 - the child must not come back
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        done, status = 0, 0
+        if seconds is not None:
+            time.sleep(seconds)
+        while signal_file is not None and not Path(signal_file).exists() and not done:
+            time.sleep(0.01)
+            done, status = os.waitpid(child, os.WNOHANG)
+        if not done and (seconds, signal_file) != (None, None):
+            os.kill(child, signal.SIGKILL)
+        if not done:
+            status = os.waitpid(child, 0)[1]
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+class Mortals:
+    """The process that forks the children, from the outside."""
+
+    def __init__(self, directory: Path, *, shim: Path | None = None) -> None:
+        self._errors = (directory / "errors").open("w+")
+        environment = os.environ | ({"LD_PRELOAD": str(shim)} if shim is not None else {})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.attacks.dying"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def begin(self, task: str, **order: Any) -> None:
+        """Have a child begin; `end` waits for it."""
+        print(json.dumps({"task": task, **order}), file=self._process.stdin, flush=True)
+
+    def end(self) -> bool:
+        """Whether the child was killed. If it failed instead, the test does."""
+        code = self._process.stdout.readline().strip()
+        if code not in ("0", "-9"):
+            self._errors.seek(0)
+            raise AssertionError(f"exit code {code}: {self._errors.read()}")
+        return code == "-9"
+
+    def run(self, task: str, **order: Any) -> bool:
+        self.begin(task, **order)
+        return self.end()
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            # in the middle of an order, because a test has failed
+            self._process.kill()
+            self._process.wait()
+        self._errors.close()
+
+
+def allowed(report: Iterable[str], before: str) -> set[str]:
+    """The digests of the states that a store may be in, whose only writer died after this report.
+
+    Each transaction finds what the one before it has left: all, or nothing of it if nobody heard of its commit.
+    """
+    possible = {before}
+    for line in report:
+        word, *rest = line.split()
+        if word == "found":
+            assert rest[0] in possible, f"{line}: {possible}"
+            possible = set(rest)
+        elif word == "about":
+            about = rest[0]
+            possible.add(about)
+        elif word == "committed":
+            possible = {about}
+    return possible
+
+
+if __name__ == "__main__":
+    _serve()

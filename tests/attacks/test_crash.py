@@ -1,0 +1,231 @@
+"""A process that is killed, at every point where it writes and at any other; and a server that is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+import pytest
+from sqlalchemy import Engine, event
+
+from prefixstore.admin import Archive
+from prefixstore.backends import migrate, open_backend
+from prefixstore.errors import UnavailableError
+from tests.attacks.dying import Mortals, allowed
+from tests.attacks.power import shim
+from tests.attacks.surviving import contents_of_old, look_at, look_without_writing, pack
+from tests.attacks.working import BUDGET
+from tests.models import TORTURE
+from tests.places import SCHEMES, place
+from tests.postgres import database
+from tests.test_sql_schema import write_old
+
+EACH = TORTURE > 1
+
+
+@pytest.fixture(scope="module")
+def mortals(tmp_path_factory) -> Iterator[Mortals]:
+    """Children that die at operations, at statements, or whenever."""
+    with closing(Mortals(tmp_path_factory.mktemp("mortals"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> Iterator[Mortals]:
+    """Children that live meanwhile."""
+    with closing(Mortals(tmp_path_factory.mktemp("others"))) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def shimmed(tmp_path_factory) -> Iterator[Mortals]:
+    """Children that die at system calls."""
+    directory = tmp_path_factory.mktemp("mortals")
+    with closing(Mortals(directory, shim=shim(directory))) as started:
+        yield started
+
+
+def empty(location: str) -> str:
+    with Archive(location, max_bytes=BUDGET.max_bytes, create=True):
+        pass
+    return look_at(location)
+
+
+def lines(report: Path) -> list[str]:
+    return report.read_text().splitlines() if report.exists() else []
+
+
+class Life:
+    """One location through many deaths."""
+
+    def __init__(self, mortals: Mortals, location: str, directory: Path) -> None:
+        self.location = location
+        self._mortals = mortals
+        self._report = directory / "report"
+        self._pack = pack()
+        self._holds = empty(location)
+        self.deaths = 0
+
+    def goes_on(self, task: str, **order) -> bool:
+        """Another process works there; whether it was killed. What it has left is looked at."""
+        self.begins(task, **order)
+        return self.ends()
+
+    def begins(self, task: str, **order) -> None:
+        self._report.unlink(missing_ok=True)
+        order |= {"location": self.location, "pack": self._pack, "report": str(self._report)}
+        self._mortals.begin(task, **order)
+
+    def ends(self) -> bool:
+        killed = self._mortals.end()
+        self.deaths += killed
+        if self.deaths % 4 == 0:
+            look_without_writing(self.location)
+        found = look_at(self.location)
+        assert found in allowed(self.report, self._holds), self.report[-3:]
+        self._holds = found
+        return killed
+
+    @property
+    def report(self) -> list[str]:
+        return lines(self._report)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_is_whole_after_a_death_at_each_write(mortals, tmp_path, request, scheme):
+    life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
+    level = "operations" if scheme == "lmdb" else "statements"
+    # at length, each statement
+    step = 1 if EACH else {"lmdb": 1, "sqlite": 2, "postgresql": 8}[scheme]
+    for seed, die_at in enumerate(itertools.count(1, step)):
+        if not life.goes_on("work", seed=seed, die_at=die_at, level=level):
+            break
+    assert life.deaths > 40 / step
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_store_is_whole_after_a_death_at_each_system_call(shimmed, tmp_path, request, scheme):
+    life = Life(shimmed, place(scheme, tmp_path.resolve(), request), tmp_path)
+    journal = tmp_path / "journal"
+    for seed, die_at in enumerate(itertools.count(1, 1 if EACH else 8)):
+        journal.unlink(missing_ok=True)
+        order = {"journal": str(journal), "below": str(tmp_path.resolve()), "level": "calls"}
+        if not life.goes_on("work", seed=seed, die_at=die_at, **order):
+            break
+    assert life.deaths > (80 if EACH else 10)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_is_whole_after_a_death_at_any_moment(mortals, tmp_path, request, scheme):
+    life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
+    rng = random.Random(scheme)
+    for seed in range(10 * TORTURE if EACH else 4):
+        assert life.goes_on("work_for_ever", seed=10 * seed, kill_after=rng.uniform(0.02, 0.3))
+    # and whoever comes next can do it all
+    assert not life.goes_on("work", seed=0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_others_go_on_when_one_of_them_dies(mortals, others, tmp_path, request, scheme):
+    location, rng = place(scheme, tmp_path, request), random.Random(scheme)
+    empty(location)
+    survivor, victim, enough = tmp_path / "survivor", tmp_path / "victim", tmp_path / "enough"
+    deaths = 3 * TORTURE if EACH else 2
+    order = {"location": location, "pack": pack()}
+    others.begin("work_for_ever", seed=1, report=str(survivor), kill_when=str(enough), **order)
+    for n in range(deaths):
+        assert mortals.run("work_for_ever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
+        before = lines(survivor).count("committed")
+        until = time.monotonic() + 20
+        while lines(survivor).count("committed") < before + 3:
+            assert time.monotonic() < until, "the one that lives waits for the dead one"
+            time.sleep(0.005)
+    enough.touch()
+    assert others.end()
+    look_at(location)
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_death_while_a_store_is_made_leaves_none_or_a_whole_one(shimmed, tmp_path, scheme):
+    for die_at in itertools.count(1, 1 if EACH or scheme == "lmdb" else 4):
+        root = tmp_path.resolve() / str(die_at)
+        root.mkdir()
+        location = f"lmdb://{root}/new/kv" if scheme == "lmdb" else f"sqlite:///{root}/new/kv.db"
+        order = {"location": location, "journal": str(tmp_path / "journal"), "below": str(root), "level": "calls"}
+        killed = shimmed.run("create", report=str(tmp_path / "report"), die_at=die_at, **order)
+        assert empty(location)
+        if not killed:
+            break
+    assert die_at > 10
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "postgresql"])
+def test_a_death_in_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp_path, request, scheme):
+    if scheme == "postgresql":
+        location = request.getfixturevalue("new_database")(empty=True)
+        write_old(location, "0001")
+    revisions = []
+    for die_at in itertools.count(1):
+        if scheme == "sqlite":
+            location = f"sqlite:///{tmp_path}/{die_at}.db"
+            write_old(location, "0001")
+        report = str(tmp_path / "report")
+        killed = mortals.run("upgrade", location=location, report=report, die_at=die_at, level="statements")
+        revisions.append(migrate.check(location).revision)
+        if not killed:
+            break
+        assert contents_of_old(location) == [(0, 700, 0), (1, 900, 4), (2, 0, 8)]
+    assert len(revisions) > 8
+    assert revisions == sorted(revisions)
+    assert revisions[0] == "0001"
+    assert revisions[-1] == "0002"
+    with Archive(location) as archive:
+        assert archive.check() == []
+        assert archive.used().entries == 3
+
+
+def test_a_server_that_is_killed_has_all_that_it_committed_and_its_clients_come_back(
+    mortals, tmp_path, postgres_server
+):
+    rng = random.Random(3)
+    with database(postgres_server.url, None) as location:
+        migrate.upgrade(location)
+        life = Life(mortals, location, tmp_path)
+        enough = tmp_path / "enough"
+        life.begins("work_for_ever", seed=0, kill_when=str(enough))
+        committed = 0
+        for _ in range(5 * TORTURE if EACH else 2):
+            time.sleep(rng.uniform(0.05, 0.4))
+            postgres_server.kill()
+            postgres_server.start()
+            until = time.monotonic() + 20
+            while life.report.count("committed") <= committed:
+                assert time.monotonic() < until, "the client does not come back"
+                time.sleep(0.02)
+            committed = life.report.count("committed")
+        enough.touch()
+        # the report says whether each transaction found what the one before had left
+        assert life.ends()
+
+
+def test_a_server_that_goes_while_a_store_is_opened_is_not_taken_for_another_application(new_database):
+    location = new_database()
+
+    def cut(connection, cursor, statement, *_) -> None:
+        if "version_num" in statement:
+            server = location.replace("+psycopg", "")
+            with psycopg.connect(server, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s, 5000)", (cursor.connection.info.backend_pid,))
+
+    event.listen(Engine, "before_cursor_execute", cut)
+    try:
+        with pytest.raises(UnavailableError):
+            open_backend(location, max_bytes=1 << 24)
+    finally:
+        event.remove(Engine, "before_cursor_execute", cut)
+    open_backend(location, max_bytes=1 << 24).close()

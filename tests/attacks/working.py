@@ -1,0 +1,283 @@
+"""What is done to a store by processes that die: through the engine and the archive, with pages made of their keys."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, redirect_stdout
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from prefixstore.admin import Archive
+from prefixstore.backends import migrate, open_backend
+from prefixstore.backends.base import Backend, Snapshot
+from prefixstore.boundaries import as_tokens, boundary_hash
+from prefixstore.budget import Budget
+from prefixstore.catalog import NewPage
+from prefixstore.cli import main
+from prefixstore.codec import pick
+from prefixstore.engine import Engine
+from prefixstore.errors import UnavailableError
+from prefixstore.eviction import POLICIES
+from prefixstore.record import PAGE, SNAPSHOT
+from prefixstore.stats import Counters
+from prefixstore.transfer import PackReader, import_pack
+from prefixstore.writer import Writer
+from tests.places import space
+
+BUDGET = Budget(700 << 10)
+SPACES = [space("one"), space("two")]
+P = 4
+# methods of a transaction that do
+WRITES = {"put", "delete", "touch", "put_namespace", "drop_namespace", "put_note"}
+
+
+def state_of(key: bytes) -> bytes:
+    """The state of a page, as large as its key says."""
+    return np.random.default_rng(int.from_bytes(key, "little")).bytes(key[0] * 60 % 12_000)
+
+
+def digest(snapshot: Snapshot) -> str:
+    """All that a store holds, to the last bit."""
+    hasher = xxhash.xxh3_128()
+    for key, record, usage in sorted(snapshot.scan(), key=lambda page: page[0]):
+        payload = snapshot.payload(key)
+        for part in (key, record.pack(), usage.pack(), payload if payload is not None else b"none"):
+            hasher.update(part)
+    for key, settings in sorted(snapshot.namespaces().items()):
+        hasher.update(key + settings)
+    hasher.update(snapshot.note(b"note") or b"")
+    return hasher.hexdigest()
+
+
+class Report:
+    """What a child has done, line by line, in a file that outlives it; and in the journal of the shim, if it runs."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._mark = getattr(ctypes.CDLL(None), "power_mark", None)
+
+    def __call__(self, *words: str) -> None:
+        os.write(self._file, " ".join(words).encode() + b"\n")
+        if self._mark is not None:
+            self._mark(" ".join(words).encode())
+
+
+class Points:
+    """The points at which a child may die."""
+
+    def __init__(self, die_at: int) -> None:
+        self._left = die_at
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Writing:
+    """A transaction in which each call that writes is a point."""
+
+    def __init__(self, transaction: Any, point: Callable[[], None]) -> None:
+        self._transaction = transaction
+        self._point = point
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WRITES:
+            self._point()
+        return getattr(self._transaction, name)
+
+
+class Watched:
+    """A backend that says what it does, with a point before and behind all that writes."""
+
+    def __init__(self, backend: Backend, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
+        self._backend = backend
+        self._say = say
+        self._point = point
+        self._durable = durable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Any]:
+        self._point()
+        with self._backend.transaction() as transaction:
+            self._say("found", digest(transaction))
+            yield _Writing(transaction, self._point)
+            self._say("about", digest(transaction))
+            self._point()
+        self._point()
+        self._say("committed")
+
+    def sync(self) -> None:
+        self._point()
+        if self._durable:
+            self._backend.sync()
+        self._point()
+        self._say("durable")
+
+    def reclaim(self) -> None:
+        self._point()
+        self._backend.reclaim()
+        self._point()
+
+    def scrub(self) -> None:
+        self._point()
+        self._backend.scrub()
+        self._point()
+
+    def compact(self) -> int:
+        self._point()
+        freed = self._backend.compact()
+        self._point()
+        return freed
+
+
+def pages_of(settings: Any, tokens: list[int], lease: Callable[[int], Any], form: int = PAGE) -> Iterator[NewPage]:
+    """The pages of a sequence, or a snapshot at its end, as captured now."""
+    raw, parent = as_tokens(tokens).tobytes(), settings.key
+    for start in range(0, len(raw), 4 * P):
+        piece = raw[start : start + 4 * P]
+        is_last = start + 4 * P >= len(raw)
+        key = boundary_hash(parent, piece, form if is_last else PAGE)
+        state = state_of(key)
+        view = lease(len(state))
+        view.view[:] = state
+        yield NewPage.of(
+            settings.key, settings.canonical, parent, start // 4, piece, view, form=form if is_last else PAGE
+        )
+        parent = key
+
+
+class Work:
+    """The engine and the archive of one location, which never fail, in one process."""
+
+    def __init__(self, location: str, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
+        self._location = location
+        self._watch = lambda backend: Watched(backend, say, point, durable=durable)
+        counters = Counters()
+        backend = open_backend(location, max_bytes=BUDGET.max_bytes)
+        with backend.snapshot() as snapshot:
+            say("found", digest(snapshot))
+        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), counters)
+        self._writer = Writer(self.engine, 1 << 24, False, counters, read_only=False)
+
+    def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
+        """All that is not there of a sequence, in one batch."""
+        self.engine.match(settings.key, as_tokens(tokens), P)
+        news = list(pages_of(settings, tokens, self._writer.lease, form))
+        self.engine.commit([new for new in news if self.engine.announce(new)])
+        for new in news:
+            new.lease.release()
+
+    def use(self, settings: Any, tokens: list[int]) -> None:
+        path = self.engine.match(settings.key, as_tokens(tokens), P)
+        with self.engine.fetching(path.pages) as states:
+            for page, state in zip(path.pages, states, strict=False):
+                assert bytes(state) == state_of(page.key)
+        self.engine.touch(settings.key, path.pages)
+
+    @contextmanager
+    def _archive(self) -> Iterator[Archive]:
+        with Archive(self._location, max_bytes=BUDGET.max_bytes, create=True) as archive:
+            archive.backend = self._watch(archive.backend)
+            yield archive
+
+    def all(self, seed: int, pack: bytes) -> None:
+        """A little of all that changes a store."""
+        one, two, three, four = np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist()
+        engine, writer = self.engine, self._writer
+        self.capture(SPACES[0], one)
+        writer.flush()
+        self.use(SPACES[0], one)
+        self.capture(SPACES[1], two)
+        engine.pin(SPACES[1].key, as_tokens(two[:4]), P, pinned=True)
+        for n in (6, 9):
+            self.capture(SPACES[1], three[:n], SNAPSHOT)
+        engine.thin(SPACES[1].key, as_tokens(three), P, 1, P)
+        writer.flush()
+        engine.change_note(b"note", lambda _: str(seed).encode())
+        with self._archive() as archive:
+            import_pack(PackReader(io.BytesIO(pack), "pack"), archive)
+            archive.purge(tokens=one[:4])
+            archive.evict_to(archive.used().bytes * 3 // 4)
+            if seed % 8 == 0:
+                archive.scrub()
+            if seed % 8 == 2 and sys.platform == "linux":
+                archive.compact()
+        if seed % 8 == 4:
+            engine.clear(SPACES[seed // 8 % 2].key)
+        self.capture(SPACES[0], four)
+        writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+        self.engine.close()
+
+
+def work(location: str, seed: int, pack: str, say: Report, point: Points, *, durable: bool = True) -> None:
+    with closing(Work(location, say, point, durable=durable)) as one:
+        one.all(seed, bytes.fromhex(pack))
+
+
+def work_for_ever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Until killed. A server that is gone drops pages, and fails what is not a completion: both go on later."""
+    one, parent = None, os.getppid()
+    while os.getppid() == parent:
+        try:
+            one = one or Work(location, say, point)
+            one.all(seed, bytes.fromhex(pack))
+        except UnavailableError:
+            time.sleep(0.02)
+        seed += 1
+
+
+def scrub_among_writers(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Somebody deletes pages in the middle of a scrub, which then finds them free."""
+    del pack
+    with closing(Work(location, say, point)) as one:
+        for tokens in np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist():
+            one.capture(SPACES[0], tokens)
+        backend = one.engine._backend._backend
+
+        def sync() -> None:
+            del backend.sync
+            backend.sync()
+            say("durable")
+            one.engine.clear(SPACES[0].key)
+
+        backend.sync = sync
+        backend.scrub()
+
+
+def create(location: str, say: Report, point: Points) -> None:
+    del point
+    Archive(location, max_bytes=BUDGET.max_bytes, create=True).close()
+    say("created")
+
+
+def export(location: str, out: str, say: Report, point: Points) -> None:
+    del point
+    with closing(Work(location, say, lambda: None)) as one:
+        one.capture(SPACES[0], [1] * 9)
+    with redirect_stdout(sys.stderr):
+        assert main(["export", location, "--out", out]) == 0
+    say("exported")
+
+
+def upgrade(location: str, say: Report, point: Points) -> None:
+    del point  # those of the statements and system calls are all that there are
+    migrate.upgrade(location)
+    say("upgraded")
+
+
+TASKS = {task.__name__: task for task in (work, work_for_ever, scrub_among_writers, create, export, upgrade)}
