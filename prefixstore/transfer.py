@@ -36,6 +36,7 @@ PAGE_HEAD = struct.Struct("<16s24s")
 # of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before
 END_HEAD = struct.Struct("<QQQ16s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
+READ_AT_ONCE = 16 << 20
 
 # a snapshot is held for so many bytes, so that what others delete meanwhile is not kept for long
 BYTES_AT_ONCE = 64 << 20
@@ -230,6 +231,8 @@ class PackReader:
         """
         kind, head, n_bytes = self._next
         while kind == PAGE:
+            if len(head) < PAGE_HEAD.size:
+                raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
             key, usage = PAGE_HEAD.unpack_from(head)
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
@@ -273,7 +276,11 @@ class PackReader:
         return self._mapped[at : at + n_bytes]
 
     def _read(self, n_bytes: int) -> bytes:
-        found = self._file.read(n_bytes)
+        # piece by piece: what a file claims to hold takes no memory before it is there
+        pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
+        while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
+            pieces.append(self._file.read(min(left, READ_AT_ONCE)))
+        found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
         if len(found) < n_bytes:
             raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
         return found

@@ -15,8 +15,8 @@ PACKAGE = Path(prefixstore.__file__).parent
 # a module imports only from those before it
 ORDER = """
 errors namespace boundaries record buffers packing encoder codec index snapshots adaptive eviction budget stats
-backends.location backends.durable backends.base backends.memory backends.tiered backends.lmdb_environment
-backends.lmdb_scrub backends.lmdb
+backends.location backends.durable backends.base backends.memory backends.tiered backends.lmdb_scrub
+backends.lmdb_sound backends.lmdb_environment backends.lmdb
 backends.sql_schema backends.sql_engine backends.sql_revisions backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
 catalog read_ahead read_along fetch room commit check engine writer purge admin intake transfer

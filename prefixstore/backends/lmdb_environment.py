@@ -17,6 +17,7 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.durable import publish
+from prefixstore.backends.lmdb_sound import check_head, check_trees
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -34,6 +35,8 @@ DATA = "data.mdb"
 # a disk with less room than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
+# how often a file is looked at that others write to
+CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
 SCRUBS = b"scrubs"
@@ -68,11 +71,14 @@ class Environment:
         self._wanted_still = 0
         self._turnstile = threading.Condition()
         self._scrubs = b""
+        # number and size of the file
+        self._bytes = (0, 0)
         self._open(map_size)
 
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
+        check_head(path / DATA)
         try:
             if not (read_only or (path / DATA).exists()):
                 _create(path)
@@ -104,7 +110,15 @@ class Environment:
             self.env.close()
             raise
 
+    def _check_trees(self) -> None:
+        """Before LMDB follows a pointer: it would follow a wrong one out of the map."""
+        for _ in range(CHECKS):
+            with self.begin(write=False) as txn:
+                if check_trees(self.path / DATA, txn.id()):
+                    return
+
     def _open_databases(self) -> dict[bytes, Any]:
+        self._check_trees()
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         if names and not names >= set(DATABASES):
@@ -153,6 +167,7 @@ class Environment:
                 self._active[me] += 1
             mend: Callable[[], None] = self._renew
             try:
+                self._check_size()
                 with self.env.begin(write=write, buffers=True) as txn:
                     if not write or not self._is_stained(txn):
                         yield txn
@@ -165,6 +180,23 @@ class Environment:
                     self._active += Counter()  # forgets those that are zero
                     self._turnstile.notify_all()
             mend()
+
+    def _check_size(self) -> None:
+        """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
+        before = self._bytes
+        try:
+            found = (self.path / "data.mdb").stat()
+        except OSError:
+            return  # its name is gone, the file is not
+        if found.st_ino != before[0]:
+            self._bytes = (found.st_ino, 0) if not before[0] else before
+        elif found.st_size < before[1]:
+            raise CorruptError(
+                f"{self.path} was cut from {before[1]} to {found.st_size} bytes while it was open; end the processes "
+                "that use it, and delete the directory"
+            )
+        else:
+            self._bytes = (found.st_ino, found.st_size)
 
     def _is_stained(self, txn: lmdb.Transaction) -> bool:
         """Whether somebody has scrubbed the file since the handle was opened.

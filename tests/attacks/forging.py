@@ -1,4 +1,4 @@
-"""States whose checksum is right and whose content lies, put under the key of a good one. It runs in a child.
+"""States whose checksum is right and whose content lies, under the key of a good one: ``python -m`` this, in a child.
 
 Each case is announced before it runs, so that a crash names itself. What came out is the last line, as JSON.
 """
@@ -150,4 +150,5 @@ def forget(llm: Any) -> None:
 
 
 if __name__ == "__main__":
+    Pace.is_worth = lambda *_: True  # however busy the machine is
     print(json.dumps(forge(**json.loads(sys.argv[1]))))

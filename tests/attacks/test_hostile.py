@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import struct
 import subprocess
 import sys
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 
 import llama_cpp
 import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from prefixstore import PrefixStoreError
+from prefixstore.codec import decode
+from prefixstore.errors import CorruptError, StorageError
+from prefixstore.packing import PACKINGS
+from prefixstore.record import RECORD, RECORD_SEAL, Record, Usage, checksum
+from prefixstore.testing import make_page
+from prefixstore.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from tests.models import TORTURE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -60,5 +74,91 @@ def test_a_state_that_lies_under_a_right_checksum_changes_no_answer(models, tmp_
     assert done["wrong"] == []
     assert done["check"] == []
     assert done["unreadable"].keys() <= {"shape", "refused"}
-    assert sum(done["unreadable"].values()) > done["ran"] / 4
+    assert sum(done["unreadable"].values()) > done["ran"] / 4, done
     assert done["last"] > 128
+
+
+# -- records, packed pages and export files, sealed by whoever forged them --------------------------------------------
+
+EXAMPLES = settings(max_examples=200 * TORTURE, deadline=None)
+KEY, RECORD_OF_KEY = make_page(b"x" * 100, [1, 2, 3, 4])
+
+
+@EXAMPLES
+@given(st.binary(max_size=300), st.integers(0, 300), st.binary(max_size=8))
+def test_a_sealed_record_is_the_one_of_its_key_or_refused(garbage, at, patch):
+    stored = bytearray(RECORD_OF_KEY.pack()[: -RECORD_SEAL.size])
+    stored[at : at + len(patch)] = patch
+    for body in (bytes(stored), garbage, garbage.ljust(RECORD.size, b"\0")):
+        with suppress(StorageError):
+            record = Record.unpack(KEY, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body)))
+            assert record.tokens == RECORD_OF_KEY.tokens
+    with suppress(CorruptError):
+        assert isinstance(Usage.unpack(garbage), Usage)
+
+
+@EXAMPLES
+@given(st.data())
+def test_a_packed_page_that_lies_is_the_state_or_refused_in_bounded_memory(data):
+    state = bytes(range(256)) * 8
+    name = data.draw(st.sampled_from(sorted(PACKINGS)))
+    stored = bytearray(PACKINGS[name].pack(state))
+    for _ in range(data.draw(st.integers(0, 4))):
+        at = data.draw(st.integers(0, len(stored) - 1))
+        stored[at : at + 1] = data.draw(st.binary(max_size=9))
+        stored = stored or bytearray(1)
+    payload = bytes(stored)
+    claimed = data.draw(st.sampled_from([len(state), 0, 1, 2**31, 2**48, 2**63 - 1]))
+    record = Record(
+        bytes(16), bytes(16), 0, bytes(16), PACKINGS[name].number, claimed, len(payload), checksum(payload), 0, 0
+    )
+    with suppress(StorageError):
+        assert len(decode(record, payload)) == claimed
+
+
+def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
+    start = ENTRY.pack(kind, len(head), n_bytes) + head
+    return start + struct.pack("<Q", xxhash.xxh3_64_intdigest(start))
+
+
+@EXAMPLES
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([b"NAME", b"PAGE", b"DONE", b"????"]),
+            st.binary(max_size=120),
+            st.sampled_from([0, 1, 100, 2**20, 2**36, 2**36 + 1, 2**63]),
+        ),
+        max_size=4,
+    ),
+    st.binary(max_size=50),
+    st.booleans(),
+)
+def test_a_sealed_export_file_of_anything_is_refused(entries, rest, seekable):
+    data = HEADER.pack(MAGIC, PACK_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
+    file = io.BytesIO(data)
+    file.seekable = lambda: seekable
+    with pytest.raises(PrefixStoreError):
+        list(PackReader(file, "forged").entries(lambda _: True))
+
+
+@pytest.mark.parametrize("seekable", [True, False])
+def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
+    space = b"{}"
+    key = xxhash.xxh3_128_digest(space)
+    page, record = make_page(b"", [1, 2], parent=key, namespace=key)
+    huge = Record(**{name: getattr(record, name) for name in record.__slots__} | {"stored_bytes": 2**35})
+    head = page + Usage(1).pack() + huge.pack()
+    path = tmp_path / "forged.pstore"
+    path.write_bytes(HEADER.pack(MAGIC, PACK_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35))
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file:
+            reading = file if seekable else io.BytesIO(path.read_bytes())
+            if not seekable:
+                reading.seekable = lambda: False
+            with pytest.raises(CorruptError):
+                list(PackReader(reading, "forged").entries(lambda _: True))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,134 @@
+"""A store whose file is damaged, in a child: ``python -m`` this. Each case is announced before it runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.base import Backend
+from prefixstore.codec import decode
+from prefixstore.errors import StorageError
+from tests.places import contents, fill, space
+
+MIB = 1 << 20
+SETTINGS = space()
+PAGE = 4096
+SECONDS = 20
+
+
+def location(scheme: str, directory: Path) -> tuple[str, Path]:
+    """A location, and its file."""
+    if scheme == "lmdb":
+        return f"lmdb://{directory / 'kv'}", directory / "kv" / "data.mdb"
+    return f"sqlite:///{directory / 'kv.db'}", directory / "kv.db"
+
+
+def build(scheme: str, directory: Path) -> None:
+    """Pages of several sizes, some of them deleted again."""
+    rng = random.Random(1)
+    with closing(open_backend(location(scheme, directory)[0], max_bytes=64 * MIB)) as backend:
+        for i in range(12):
+            sequences = [[i * 100 + j + k for k in range(12)] for j in range(10)]
+            fill(backend, SETTINGS, sequences, size=rng.choice([300, 3000, 9000, 20000]))
+        for key in rng.sample(sorted(contents(backend)), 60):
+            with backend.transaction() as transaction:
+                transaction.delete(key)
+
+
+def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """One of the ways in which a file goes bad."""
+    n = len(data)
+    page = rng.randrange(n // PAGE) * PAGE
+    # of a page the head is what others trust
+    at = min(page + rng.choice([rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]), n - 8)
+    how = rng.choice(["bit", "byte", "ones", "sector", "page", "copy", "cut", "cut at a page", "grow"])
+    bad = bytearray(data)
+    if how == "bit":
+        bad[at] ^= 1 << rng.randrange(8)
+    elif how == "byte":
+        bad[at] = rng.randrange(256)
+    elif how == "ones":
+        bad[at : at + 8] = b"\xff" * 8
+    elif how == "sector":
+        bad[at // 512 * 512 : at // 512 * 512 + 512] = bytes(512)
+    elif how == "page":
+        bad[page : page + PAGE] = rng.choice([bytes(PAGE), b"\xff" * PAGE])
+    elif how == "copy":
+        other = rng.randrange(n // PAGE) * PAGE
+        bad[page : page + PAGE] = data[other : other + PAGE]
+    elif how == "cut":
+        del bad[rng.randrange(n) :]
+    elif how == "cut at a page":
+        del bad[page:]
+    else:
+        bad += rng.randbytes(rng.choice([1, 100, PAGE, 10 * PAGE]))
+    return f"{how} at {at}", bytes(bad)
+
+
+def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
+    """All states that can be had."""
+    with backend.snapshot() as snapshot:
+        for key, _, _ in snapshot.scan():
+            try:
+                record, payload = snapshot.record(key), snapshot.payload(key)
+                if record is not None and payload is not None:
+                    yield key, bytes(decode(record, payload))
+            except StorageError:
+                continue
+
+
+def use(place: str, good: dict[bytes, bytes]) -> str:
+    """What somebody does who knows nothing of the damage; what came of it."""
+    try:
+        with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+            for key, state in states(backend):
+                if good.get(key) != state:
+                    return f"wrong state under {key.hex()}"
+            with backend.transaction() as transaction:
+                for key in list(good)[:7]:
+                    transaction.delete(key)
+            (path,) = fill(backend, SETTINGS, [[900_000 + i for i in range(12)]], size=5000)
+            with backend.snapshot() as snapshot:
+                list(snapshot.payload_keys())
+                _ = snapshot.namespaces(), snapshot.used, snapshot.changes(1)
+            backend.reclaim()
+            return "used" if set(path) <= dict(states(backend)).keys() else "what was written is not there"
+    except StorageError as error:
+        return type(error).__name__
+
+
+def main(scheme: str, directory: Path, seed: int, cases: int) -> dict[str, int]:
+    """Damage a store in so many ways, and use it."""
+    build(scheme, directory)
+    place, file = location(scheme, directory)
+    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+        good = dict(states(backend))
+    data = file.read_bytes()
+    outcomes: dict[str, int] = {}
+    for case in range(seed, seed + cases):
+        name, bad = damage(data, random.Random(case))
+        print(f"seed {case}: {name}", flush=True)
+        if scheme == "lmdb":
+            shutil.rmtree(file.parent)
+            file.parent.mkdir()
+        for rest in directory.glob("kv.db*"):
+            rest.unlink()
+        file.write_bytes(bad)
+        signal.alarm(SECONDS)
+        outcome = use(place, good)
+        signal.alarm(0)
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        if outcome not in ("used", "CorruptError", "IncompatibleError", "LocationError", "UnavailableError"):
+            raise SystemExit(f"seed {case}: {name}: {outcome}")
+    return outcomes
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))))

@@ -1,0 +1,156 @@
+"""Files that went bad: no wrong state, no crash, no exception in a completion, and a store that works again."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from prefixstore import CorruptError, PrefixStore
+from prefixstore.backends import open_backend
+from tests.attacks.damaging import MIB, build, location
+from tests.models import TORTURE, answer, prompt
+from tests.places import contents, fill, space
+
+ROOT = Path(__file__).parent.parent.parent
+CASES = 60 * TORTURE
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+@pytest.mark.parametrize("seed", [0, CASES])
+def test_a_damaged_file_gives_its_states_or_none_and_never_ends_the_process(tmp_path, scheme, seed):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks.damaging", scheme, str(tmp_path), str(seed), str(CASES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120 * TORTURE,
+    )
+    assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes.keys() >= {"used", "CorruptError"}
+
+
+def test_a_damaged_tree_is_refused_at_the_opening_and_the_message_says_what_to_do(tmp_path):
+    build("lmdb", tmp_path)
+    place, file = location("lmdb", tmp_path)
+    data = bytearray(file.read_bytes())
+    leaf = next(at for at in range(2 * 4096, len(data), 4096) if data[at + 10 : at + 12] == b"\2\0")
+    # of a page that is in use: all of them
+    for at in range(leaf, len(data), 4096):
+        if data[at + 10 : at + 12] == b"\2\0":
+            data[at + 16 : at + 18] = b"\xfe\xff"  # where its first node is
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="delete the directory"):
+        open_backend(place, max_bytes=64 * MIB)
+    for name in file.parent.iterdir():
+        name.unlink()
+    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+        fill(backend, space(), [list(range(8))])
+        assert len(contents(backend)) == 2
+
+
+@pytest.mark.parametrize("where", [0, 4096, 3 * 4096, 100 * 4096])
+def test_a_file_that_is_cut_while_it_is_open_is_an_error_and_no_crash(tmp_path, where):
+    build("lmdb", tmp_path)
+    place, file = location("lmdb", tmp_path)
+    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+        assert contents(backend)
+        os.truncate(file, where)
+        for _ in range(3):
+            with pytest.raises(CorruptError, match="was cut"):
+                contents(backend)
+            with pytest.raises(CorruptError, match="was cut"):
+                fill(backend, space(), [[1, 2, 3]])
+
+
+def hurt(file: Path, payload: bytes, rng: random.Random) -> None:
+    """Change bytes in the midst of a payload, wherever it lies."""
+    for name in (file, file.with_name(f"{file.name}-wal")):
+        found = name.read_bytes().find(payload[4096:6000]) if name.exists() else -1
+        if found >= 0:
+            with name.open("r+b") as opened:
+                opened.seek(found + rng.randrange(1000))
+                opened.write(b"\xa5" * rng.choice([1, 8, 800]))
+
+
+# what SQLite has in its own cache is not read again: there the store is opened anew
+@pytest.mark.parametrize(("scheme", "running"), [("lmdb", True), ("lmdb", False), ("sqlite", False)])
+@pytest.mark.parametrize("seed", range(2))
+def test_bytes_of_a_page_that_change_are_noticed_and_the_page_is_computed_anew(llama, tmp_path, scheme, running, seed):
+    place, file = location(scheme, tmp_path)
+    tokens, rng = prompt(700), random.Random(seed)
+    llm = llama()
+    cold = answer(llm, tokens, 4)
+    settings = {"page_tokens": 64, "codec": "raw"}
+
+    def complete(store: PrefixStore) -> str:
+        llm.set_cache(store)
+        llm.reset()
+        llm._ctx.kv_cache_clear()
+        return answer(llm, tokens, 4)
+
+    store = PrefixStore(place, llm, **settings)
+    complete(store)
+    store.flush()
+    with store._engine._backend.snapshot() as snapshot:
+        payload = bytes(snapshot.payload(rng.choice(sorted(key for key, _, _ in snapshot.scan()))))
+    if not running:
+        store.close()
+    hurt(file, payload, rng)
+    if not running:
+        store = PrefixStore(place, llm, **settings)
+    with store:
+        store._hook._pace.is_worth = lambda *_: True
+        assert [problem.rule for problem in store.check()] == ["payload"]
+        assert complete(store) == cold
+        assert complete(store) == cold
+        assert store.stats().unreadable == {"corrupt": 1}
+        store.flush()
+        assert list(store.check()) == []
+        before = store.stats().tokens_restored
+        assert complete(store) == cold
+        assert store.stats().tokens_restored - before > 600
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+@pytest.mark.parametrize("what", ["text", "directory", "loop", "fifo", "zeros", "random", "lock of garbage", "no lock"])
+def test_whatever_is_at_a_location_is_refused_cleanly_or_used(tmp_path, scheme, what):
+    place, file = location(scheme, tmp_path)
+    file.parent.mkdir(exist_ok=True)
+    if what in ("lock of garbage", "no lock"):
+        build(scheme, tmp_path)
+        for lock in (file.parent / "lock.mdb", Path(f"{file}-shm"), Path(f"{file}-wal")):
+            lock.unlink(missing_ok=True)
+            if what == "lock of garbage":
+                lock.write_bytes(random.Random(1).randbytes(8192))
+    elif what == "directory":
+        file.mkdir()
+    elif what == "loop":
+        file.symlink_to(file)
+    elif what == "fifo":
+        os.mkfifo(file)
+    else:
+        file.write_bytes({"text": b"Dear diary,\n" * 999, "zeros": bytes(1 << 16)}.get(what, os.urandom(1 << 16)))
+    code = (
+        "import sys, signal; signal.alarm(20)\n"
+        "from prefixstore import PrefixStore, PrefixStoreError\n"
+        "from prefixstore.backends import open_backend\n"
+        "try:\n"
+        "    with open_backend(sys.argv[1], max_bytes=1 << 26).snapshot() as s: print(len(list(s.scan())))\n"
+        "except PrefixStoreError as error: print(type(error).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr[-800:])
+    expected = {"no lock": {"300"}, "lock of garbage": {"300", "LocationError", "IncompatibleError", "CorruptError"}}
+    refused = {"LocationError", "IncompatibleError", "CorruptError", "UnavailableError"}
+    assert done.stdout.strip() in expected.get(what, refused)
