@@ -2,7 +2,8 @@
 
 Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer to be written. Both
 are found and restored alike. A thread that holds a transaction of the backend may take the catalog's lock, not the
-other way round; the lock is held for moments only, never while bytes are copied, packed or written.
+other way round; the lock is held for moments only, never while the backend is asked, or bytes are copied or packed: a
+completion waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,23 +85,52 @@ class Catalog:
         # of tenants with a quota
         self._victims_of: dict[frozenset[bytes], VictimQueue] = {}
 
-    # -- keeping up with the backend; all under the lock --------------------------------------------------------------
+    # -- keeping up with the backend ----------------------------------------------------------------------------------
 
-    def refresh(self, snapshot: Snapshot) -> None:
-        """Bring the index to the generation of the snapshot, unless it is ahead of it."""
+    def refresh(self, snapshot: Snapshot, *, newest: bool = False) -> None:
+        """Bring the index to the generation of the snapshot, unless it is ahead of it.
+
+        The backend is asked without the lock. As every transaction begins with this, what it changes in the index is
+        never undone by what somebody has read before.
+
+        Parameters
+        ----------
+        snapshot
+            Of the backend.
+        newest
+            Whether nothing newer can be stored. Then an index that is ahead of it is of a store that is not there any
+            more: another one, or an older copy, was put in its place.
+        """
         generation = snapshot.generation
-        if generation < self._generation or (generation == self._generation and self._trusted):
-            # a snapshot that was opened before the last refresh tells nothing new
-            return
-        changed = snapshot.changes(self._generation) if self._trusted else None
-        if changed is None:
-            self._rebuild(snapshot)
-        else:
-            found = snapshot.records(changed)
-            for key in changed:
-                self._refresh_page(key, *found.get(key, (None, None)))
-        self.refused.clear()
-        self._generation, self._trusted = generation, True
+        while True:
+            with self.lock:
+                if newest and generation < self._generation:
+                    self._generation, self._trusted = -1, False
+                known = self._generation if self._trusted else None
+                if generation < self._generation or generation == known:
+                    # a snapshot that was opened before the last refresh tells nothing new
+                    return
+            changed = snapshot.changes(known) if known is not None else None
+            found: Mapping[bytes, tuple[Record | StorageError, Usage]]
+            if changed is None:
+                found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+            else:
+                found = snapshot.records(changed)
+            with self.lock:
+                if generation < self._generation or (generation == self._generation and self._trusted):
+                    return  # somebody was quicker
+                if changed is not None and not self._trusted:
+                    continue  # somebody has failed meanwhile: changes are not enough any more
+                if changed is None:
+                    self._rebuild(found)
+                else:
+                    for key in changed:
+                        self._refresh_page(key, *found.get(key, (None, None)))
+                self.refused.clear()
+                self._generation, self._trusted = generation, True
+                return
+
+    # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
 
     def distrust(self) -> None:
         """The index may know less than is stored: rebuild it at the next refresh."""
@@ -111,8 +141,7 @@ class Catalog:
         """A transaction, for which the index is up to date. If it fails, the index is not to be trusted."""
         try:
             with backend.transaction() as transaction:
-                with self.lock:
-                    self.refresh(transaction)
+                self.refresh(transaction, newest=True)
                 yield transaction
         except BaseException:
             with self.lock:
@@ -130,8 +159,7 @@ class Catalog:
         if key not in self.pending:
             self.lose(key)
 
-    def _rebuild(self, snapshot: Snapshot) -> None:
-        found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+    def _rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
         stored: dict[bytes, tuple[Record, Usage]] = {}
         for key, (record, usage) in found.items():
             if isinstance(record, Record):

@@ -146,9 +146,11 @@ class Committer:
         """Delete a snapshot, unless somebody has pinned it, or it was taken anew."""
         usage = transaction.usage(key)
         with self._catalog.lock:
-            if usage is not None and not usage.pinned and key not in self._catalog.pending:
-                transaction.delete(key)
+            doomed = usage is not None and not usage.pinned and key not in self._catalog.pending
+            if doomed:
                 self._catalog.forget(key)
+        if doomed:
+            transaction.delete(key)
 
     def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes]) -> int:
         """Delete those that are damaged indeed, and all that is stored behind them; how many.
@@ -190,10 +192,12 @@ class Committer:
             older = catalog.index.superseded_by(page)
             # one that is being written by somebody else was: transactions take turns
             is_stored_tail = older is not None and (older.key not in catalog.pending or older.key in catalog.writing)
-            if older is not None and older.is_leaf and is_stored_tail:
-                transaction.delete(older.key)
+            superseded = older.key if older is not None and older.is_leaf and is_stored_tail else None
+            if older is not None and superseded is not None:
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)
+        if superseded is not None:
+            transaction.delete(superseded)
         if not is_stored:
             if (reason := self._room.make_for(transaction, record, len(stored), new.settings)) is not None:
                 return reason

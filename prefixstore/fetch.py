@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from prefixstore.backends.base import Backend
+from prefixstore.breaker import Breaker
 from prefixstore.buffers import Lease
 from prefixstore.catalog import Catalog
 from prefixstore.encoder import ReadPace
@@ -27,13 +28,18 @@ class Fetcher:
     ----------
     pace
         Is told how fast the location gives bytes.
+    breaker
+        Lets questions to the location through.
     """
 
-    def __init__(self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace | None = None) -> None:
+    def __init__(
+        self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace, breaker: Breaker
+    ) -> None:
         self._backend = backend
         self._catalog = catalog
         self._counters = counters
-        self._pace = pace or ReadPace()
+        self._pace = pace
+        self._breaker = breaker
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -59,7 +65,9 @@ class Fetcher:
         # held before the snapshot opens: what is committed in between is in one of the two
         held = self._hold(pages)
         try:
-            with self._backend.snapshot() as snapshot:
+            with ExitStack() as opened:
+                with self._breaker.asking():
+                    snapshot = opened.enter_context(self._backend.snapshot())
                 at_hand = self._at_hand(pages, held)
                 stored = [page for page in pages if page.key not in at_hand]
                 ahead = ReadAhead(self._readers, snapshot, stored, self._pace, reuse=reuse)
@@ -88,7 +96,10 @@ class Fetcher:
     ) -> Generator[memoryview, None, None]:
         for page in pages:
             try:
-                state = at_hand[page.key] if page.key in at_hand else ahead.next()
+                state = at_hand.get(page.key)
+                if state is None:
+                    with self._breaker.asking(page):
+                        state = ahead.next()
             except StorageError as error:
                 self._give_up(page, error)
                 return

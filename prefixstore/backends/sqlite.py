@@ -42,7 +42,16 @@ from prefixstore.backends.sql_schema import (
     PIECES,
     readable,
 )
-from prefixstore.backends.sqlite_file import PAGE_BYTES, connect, create, path_of_url, recognize, sync_file
+from prefixstore.backends.sqlite_file import (
+    BUSY_SECONDS,
+    PAGE_BYTES,
+    READ_SECONDS,
+    connect,
+    create,
+    path_of_url,
+    recognize,
+    sync_file,
+)
 from prefixstore.buffers import Buffers
 from prefixstore.errors import (
     CorruptError,
@@ -191,8 +200,13 @@ class SQLite(Database):
     def reading(self) -> Iterator[Connection]:
         with self.connection() as connection:
             with translated(self.location):
+                wait_for_locks(connection, READ_SECONDS)
                 connection.exec_driver_sql("BEGIN")
             yield connection
+
+    def begin(self, connection: Connection) -> None:
+        wait_for_locks(connection, BUSY_SECONDS)
+        super().begin(connection)
 
     @staticmethod
     def wanted() -> FromClause:
@@ -298,6 +312,13 @@ class SQLite(Database):
     def go_on(self) -> None:
         """After a fork."""
         self._gate.go_on()
+
+
+def wait_for_locks(connection: Connection, seconds: float) -> None:
+    """How long the statements of a connection wait for others."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
 
 
 def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, None]:
