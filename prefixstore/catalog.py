@@ -77,6 +77,10 @@ class Catalog:
         self.refused: set[bytes] = set()
         self._generation = -1
         self._trusted = False
+        # of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
+        self._latest = 0
+        # a lookup has met a page that has expired
+        self.overdue = False
 
     def _start_index(self) -> None:
         self.index = Index()
@@ -132,6 +136,13 @@ class Catalog:
 
     # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
 
+    def contradict(self, key: bytes, generation: int) -> None:
+        """A page is not in a snapshot of this generation. If the index should know, it is of another store."""
+        with self.lock:
+            if key in self.index and key not in self.pending and generation <= self._generation:
+                log.warning("the index does not fit what is stored; it is made anew")
+                self._generation, self._trusted = -1, False
+
     def distrust(self) -> None:
         """The index may know less than is stored: rebuild it at the next refresh."""
         self._trusted = False
@@ -186,6 +197,7 @@ class Catalog:
 
     def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
         """Note a stored page; whether it has its place in the index."""
+        self._latest = max(self._latest, usage.last_used)
         page = self.index.get(key)
         if page is not None:
             self.index.resize(page, record.stored_bytes)
@@ -214,6 +226,7 @@ class Catalog:
         """Put a pending page into the index; False, and nothing happens, if it is not wanted."""
         if not self.wants(new.page):
             return False
+        new.page.last_used = self._now()
         self.index.add(new.page)
         self.pending[new.page.key] = new
         self._policy.added(new.page)
@@ -270,13 +283,18 @@ class Catalog:
 
         Those that will expire do so not before `expires`.
         """
-        now = time.time_ns()
+        now = self._now()
         self._policy.looked_up(namespace, pages)
         for page in pages:
             page.last_used = max(page.last_used, now)
             page.expires = max(page.expires, expires) if page.expires else 0
             page.hits += 1
             self.touched[page.key] = self.touched.get(page.key, 0) + 1
+
+    def _now(self) -> int:
+        """The time of a use: nanoseconds since the epoch, and never before another."""
+        self._latest = max(self._latest, time.time_ns())
+        return self._latest
 
     # -- who goes first; all under the lock ---------------------------------------------------------------------------
 
@@ -316,13 +334,16 @@ class Catalog:
             del pages[-1]
         if len(pages) == len(path.pages):
             return path
+        self.overdue = True
         return Path(tuple(pages), pages[-1].end if pages else 0)
 
     def deepest(self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int) -> Path:
         """The path to the deepest snapshot of `tokens` that may be used."""
         now = time.time_ns()
         for path in self.index.standing(namespace, tokens[:limit], page_tokens):
-            if path.n_tokens % multiple_of == 0 and not _has_expired(path.pages[-1], now):
+            if _has_expired(path.pages[-1], now):
+                self.overdue = True
+            elif path.n_tokens % multiple_of == 0:
                 return path
         return Path((), 0)
 

@@ -240,7 +240,8 @@ class Engine:
     @property
     def has_notes(self) -> bool:
         """Whether uses, or pages to be deleted, wait to be written with the next batch."""
-        return bool(self._catalog.touched or self._catalog.damaged or self._catalog.thinned)
+        catalog = self._catalog
+        return bool(catalog.touched or catalog.damaged or catalog.thinned or catalog.overdue)
 
     @property
     def has_hot_pages(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.base import Backend, Snapshot
 from prefixstore.breaker import Breaker
 from prefixstore.buffers import Lease
 from prefixstore.catalog import Catalog
@@ -72,7 +72,7 @@ class Fetcher:
                 stored = [page for page in pages if page.key not in at_hand]
                 ahead = ReadAhead(self._readers, snapshot, stored, self._pace, reuse=reuse)
                 # states outlive their iterator: buffers go back when the block is left
-                with closing(ahead), closing(self._states(pages, at_hand, ahead)) as states:
+                with closing(ahead), closing(self._states(pages, at_hand, ahead, snapshot)) as states:
                     yield states
         finally:
             for lease in held.values():
@@ -92,7 +92,7 @@ class Fetcher:
         return at_hand
 
     def _states(
-        self, pages: Sequence[Page], at_hand: Mapping[bytes, memoryview], ahead: ReadAhead
+        self, pages: Sequence[Page], at_hand: Mapping[bytes, memoryview], ahead: ReadAhead, snapshot: Snapshot
     ) -> Generator[memoryview, None, None]:
         for page in pages:
             try:
@@ -100,6 +100,9 @@ class Fetcher:
                 if state is None:
                     with self._breaker.asking(page):
                         state = ahead.next()
+                if state is None:
+                    # nobody reads ahead any more
+                    self._catalog.contradict(page.key, snapshot.generation)
             except StorageError as error:
                 self._give_up(page, error)
                 return

@@ -71,7 +71,9 @@ class Room:
         """Delete leaves that have expired, and what becomes such a leaf by it."""
         now = time.time_ns()
         catalog = self._catalog
-        expiring = catalog.expiring()
+        with catalog.lock:
+            catalog.overdue = False
+            expiring = catalog.expiring()
         while (page := self._next(expiring)) is not None:
             if page.expires > now:
                 with catalog.lock:
