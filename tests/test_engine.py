@@ -26,7 +26,7 @@ from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.eviction import POLICIES
-from prefixstore.record import RECORD
+from prefixstore.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
 from prefixstore.writer import Writer
@@ -1074,3 +1074,36 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.stored_keys() == {longer[0].page.key}
         assert {*store.engine._catalog.index.pages} == store.stored_keys()
         assert store.engine._catalog.writing == set()
+
+
+def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_the_one_before():
+    class Meddler(MemoryBackend):
+        """Somebody thins the snapshots at the moment when room is made for one."""
+
+        meddle = None
+
+        @contextmanager
+        def transaction(self):
+            with super().transaction() as transaction:
+                cost = transaction.cost
+
+                def asked(record, n_bytes):
+                    if record.form == SNAPSHOT:
+                        self.meddle()
+                    return cost(record, n_bytes)
+
+                transaction.cost = asked
+                yield transaction
+
+    backend = Meddler()
+    with store_of(backend, max_entries=1) as store:
+        store.put(A[:4])
+        parent = boundary_hashes(NS, as_tokens(A), P)[0]
+        lease = store.buffers.lease(1000)
+        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), lease, form=SNAPSHOT)
+        assert store.engine.announce(new)
+        backend.meddle = lambda: store.engine._catalog.thin(new.page)
+        assert store.engine.commit([new]) == 0
+        lease.release()
+        assert store.engine.check() == []
+        assert new.page.key not in store.stored_keys()
