@@ -237,10 +237,14 @@ class Catalog:
         return True
 
     def thin(self, page: Page) -> None:
-        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch."""
-        if page.key not in self.pending:
+        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch.
+
+        Until then it stays in the index, or what it depends on would seem to be free to go.
+        """
+        if page.key not in self.pending or page.key in self.writing:
             self.thinned.add(page.key)
-        self.forget(page.key)
+        else:
+            self.forget(page.key)
 
     def committed(self, news: Iterable[NewPage]) -> None:
         """These pages are in the backend now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 
@@ -64,8 +66,6 @@ class Member:
                 self.done[f"{act.__name__}: {type(error).__name__}"] += 1
                 self.done[str(error)[:200]] += 1
             except BaseException as error:
-                import traceback
-
                 self.problems.append(f"{act.__name__}: {error!r}\n{traceback.format_exc()}")
 
     def tokens(self) -> list[int]:
@@ -170,6 +170,8 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
         try:
             if kind == 0:
                 os._exit(0)
+            # says where it stands
+            faulthandler.dump_traceback_later(30, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
                 member.capture(stores[0])
@@ -186,6 +188,8 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
+            if status:
+                sys.stderr.write(f"a child of kind {kind} ended with {status}\n")
             return status == 0
         time.sleep(0.01)
     os.kill(child, 9)
@@ -222,8 +226,6 @@ def crowd(location: str, seed: int, threads: int, seconds: float, max_bytes: int
     for thread in running:
         thread.join(max(until - time.monotonic(), 0) + 90)
         if thread.is_alive():
-            import faulthandler
-
             faulthandler.dump_traceback(all_threads=True)
             problems.append("a thread does not end: deadlock")
             return {"problems": problems}
