@@ -30,6 +30,9 @@ from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
 
+# that wait to be copied into RAM
+HOT_PAGES = 256
+
 
 class Engine:
     """The store, without a model. May be used from many threads.
@@ -154,6 +157,9 @@ class Engine:
             self._catalog.touch(namespace, pages, self._expiry(time.time_ns()))
             if self._backend.keeps_states:
                 self._hot |= {page.key: page for page in pages if page.key not in self._catalog.pending}
+                # nobody copies them while there is something to write
+                while len(self._hot) > HOT_PAGES:
+                    del self._hot[next(iter(self._hot))]
 
     def _expiry(self, now: int) -> int:
         """When a page expires that is used now; 0 for never."""

@@ -71,11 +71,9 @@ class Environment:
         self._file = str(path / "data.mdb")
         self._map_size = map_size
         self._is_broken = False
-        self._active[threading.get_ident()] += 1
-        try:
-            self._open(map_size)
-        finally:
-            self._active.clear()
+        # the thread that opens the handle anew: the others wait, it does not
+        self._renewing: int | None = None
+        self._open(map_size)
 
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
@@ -166,11 +164,11 @@ class Environment:
         me = threading.get_ident()
         begun = has_panicked = False
         while True:
-            if me not in self._active and (self._is_broken or self._is_replaced()):
+            if me not in self._active and me != self._renewing and (self._is_broken or self._is_replaced()):
                 self._renew()
             with self._turnstile:
                 # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
-                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active)
+                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active or me == self._renewing)
                 self._active[me] += 1
             mend: Callable[[], None] = self._renew
             try:
@@ -209,6 +207,8 @@ class Environment:
 
     def _is_replaced(self) -> bool:
         """Whether the file has been deleted, or another one was put in its place: nobody would see what is written."""
+        if not self.databases:
+            return False  # it is just being opened
         try:
             found = os.stat(self._file)  # noqa: PTH116 - of a text, a microsecond for each transaction
         except FileNotFoundError:
@@ -225,12 +225,11 @@ class Environment:
                 self._map_size = self.env.info()["map_size"]
             self.env.close()
             self._is_broken = True
-            self._active[me] += 1  # its own transactions need not wait for it
+            self._renewing = me
             try:
                 self._open(self._map_size)
             finally:
-                self._active[me] -= 1
-                self._active += Counter()
+                self._renewing = None
 
     def _follow_growth(self) -> None:
         self.resize(0)

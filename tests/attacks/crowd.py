@@ -1,4 +1,4 @@
-"""One process of a crowd: threads that do anything at random to one location. ``python -m tests.attacks.crowd JSON``."""
+"""One process of a crowd: threads that do anything at random to one location; told by JSON on the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class Member:
                 # somebody holds the lock for too long, or there is no room: no fault, but seldom
                 self.done[f"{act.__name__}: {type(error).__name__}"] += 1
                 self.done[str(error)[:200]] += 1
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - reported
                 self.problems.append(f"{act.__name__}: {error!r}\n{traceback.format_exc()}")
 
     def tokens(self) -> list[int]:
@@ -159,7 +160,7 @@ class Member:
 
 
 def handles() -> int:
-    return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
 
 
 def fork_once(stores: list[PrefixStore], kind: int) -> bool:
@@ -180,7 +181,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
                 for store in stores:
                     store.close()
             code = 0
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - reported
             sys.stderr.write(f"child: {error!r}\n")
         finally:
             os._exit(code)
@@ -197,7 +198,9 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
     return False
 
 
-def crowd(location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int) -> dict:
+def crowd(  # noqa: C901 - one thing after the other
+    location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int
+) -> dict:
     """Threads do anything for some seconds; what they did, and what was wrong."""
     before_threads = threading.active_count()
     stores = [
