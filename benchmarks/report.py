@@ -13,6 +13,7 @@ from benchmarks import (
     eviction,
     generation,
     lookup,
+    outages,
     restore,
     warming,
 )
@@ -29,6 +30,7 @@ BENCHMARKS: dict[str, Any] = {
     "warming": warming,
     "codecs": codecs,
     "eviction": eviction,
+    "outages": outages,
 }
 
 
