@@ -85,8 +85,12 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
     (_, _, _), (memory, disk, sizes), (last_memory, last_disk, last_sizes) = thirds
     print(f"{scheme}: memory {memory >> 20} -> {last_memory >> 20} MiB, files {disk >> 10} -> {last_disk >> 10} KiB")
     print({name: (size, last_sizes[name]) for name, size in sizes.items()})
-    assert last_memory <= 1.05 * memory
-    assert last_disk <= 1.05 * disk
+    # after few completions memory and logs are still on their way
+    factor = 1.05 if TORTURE > 1 else 1.25
+    assert last_memory <= factor * memory
+    assert last_disk <= factor * disk
+    if scheme == "lmdb":
+        assert last_disk <= 1.25 * MAX_BYTES + (1 << 16)
     for name, size in last_sizes.items():
         # what holds a few may hold a few more by chance
         assert size <= 1.3 * sizes[name] + 40, name
