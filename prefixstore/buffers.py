@@ -83,7 +83,14 @@ class Buffers:
                 memory = min(fitting, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not memory]
                 return Lease(self, memory, size)
-        return Lease(self, np.empty(size, np.uint8), size)
+        try:
+            memory = np.empty(size, np.uint8)
+        except BaseException:
+            with self.lock:
+                self._leased -= size
+                self.lock.notify_all()
+            raise
+        return Lease(self, memory, size)
 
     def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
         """Called by a lease, under the lock, when nobody holds it any more."""
