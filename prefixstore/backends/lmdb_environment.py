@@ -74,8 +74,6 @@ class Environment:
         self._wanted_still = 0
         self._turnstile = threading.Condition()
         self._scrubs = b""
-        # number and size of the file
-        self._bytes = (0, 0)
         self._file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
@@ -86,6 +84,8 @@ class Environment:
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
+        # number and size of the file; another file may get the number when this one is gone
+        self._bytes = (0, 0)
         check_head(path / DATA)
         try:
             if not read_only:
@@ -214,7 +214,7 @@ class Environment:
         """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
         before = self._bytes
         try:
-            found = (self.path / "data.mdb").stat()
+            found = (self.path / DATA).stat()
         except OSError:
             return  # its name is gone, the file is not
         if found.st_ino != before[0]:
