@@ -73,9 +73,11 @@ def verify(record: Record, stored: Buffer) -> memoryview:
     IncompatibleError
         If this version does not know the codec.
     """
-    view = inspect(record, stored)
-    verify_checksum(record, view)
-    return view
+    view = memoryview(stored)
+    if len(view) == record.stored_bytes:
+        # first, since what is damaged is not of a newer version
+        verify_checksum(record, view)
+    return inspect(record, stored)
 
 
 def verify_checksum(record: Record, view: memoryview) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,26 +38,27 @@ def encode(raw: Buffer, codec: str, level: int = DEFAULT_LEVEL) -> tuple[int, Bu
 
 
 class ReadPace:
-    """How fast stored bytes of a location are read and verified, by one thread. Old measurements fade."""
+    """How fast stored bytes of a location are read and verified, by one thread: the best of the last few times.
+
+    A busy machine makes a read slower, and nothing makes it faster.
+    """
 
     # what is shorter measures calls, not bytes
     SHORTEST = 1 << 16
-    FADE = 256 << 20
+    LAST = 16
 
     def __init__(self) -> None:
-        self._bytes = 0.0
-        self._seconds = 0.0
+        self._seconds_per_byte: deque[float] = deque(maxlen=self.LAST)
 
     def note(self, n_bytes: int, seconds: float) -> None:
-        """So many bytes took so long. Threads may overwrite each other's notes: one is as good as the other."""
+        """So many bytes took so long."""
         if n_bytes >= self.SHORTEST:
-            kept = 0.5 if self._bytes > self.FADE else 1.0
-            self._bytes, self._seconds = self._bytes * kept + n_bytes, self._seconds * kept + seconds
+            self._seconds_per_byte.append(seconds / n_bytes)
 
     @property
     def seconds_per_byte(self) -> float | None:
         """None as long as it is not known."""
-        return self._seconds / self._bytes if self._bytes else None
+        return min(self._seconds_per_byte.copy(), default=None)
 
 
 @dataclass(frozen=True)
