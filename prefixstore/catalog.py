@@ -147,7 +147,9 @@ class Catalog:
         for _, is_stored, key in sorted(places):
             if is_stored:
                 record, usage = stored[key]
-                if not self._know(key, record, usage) and record.parent not in found:
+                before, _ = found.get(record.parent, (None, None))
+                is_known = self._know(key, record, usage)
+                if not is_known and not isinstance(before, StorageError) and not record.follows(before):
                     self.damaged.add(key)
             else:
                 # a node of the old index: what hung on it is added anew, if it is still there
@@ -184,9 +186,8 @@ class Catalog:
 
     def announce(self, new: NewPage) -> bool:
         """Put a pending page into the index; False, and nothing happens, if it is not wanted."""
-        if not self.wants(new.page):
+        if not self.wants(new.page) or not self.index.add(new.page):
             return False
-        self.index.add(new.page)
         self.pending[new.page.key] = new
         self._policy.added(new.page)
         older = self.index.superseded_by(new.page)

@@ -226,13 +226,13 @@ def _is_stored(transaction: Transaction, key: bytes) -> bool:
 
 
 def _is_damaged(transaction: Transaction, key: bytes) -> bool:
-    """Whether a page cannot be restored for good: by its own fault, or because the page before it is missing."""
+    """Whether a page cannot be restored for good: by its own fault, or because it does not follow any page."""
     try:
         record, payload = transaction.record(key), transaction.payload(key)
         if record is None or payload is None:
             return record is not None or payload is not None
         decode(record, payload)
-        return record.parent != record.namespace and transaction.record(record.parent) is None
+        return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:
         return True
     except IncompatibleError:
