@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
@@ -19,6 +19,7 @@ from prefixstore.catalog import Catalog, NewPage
 from prefixstore.check import Violation, violations
 from prefixstore.commit import Committer
 from prefixstore.encoder import Encoder
+from prefixstore.errors import CorruptError
 from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher, States
 from prefixstore.index import Page, Path
@@ -142,9 +143,13 @@ class Engine:
             return violations(snapshot, self._budget)
 
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location."""
+        """The namespaces that have pages in the location, but those whose settings are damaged."""
+        found: list[Namespace] = []
         with self._backend.snapshot() as snapshot:
-            return [Namespace.parse(settings) for settings in snapshot.namespaces().values()]
+            for settings in snapshot.namespaces().values():
+                with suppress(CorruptError):
+                    found.append(Namespace.parse(settings))
+        return found
 
     # -- notes of jobs ------------------------------------------------------------------------------------------------
 
