@@ -1,4 +1,4 @@
-"""Capture of 4,096 tokens in the foreground, beside one ``llama_state_seq_get_data`` of the same bytes.
+"""Capture in the foreground, beside one ``llama_state_seq_get_data`` of the same bytes.
 
 The limit writes into a buffer that was written before. "As evaluated" is what a prefill pays: each page is taken when
 its boundary is crossed, into a buffer that an earlier page has used, and the writer is idle. "At once" is
@@ -13,11 +13,23 @@ from typing import Any
 
 import llama_cpp
 
-from benchmarks.common import LIGHT, Stopwatch, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
+from benchmarks.common import (
+    LIGHT,
+    LIGHT_8B,
+    Stopwatch,
+    load,
+    model_path,
+    prompt_tokens,
+    ratio,
+    seconds,
+    state_of,
+    summary,
+)
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
-N_TOKENS = 4096
+# state a token: as of a 1B and of an 8B model, and how many tokens are captured
+GEOMETRIES = {"32 KiB": (LIGHT, 4096), "128 KiB": (LIGHT_8B, 2048)}
 PAGE = 256
 ROUNDS = 7
 GOAL = 0.8
@@ -26,14 +38,14 @@ GOAL = 0.8
 def as_evaluated(llm: Any, store: PrefixStore, tokens: list[int]) -> None:
     """Evaluate the tokens; what is captured meanwhile is written before more is."""
     llm.reset()
-    for start in range(0, N_TOKENS, PAGE):
+    for start in range(0, len(tokens), PAGE):
         llm.eval(tokens[start : start + PAGE])
         store.flush()
 
 
-def measure(flash: bool) -> dict[str, Any]:
-    llm = load(model_path(**LIGHT), flash_attn=flash)
-    tokens = prompt_tokens(llm, N_TOKENS)
+def measure(flash: bool, shape: dict[str, Any], n_tokens: int) -> dict[str, Any]:
+    llm = load(model_path(**shape), n_ctx=n_tokens + PAGE, flash_attn=flash)
+    tokens = prompt_tokens(llm, n_tokens)
     times: dict[str, list[float]] = {"limit": [], "as evaluated": [], "at once": []}
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -64,7 +76,11 @@ def measure(flash: bool) -> dict[str, Any]:
 
 
 def run() -> dict[str, Any]:
-    return {"flash attention": measure(flash=True), "V transposed": measure(flash=False)}
+    return {
+        f"{state} a token, {'flash attention' if flash else 'V transposed'}": measure(flash, shape, n_tokens)
+        for state, (shape, n_tokens) in GEOMETRIES.items()
+        for flash in (True, False)
+    }
 
 
 def section(result: dict[str, Any]) -> list[str]:
@@ -81,14 +97,14 @@ def section(result: dict[str, Any]) -> list[str]:
         for way in ("as evaluated", "at once")
     ]
     return [
-        "## Capture of 4,096 tokens (134 MB) in the foreground, LMDB, raw",
+        "## Capture in the foreground: 4,096 tokens of 32 KiB (134 MB), 2,048 of 128 KiB (268 MB); LMDB, raw",
         "",
         *paragraph(
             f"""The limit is one `llama_state_seq_get_data` of the same state into a buffer that was written before.
-            "As evaluated": sixteen pages, each taken as its boundary is crossed, with an idle writer. "At once":
+            "As evaluated": pages of 256 tokens, each taken as its boundary is crossed, with an idle writer. "At once":
             `store.capture()` of all of them, while the writer works on the other core. In turns, medians of {ROUNDS}
-            rounds; a share is the median of the rounds' ratios. The model has this geometry of state and next to
-            nothing to compute."""
+            rounds; a share is the median of the rounds' ratios. The models have the state of a 1B and an 8B model and
+            next to nothing to compute."""
         ),
         *table(["context", "pages are taken", "limit", "prefixstore", "speed, of the limit"], rows),
     ]

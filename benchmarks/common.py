@@ -29,6 +29,8 @@ SHARED = Path(__file__).parent.parent.parent / "shared"
 CACHE = Path(__file__).parent / ".cache"
 # the state of a 1B model, as the demo's, and an eighth of its computing
 LIGHT: dict[str, Any] = {"n_embd": 128, "n_ff": 128, "n_head": 8, "n_vocab": 8192}
+# the state of an 8B model
+LIGHT_8B: dict[str, Any] = {**LIGHT, "n_layer": 32, "n_head_kv": 8, "head_dim": 128}
 
 
 def model_path(**overrides: Any) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agent import MODEL
-from benchmarks.common import LIGHT, load, model_path, peak_rss, summary, tree_bytes, written_bytes
+from benchmarks.common import LIGHT, LIGHT_8B, load, model_path, peak_rss, summary, tree_bytes, written_bytes
 from benchmarks.peers import LMDB_AUTO, LMDB_RAW, NOTHING, PEERS, RAM, SQLITE
 from benchmarks.tables import megabytes, milliseconds, paragraph, table
 from benchmarks.workloads import LARGE, SMALL, Sizes, prompt_of, workload
@@ -49,7 +49,7 @@ MODELS = {
     "8B": Model(
         "128 KiB of state a token, as of an 8B model",
         None,
-        {"n_layer": 32, "n_embd": 128, "n_head": 8, "n_head_kv": 8, "head_dim": 128, "n_ff": 128, "n_vocab": 32000},
+        {**LIGHT_8B, "n_vocab": 32000},
         SMALL,
     ),
     "trained": Model("the trained model, 3 KiB of state a token", MODEL, {}, LARGE),

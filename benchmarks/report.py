@@ -15,6 +15,7 @@ from benchmarks import (
     eviction,
     generation,
     lookup,
+    outages,
     restore,
     sweep,
     warming,
@@ -35,6 +36,7 @@ BENCHMARKS: dict[str, Any] = {
     "warming": warming,
     "codecs": codecs,
     "eviction": eviction,
+    "outages": outages,
 }
 
 

@@ -204,7 +204,7 @@ class Adaptive:
     def looked_up(self, namespace: bytes, pages: Sequence[Page]) -> None:
         self._settle()
         before, self._prompt = self._prompt, _Prompt(self._prompt.clock + 1, len(pages))
-        self._ns_per_prompt += (min(self._prompt.ns - before.ns, 100 * PROMPT_NS) - self._ns_per_prompt) / 64
+        self._ns_per_prompt += (min(max(self._prompt.ns - before.ns, 0), 100 * PROMPT_NS) - self._ns_per_prompt) / 64
         for depth, page in enumerate(pages):
             last = page.note
             if isinstance(last, _Use):

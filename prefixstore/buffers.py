@@ -77,21 +77,20 @@ class Buffers:
                 if not wait:
                     return None
                 self.lock.wait()
+            self._leased += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
             if fitting:
                 memory = min(fitting, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not memory]
-            # counted behind what may fail: a size that a damaged record claims is none that is ever given back
-            self._leased += size
-            if fitting:
                 return Lease(self, memory, size)
         try:
-            return Lease(self, np.empty(size, np.uint8), size)
+            memory = np.empty(size, np.uint8)
         except BaseException:
             with self.lock:
                 self._leased -= size
                 self.lock.notify_all()
             raise
+        return Lease(self, memory, size)
 
     def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
         """Called by a lease, under the lock, when nobody holds it any more."""

@@ -2,7 +2,8 @@
 
 Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer to be written. Both
 are found and restored alike. A thread that holds a transaction of the backend may take the catalog's lock, not the
-other way round; the lock is held for moments only, never while bytes are copied, packed or written.
+other way round; the lock is held for moments only, never while the backend is asked, or bytes are copied or packed: a
+completion waits for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -76,6 +77,10 @@ class Catalog:
         self.refused: set[bytes] = set()
         self._generation = -1
         self._trusted = False
+        # of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
+        self._latest = 0
+        # a lookup has met a page that has expired
+        self.overdue = False
 
     def _start_index(self) -> None:
         self.index = Index()
@@ -84,23 +89,59 @@ class Catalog:
         # of tenants with a quota
         self._victims_of: dict[frozenset[bytes], VictimQueue] = {}
 
-    # -- keeping up with the backend; all under the lock --------------------------------------------------------------
+    # -- keeping up with the backend ----------------------------------------------------------------------------------
 
-    def refresh(self, snapshot: Snapshot) -> None:
-        """Bring the index to the generation of the snapshot, unless it is ahead of it."""
+    def refresh(self, snapshot: Snapshot, *, newest: bool = False) -> None:
+        """Bring the index to the generation of the snapshot, unless it is ahead of it.
+
+        The backend is asked without the lock. As every transaction begins with this, what it changes in the index is
+        never undone by what somebody has read before.
+
+        Parameters
+        ----------
+        snapshot
+            Of the backend.
+        newest
+            Whether nothing newer can be stored. Then an index that is ahead of it is of a store that is not there any
+            more: another one, or an older copy, was put in its place.
+        """
         generation = snapshot.generation
-        if generation < self._generation or (generation == self._generation and self._trusted):
-            # a snapshot that was opened before the last refresh tells nothing new
-            return
-        changed = snapshot.changes(self._generation) if self._trusted else None
-        if changed is None:
-            self._rebuild(snapshot)
-        else:
-            found = snapshot.records(changed)
-            for key in changed:
-                self._refresh_page(key, *found.get(key, (None, None)))
-        self.refused.clear()
-        self._generation, self._trusted = generation, True
+        while True:
+            with self.lock:
+                if newest and generation < self._generation:
+                    self._generation, self._trusted = -1, False
+                known = self._generation if self._trusted else None
+                if generation < self._generation or generation == known:
+                    # a snapshot that was opened before the last refresh tells nothing new
+                    return
+            changed = snapshot.changes(known) if known is not None else None
+            found: Mapping[bytes, tuple[Record | StorageError, Usage]]
+            if changed is None:
+                found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+            else:
+                found = snapshot.records(changed)
+            with self.lock:
+                if generation < self._generation or (generation == self._generation and self._trusted):
+                    return  # somebody was quicker
+                if changed is not None and not self._trusted:
+                    continue  # somebody has failed meanwhile: changes are not enough any more
+                if changed is None:
+                    self._rebuild(found)
+                else:
+                    for key in changed:
+                        self._refresh_page(key, *found.get(key, (None, None)))
+                self.refused.clear()
+                self._generation, self._trusted = generation, True
+                return
+
+    # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
+
+    def contradict(self, key: bytes, generation: int) -> None:
+        """A page is not in a snapshot of this generation. If the index should know, it is of another store."""
+        with self.lock:
+            if key in self.index and key not in self.pending and generation <= self._generation:
+                log.warning("the index does not fit what is stored; it is made anew")
+                self._generation, self._trusted = -1, False
 
     def distrust(self) -> None:
         """The index may know less than is stored: rebuild it at the next refresh."""
@@ -111,8 +152,7 @@ class Catalog:
         """A transaction, for which the index is up to date. If it fails, the index is not to be trusted."""
         try:
             with backend.transaction() as transaction:
-                with self.lock:
-                    self.refresh(transaction)
+                self.refresh(transaction, newest=True)
                 yield transaction
         except BaseException:
             with self.lock:
@@ -130,8 +170,7 @@ class Catalog:
         if key not in self.pending:
             self.lose(key)
 
-    def _rebuild(self, snapshot: Snapshot) -> None:
-        found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+    def _rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
         stored: dict[bytes, tuple[Record, Usage]] = {}
         for key, (record, usage) in found.items():
             if isinstance(record, Record):
@@ -160,6 +199,7 @@ class Catalog:
 
     def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
         """Note a stored page; whether it has its place in the index."""
+        self._latest = max(self._latest, usage.last_used)
         page = self.index.get(key)
         if page is not None:
             self.index.resize(page, record.stored_bytes)
@@ -186,7 +226,10 @@ class Catalog:
 
     def announce(self, new: NewPage) -> bool:
         """Put a pending page into the index; False, and nothing happens, if it is not wanted."""
-        if not self.wants(new.page) or not self.index.add(new.page):
+        if not self.wants(new.page):
+            return False
+        new.page.last_used = self._now()
+        if not self.index.add(new.page):
             return False
         self.pending[new.page.key] = new
         self._policy.added(new.page)
@@ -197,10 +240,14 @@ class Catalog:
         return True
 
     def thin(self, page: Page) -> None:
-        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch."""
-        if page.key not in self.pending:
+        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch.
+
+        Until then it stays in the index, or what it depends on would seem to be free to go.
+        """
+        if page.key not in self.pending or page.key in self.writing:
             self.thinned.add(page.key)
-        self.forget(page.key)
+        else:
+            self.forget(page.key)
 
     def committed(self, news: Iterable[NewPage]) -> None:
         """These pages are in the backend now."""
@@ -243,13 +290,18 @@ class Catalog:
 
         Those that will expire do so not before `expires`.
         """
-        now = time.time_ns()
+        now = self._now()
         self._policy.looked_up(namespace, pages)
         for page in pages:
             page.last_used = max(page.last_used, now)
             page.expires = max(page.expires, expires) if page.expires else 0
             page.hits += 1
             self.touched[page.key] = self.touched.get(page.key, 0) + 1
+
+    def _now(self) -> int:
+        """The time of a use: nanoseconds since the epoch, and never before another."""
+        self._latest = max(self._latest, time.time_ns())
+        return self._latest
 
     # -- who goes first; all under the lock ---------------------------------------------------------------------------
 
@@ -289,13 +341,16 @@ class Catalog:
             del pages[-1]
         if len(pages) == len(path.pages):
             return path
+        self.overdue = True
         return Path(tuple(pages), pages[-1].end if pages else 0)
 
     def deepest(self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int) -> Path:
         """The path to the deepest snapshot of `tokens` that may be used."""
         now = time.time_ns()
         for path in self.index.standing(namespace, tokens[:limit], page_tokens):
-            if path.n_tokens % multiple_of == 0 and not _has_expired(path.pages[-1], now):
+            if _has_expired(path.pages[-1], now):
+                self.overdue = True
+            elif path.n_tokens % multiple_of == 0:
                 return path
         return Path((), 0)
 

@@ -109,6 +109,7 @@ class Committer:
 
     def _write(self, packed: Sequence[Packed]) -> int:
         written: list[NewPage] = []
+        put: set[bytes] = set()
         catalog = self._catalog
         with catalog.transaction(self._backend) as transaction:
             with catalog.lock:
@@ -120,10 +121,11 @@ class Committer:
             refused = [
                 (new, reason)
                 for new, record, stored in packed
-                if (reason := self._put(transaction, new, record, stored, written)) is not None
+                if (reason := self._put(transaction, new, record, stored, written, put)) is not None
             ]
             for key, hits in touched.items():
                 self._write_use(transaction, key, hits)
+            self._take_back(transaction, written, put)
         for new in written:
             self._backend.keep(new.page.key, new.page.tokens, new.lease.view)
         with catalog.lock:
@@ -146,9 +148,11 @@ class Committer:
         """Delete a snapshot, unless somebody has pinned it, or it was taken anew."""
         usage = transaction.usage(key)
         with self._catalog.lock:
-            if usage is not None and not usage.pinned and key not in self._catalog.pending:
-                transaction.delete(key)
+            doomed = usage is not None and not usage.pinned and key not in self._catalog.pending
+            if doomed:
                 self._catalog.forget(key)
+        if doomed:
+            transaction.delete(key)
 
     def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes]) -> int:
         """Delete those that are damaged indeed, and all that is stored behind them; how many.
@@ -172,7 +176,13 @@ class Committer:
         return len(doomed)
 
     def _put(
-        self, transaction: Transaction, new: NewPage, record: Record, stored: Buffer, written: list[NewPage]
+        self,
+        transaction: Transaction,
+        new: NewPage,
+        record: Record,
+        stored: Buffer,
+        written: list[NewPage],
+        put: set[bytes],
     ) -> str | None:
         """Write one page; or why not."""
         page, catalog = new.page, self._catalog
@@ -190,10 +200,12 @@ class Committer:
             older = catalog.index.superseded_by(page)
             # one that is being written by somebody else was: transactions take turns
             is_stored_tail = older is not None and (older.key not in catalog.pending or older.key in catalog.writing)
-            if older is not None and older.is_leaf and is_stored_tail:
-                transaction.delete(older.key)
+            superseded = older.key if older is not None and older.is_leaf and is_stored_tail else None
+            if older is not None and superseded is not None:
                 page.pinned = page.pinned or older.pinned
                 catalog.forget(older.key)
+        if superseded is not None:
+            transaction.delete(superseded)
         if not is_stored:
             if (reason := self._room.make_for(transaction, record, len(stored), new.settings)) is not None:
                 return reason
@@ -201,10 +213,20 @@ class Committer:
             # hits that it has had already are among the uses that are written afterwards
             usage = Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
             transaction.put(page.key, record, usage, stored)
+            put.add(page.key)
         with catalog.lock:
             catalog.index.resize(page, len(stored))
         written.append(new)
         return None
+
+    def _take_back(self, transaction: Transaction, written: list[NewPage], put: set[bytes]) -> None:
+        """Delete pages that were given up while they were written: room may have been made of those before them."""
+        with self._catalog.lock:
+            given_up = [new for new in written if not self._catalog.is_pending(new)]
+        for new in given_up:
+            written.remove(new)
+            if new.page.key in put:
+                transaction.delete(new.page.key)
 
     def _write_use(self, transaction: Transaction, key: bytes, hits: int) -> None:
         usage = transaction.usage(key)

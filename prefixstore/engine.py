@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import Backend, Transaction
+from prefixstore.backends.base import Backend
 from prefixstore.boundaries import Tokens, boundary_hash
+from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget, Used
 from prefixstore.catalog import Catalog, NewPage
 from prefixstore.check import Violation, violations
@@ -25,10 +26,14 @@ from prefixstore.fetch import Fetcher, States
 from prefixstore.index import Page, Path
 from prefixstore.namespace import Namespace
 from prefixstore.read_ahead import Look
+from prefixstore.record import checksum
 from prefixstore.snapshots import thin
 from prefixstore.stats import Counters
 
 __all__ = ["Engine"]
+
+# that wait to be copied into RAM
+HOT_PAGES = 256
 
 
 class Engine:
@@ -70,10 +75,12 @@ class Engine:
         self._budget = budget
         self._counters = counters
         self._catalog = Catalog(policy, counters)
-        self._fetcher = Fetcher(backend, self._catalog, counters, encode.pace)
+        self._breaker = Breaker(self._probe, counters)
+        self._fetcher = Fetcher(backend, self._catalog, counters, encode.pace, self._breaker)
         self._committer = Committer(backend, self._catalog, budget, encode, counters)
         # pages that were used, for a backend that keeps states at hand
         self._hot: dict[bytes, Page] = {}
+        self._used = Used(0, 0)
 
     def after_fork(self) -> None:
         """In a forked child, before anything else: new locks, threads and handles."""
@@ -81,10 +88,12 @@ class Engine:
         self._hot = {}
         self._counters.after_fork()
         self._catalog.after_fork()
+        self._breaker.after_fork()
         self._fetcher.after_fork()
 
     def close(self) -> None:
         """Release the backend."""
+        self._breaker.close()
         self._fetcher.close()
         self._backend.close()
 
@@ -92,8 +101,8 @@ class Engine:
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest stored prefix of `tokens`, among what any process has committed and what is pending here."""
-        with self._backend.snapshot() as snapshot, self._catalog.lock:
-            self._catalog.refresh(snapshot)
+        self._look()
+        with self._catalog.lock:
             return self._catalog.unexpired(self._catalog.index.match(namespace, tokens, page_tokens))
 
     def match_snapshot(
@@ -110,9 +119,21 @@ class Engine:
         multiple_of
             The snapshot has to be at a multiple of this.
         """
-        with self._backend.snapshot() as snapshot, self._catalog.lock:
-            self._catalog.refresh(snapshot)
+        self._look()
+        with self._catalog.lock:
             return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
+
+    def _look(self) -> None:
+        """Know what is stored. Raises `StorageError`; at once, while the location is left alone."""
+        with self._breaker.asking(), self._backend.snapshot() as snapshot:
+            self._catalog.refresh(snapshot)
+
+    def _probe(self, page: Page | None) -> None:
+        """Ask the location what it failed to answer, or took long to; by a thread of the breaker."""
+        with self._backend.snapshot() as snapshot:
+            self._catalog.refresh(snapshot)
+            for _, payload in snapshot.fetch([page.key] if page is not None else []):
+                checksum(payload)
 
     def fetching(
         self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None
@@ -122,9 +143,14 @@ class Engine:
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and raw."""
-        with self._backend.snapshot() as snapshot, self._catalog.lock:
+        with self._backend.snapshot() as snapshot:
             self._catalog.refresh(snapshot)
-            return snapshot.used, self._catalog.index.stored_bytes, self._catalog.index.raw_bytes
+            self._used = snapshot.used
+        return self.last_used()
+
+    def last_used(self) -> tuple[Used, int, int]:
+        """As `used`, as far as it is known without asking."""
+        return self._used, self._catalog.index.stored_bytes, self._catalog.index.raw_bytes
 
     def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
         """Note that a prompt began with these pages, none for a miss; it is written with the next batch."""
@@ -132,6 +158,9 @@ class Engine:
             self._catalog.touch(namespace, pages, self._expiry(time.time_ns()))
             if self._backend.keeps_states:
                 self._hot |= {page.key: page for page in pages if page.key not in self._catalog.pending}
+                # nobody copies them while there is something to write
+                while len(self._hot) > HOT_PAGES:
+                    del self._hot[next(iter(self._hot))]
 
     def _expiry(self, now: int) -> int:
         """When a page expires that is used now; 0 for never."""
@@ -222,7 +251,8 @@ class Engine:
     @property
     def has_notes(self) -> bool:
         """Whether uses, or pages to be deleted, wait to be written with the next batch."""
-        return bool(self._catalog.touched or self._catalog.damaged or self._catalog.thinned)
+        catalog = self._catalog
+        return bool(catalog.touched or catalog.damaged or catalog.thinned or catalog.overdue)
 
     @property
     def has_hot_pages(self) -> bool:
@@ -244,29 +274,34 @@ class Engine:
 
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
-        with self._catalog.transaction(self._backend) as transaction, self._catalog.lock:
-            standing = self._catalog.index.standing(namespace, tokens, page_tokens)
-            # where there are snapshots, pages alone are of no use
-            path = standing[0] if standing else self._catalog.index.match(namespace, tokens, page_tokens)
+        catalog = self._catalog
+        with catalog.transaction(self._backend) as transaction:
+            with catalog.lock:
+                standing = catalog.index.standing(namespace, tokens, page_tokens)
+                # where there are snapshots, pages alone are of no use
+                path = standing[0] if standing else catalog.index.match(namespace, tokens, page_tokens)
             for page in path.pages:
-                self._pin_page(transaction, page, pinned)
-            # what was refused for want of room may find it now
-            self._catalog.refused.clear()
+                usage = transaction.usage(page.key)
+                if usage is not None:
+                    transaction.touch(page.key, replace(usage, pinned=pinned))
+            with catalog.lock:
+                for page in path.pages:
+                    page.pinned = pinned
+                    if page.key not in catalog.pending:
+                        catalog.offer(page)
+                # what was refused for want of room may find it now
+                catalog.refused.clear()
         return path.n_tokens
-
-    def _pin_page(self, transaction: Transaction, page: Page, pinned: bool) -> None:
-        usage = transaction.usage(page.key)
-        if usage is not None:
-            transaction.touch(page.key, replace(usage, pinned=pinned))
-        page.pinned = pinned
-        if page.key not in self._catalog.pending:
-            self._catalog.offer(page)
 
     def clear(self, namespace: bytes | None) -> int:
         """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""
-        with self._catalog.transaction(self._backend) as transaction, self._catalog.lock:
-            doomed = [page.key for page in self._catalog.index if namespace in (None, page.namespace)]
+        catalog = self._catalog
+        with catalog.transaction(self._backend) as transaction:
+            with catalog.lock:
+                doomed = [page.key for page in catalog.index if namespace in (None, page.namespace)]
+                # nobody finds them, nor puts anything behind them, while they are deleted
+                for key in doomed:
+                    catalog.forget(key)
             for key in doomed:
                 transaction.delete(key)
-                self._catalog.forget(key)
         return len(doomed)

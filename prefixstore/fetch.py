@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.base import Backend, Snapshot
+from prefixstore.breaker import Breaker
 from prefixstore.buffers import Lease
 from prefixstore.catalog import Catalog
 from prefixstore.encoder import ReadPace
@@ -35,6 +37,8 @@ class States(Iterator[memoryview]):
         States that need not be read.
     reader
         Reads the others.
+    breaker
+        Lets them be read.
     give_up
         Called with the page that ends it, and why: the error, or None for a page that is gone.
     look
@@ -46,12 +50,14 @@ class States(Iterator[memoryview]):
         pages: Sequence[Page],
         at_hand: Mapping[bytes, memoryview],
         reader: ReadAhead | ReadAlong,
+        breaker: Breaker,
         give_up: Callable[[Page, StorageError | None], None],
         look: Look | None = None,
     ) -> None:
         self._pages = pages
         self._at_hand = at_hand
         self._reader = reader
+        self._breaker = breaker
         self._give_up = give_up
         self._look = look
         self._n_given = 0
@@ -64,7 +70,10 @@ class States(Iterator[memoryview]):
         page = self._pages[self._n_given]
         error = None
         try:
-            state = self._at_hand[page.key] if page.key in self._at_hand else self._reader.next()
+            state = self._at_hand.get(page.key)
+            if state is None:
+                with self._breaker.asking(page):
+                    state = self._reader.next()
             looked = isinstance(self._reader, ReadAlong) and page.key not in self._at_hand
             if state is not None and self._look is not None and not looked and not self._look(page, state):
                 raise MisfitError(f"page {page.key.hex()} has another shape than what it is for")
@@ -102,13 +111,18 @@ class Fetcher:
     ----------
     pace
         Is told how fast the location gives bytes.
+    breaker
+        Lets questions to the location through.
     """
 
-    def __init__(self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace | None = None) -> None:
+    def __init__(
+        self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace, breaker: Breaker
+    ) -> None:
         self._backend = backend
         self._catalog = catalog
         self._counters = counters
-        self._pace = pace or ReadPace()
+        self._pace = pace
+        self._breaker = breaker
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -136,7 +150,9 @@ class Fetcher:
         # held before the snapshot opens: what is committed in between is in one of the two
         held = self._hold(pages)
         try:
-            with self._backend.snapshot() as snapshot:
+            with ExitStack() as opened:
+                with self._breaker.asking():
+                    snapshot = opened.enter_context(self._backend.snapshot())
                 at_hand = self._at_hand(pages, held)
                 stored = [page for page in pages if page.key not in at_hand]
                 reader: ReadAhead | ReadAlong
@@ -144,8 +160,9 @@ class Fetcher:
                     reader = ReadAlong(self._readers, snapshot, stored, self._pace, look)
                 else:
                     reader = ReadAhead(self._readers, snapshot, stored, self._pace, streamed=streamed)
+                give_up = partial(self._give_up, snapshot=snapshot)
                 # states outlive their iterator: buffers go back when the block is left
-                with closing(reader), closing(States(pages, at_hand, reader, self._give_up, look)) as states:
+                with closing(reader), closing(States(pages, at_hand, reader, self._breaker, give_up, look)) as states:
                     yield states
         finally:
             for lease in held.values():
@@ -164,9 +181,11 @@ class Fetcher:
                 at_hand[page.key] = state
         return at_hand
 
-    def _give_up(self, page: Page, error: StorageError | None) -> None:
+    def _give_up(self, page: Page, error: StorageError | None, snapshot: Snapshot) -> None:
         if error is None:
             self._counters.count("unreadable:vanished")
+            # nobody reads on
+            self._catalog.contradict(page.key, snapshot.generation)
         elif isinstance(error, CorruptError):
             log.warning("a damaged page is removed: %s", error)
             self._counters.count("unreadable:corrupt")

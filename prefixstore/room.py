@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prefixstore.backends.base import Transaction
 from prefixstore.budget import Budget
@@ -11,7 +11,7 @@ from prefixstore.catalog import Catalog
 from prefixstore.errors import CorruptError
 from prefixstore.index import Page
 from prefixstore.namespace import Namespace
-from prefixstore.record import Record
+from prefixstore.record import Record, Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Room"]
@@ -70,16 +70,17 @@ class Room:
     def remove_expired(self, transaction: Transaction) -> None:
         """Delete leaves that have expired, and what becomes such a leaf by it."""
         now = time.time_ns()
-        with self._catalog.lock:
-            expiring = self._catalog.expiring()
-            for page in expiring:
-                if page.expires > now:
-                    self._catalog.offer(page)
-                    break
-                if not self._is_reprieved(transaction, page):
-                    transaction.delete(page.key)
-                    self._catalog.forget(page.key)
-                    self._counters.count("expired")
+        catalog = self._catalog
+        with catalog.lock:
+            catalog.overdue = False
+            expiring = catalog.expiring()
+        while (page := self._next(expiring)) is not None:
+            if page.expires > now:
+                with catalog.lock:
+                    catalog.offer(page)
+                break
+            self._delete(transaction, page, "expired")
+        with catalog.lock:
             expiring.close()
 
     def _groups(
@@ -106,30 +107,50 @@ class Room:
         self, transaction: Transaction, exceeded: Callable[[], bool], namespaces: frozenset[bytes] | None = None
     ) -> bool:
         """Delete leaves, first victim first, while there is too much; whether there is room now."""
-        with self._catalog.lock:
-            victims = self._catalog.victims(namespaces)
-            try:
-                while exceeded():
-                    victim = next(victims, None)
-                    if victim is None:
-                        return False
-                    if not self._is_reprieved(transaction, victim):
-                        transaction.delete(victim.key)
-                        self._catalog.evict(victim)
-                        self._counters.count("evictions")
-            finally:
+        catalog = self._catalog
+        with catalog.lock:
+            victims = catalog.victims(namespaces)
+        try:
+            while exceeded():
+                victim = self._next(victims)
+                if victim is None:
+                    return False
+                self._delete(transaction, victim, "evictions")
+        finally:
+            with catalog.lock:
                 victims.close()
         return True
 
-    def _is_reprieved(self, transaction: Transaction, victim: Page) -> bool:
-        """Whether another process has used or pinned a victim, which is then offered anew."""
+    def _next(self, pages: Iterator[Page]) -> Page | None:
+        with self._catalog.lock:
+            return next(pages, None)
+
+    def _delete(self, transaction: Transaction, victim: Page, counted: str) -> None:
+        """Delete a leaf, unless another process has used or pinned it, or this one put something behind it."""
+        # asked without the lock: a completion may wait for that
         usage = transaction.usage(victim.key)
-        if usage is None or not (usage.last_used > victim.last_used or usage.expires > victim.expires or usage.pinned):
-            return False
-        victim.last_used, victim.expires = max(usage.last_used, victim.last_used), max(usage.expires, victim.expires)
-        victim.hits, victim.pinned = max(usage.hits, victim.hits), usage.pinned
-        self._catalog.offer(victim)
-        return True
+        catalog = self._catalog
+        with catalog.lock:
+            if catalog.index.get(victim.key) is not victim or not victim.is_leaf:
+                return
+            if usage is not None and _is_newer(usage, victim):
+                victim.last_used = max(usage.last_used, victim.last_used)
+                victim.expires = max(usage.expires, victim.expires)
+                victim.hits, victim.pinned = max(usage.hits, victim.hits), usage.pinned
+                catalog.offer(victim)
+                return
+            # first of all nobody finds it any more, nor puts anything behind it
+            if counted == "evictions":
+                catalog.evict(victim)
+            else:
+                catalog.forget(victim.key)
+        transaction.delete(victim.key)
+        self._counters.count(counted)
+
+
+def _is_newer(usage: Usage, page: Page) -> bool:
+    """Whether another process has used or pinned a page."""
+    return usage.last_used > page.last_used or usage.expires > page.expires or usage.pinned
 
 
 def _salt(settings: bytes) -> str | None:

@@ -45,10 +45,14 @@ class Stats:
         Pages removed for room, because they had expired, and because they were damaged; by this store.
     restore_seconds, capture_seconds
         Foreground time spent on putting pages back and on taking pages out.
+    lost_seconds
+        Foreground time spent on asking a location that failed, or was slow.
+    outages
+        How often the location was left alone because of that, until a thread had found it well again.
     seconds_saved
         Time that computing the restored tokens would have taken, at the rate measured here, less `restore_seconds`.
     entries, bytes_used
-        Pages in the location, and what it holds in bytes, index included.
+        Pages in the location, and what it holds in bytes, index included; while it cannot be asked, as last known.
     bytes_stored, bytes_raw
         Payloads as stored, and the states they stand for.
     bytes_in_ram
@@ -75,6 +79,8 @@ class Stats:
     corrupt: int
     restore_seconds: float
     capture_seconds: float
+    lost_seconds: float
+    outages: int
     seconds_saved: float
     entries: int
     bytes_used: int
@@ -92,6 +98,7 @@ class Stats:
         lines = {
             "kind": self.kind,
             "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",
+            "outages": f"{self.outages}, {self.lost_seconds:.1f} s lost",
             "tokens": f"{self.tokens_restored} restored, {self.tokens_computed} computed, {saved}",
             "stored": f"{self.entries} pages, {format_bytes(self.bytes_used)} used, {packed}",
             "pages": f"{taken} captured, {gone}, dropped: {_reasons(self.dropped)}",

@@ -23,6 +23,7 @@ from prefixstore.errors import (
     MissingExtraError,
     MisuseError,
     NotAttachedError,
+    StorageError,
 )
 from prefixstore.eviction import POLICIES
 from prefixstore.namespace import Namespace
@@ -229,7 +230,13 @@ class PrefixStore:
             hook.detach(self)
 
     def close(self) -> None:
-        """Detach, write what is queued, make it durable, and release the location. A second call does nothing."""
+        """Detach, write what is queued, make it durable, and release the location. A second call does nothing.
+
+        Raises
+        ------
+        StorageError
+            If something cannot be written, or made durable. The store is closed all the same.
+        """
         self.detach()
         _stores.discard(self)
         self._finalizer()
@@ -408,7 +415,7 @@ class PrefixStore:
         Raises
         ------
         StorageError
-            If the location cannot make it so.
+            If the location cannot make it so, or does nothing for half a minute.
         """
         self._alive()
         self._writer.flush()
@@ -443,7 +450,11 @@ class PrefixStore:
         """What the store has done since it was opened, and what its location holds now."""
         self._alive()
         count = self._counters
-        used, stored, raw = self._engine.used()
+        try:
+            used, stored, raw = self._engine.used()
+        except StorageError:
+            # that is when the counters are wanted
+            used, stored, raw = self._engine.last_used()
         return Stats(
             hits=count["hits"],
             live_hits=count["live_hits"],
@@ -459,6 +470,8 @@ class PrefixStore:
             corrupt=count["corrupt"],
             restore_seconds=count.seconds("restore"),
             capture_seconds=count.seconds("capture"),
+            lost_seconds=count.seconds("lost"),
+            outages=count["outages"],
             seconds_saved=count.seconds("saved"),
             entries=used.entries,
             bytes_used=used.bytes,
@@ -544,7 +557,9 @@ def _close(engine: Engine, writer: Writer) -> None:
     try:
         writer.close()
     finally:
-        engine.close()
+        # a thread that the location does not let go of closes it when it can
+        if not writer.is_stuck:
+            engine.close()
 
 
 # every open store of this process, for the child of a fork

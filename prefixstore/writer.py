@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from functools import partial
 
 from prefixstore.buffers import Buffers, Lease
 from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
-from prefixstore.errors import PrefixStoreError
+from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 
 __all__ = ["Writer"]
@@ -20,6 +21,8 @@ log = logging.getLogger("prefixstore")
 BATCH_BYTES = 64 << 20
 # Uses of pages are written with the next batch, or after this many seconds without one.
 NOTES_AFTER = 2.0
+# Who waits until all is written waits so long for the next batch: somebody may hold a lock, or the location not answer.
+PATIENCE = 30.0
 
 
 class Writer:
@@ -54,6 +57,11 @@ class Writer:
         self._wake = threading.Condition()
         self._busy = False
         self._closing = False
+        # the thread is to write notes now, and how often it was done with something
+        self._hurry = False
+        self._done = 0
+        # nobody waits for the thread any more
+        self.is_stuck = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -103,43 +111,100 @@ class Writer:
         Raises
         ------
         StorageError
-            If the backend cannot make it so.
+            If the backend cannot make it so, or does not write anything for `PATIENCE` seconds.
         """
         self.drain()
         if not self._read_only:
             self._engine.sync()
 
     def drain(self) -> None:
-        """Return when nothing is queued or noted any more: all that was submitted is committed, or dropped."""
+        """Return when nothing is queued or noted any more: all that was submitted is committed, or dropped.
+
+        Raises
+        ------
+        UnavailableError
+            If the backend does not write anything for `PATIENCE` seconds.
+        """
         with self._wake:
-            self._wake.wait_for(lambda: not self._queue and not self._busy)
-        if self._engine.has_notes and not self._read_only:
+            if self._has_notes and not self._closing:
+                if self._behind:
+                    self._start()
+                self._hurry = self._thread is not None
+                self._wake.notify_all()
+            if not self._is_idle_in_time():
+                raise UnavailableError(
+                    f"nothing was written for {PATIENCE:.0f} s, and {self.queued_bytes:,} bytes wait: the location "
+                    "does not answer, or another process holds its lock"
+                )
+        if self._thread is None and self._has_notes:
             self._engine.commit([])
 
+    @property
+    def _has_notes(self) -> bool:
+        return self._engine.has_notes and not self._read_only
+
+    def _is_idle_in_time(self) -> bool:
+        """Wait until the thread has nothing to do; false if it is done with nothing for too long. With the lock."""
+        while self._queue or self._busy or self._hurry:
+            before = self._done
+            if not self._wake.wait_for(partial(self._has_moved, before), PATIENCE):
+                return False
+        return True
+
+    def _has_moved(self, before: int) -> bool:
+        return self._done != before
+
     def close(self) -> None:
-        """Write what is queued and noted, make it durable, and end the thread."""
+        """Write what is queued and noted, make it durable, and end the thread.
+
+        Raises
+        ------
+        StorageError
+            As `flush`. What is queued then is dropped, and the thread closes the engine when it can.
+        """
+        left: list[NewPage] = []
         with self._wake:
             self._closing = True
+            thread, self._hurry = self._thread, self._thread is not None
             self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+            if not self._is_idle_in_time():
+                self.is_stuck, self._hurry = True, False
+                left += self._queue
+                self._queue.clear()
+        if self.is_stuck:
+            for new in left:
+                new.lease.release()
+            self._counters.count("dropped:unavailable", len(left))
+            raise UnavailableError(
+                f"closed, and {len(left)} pages that waited are dropped: nothing was written for {PATIENCE:.0f} s"
+            )
+        if thread is None:
+            self.drain()
+        else:
+            thread.join()
             self._thread = None
-        self.flush()
+        if not self._read_only:
+            self._engine.sync()
 
     def _run(self) -> None:
         while True:
             with self._wake:
                 self._busy = False
+                self._done += 1
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._queue or self._closing, timeout=NOTES_AFTER)
-                if self._closing and not self._queue:
-                    return
+                self._wake.wait_for(lambda: self._queue or self._closing or self._hurry, timeout=NOTES_AFTER)
+                if self._closing and not self._queue and not self._hurry:
+                    break
                 batch = self._next_batch()
+                # with the last batch the notes are written
+                self._hurry = self._hurry and bool(self._queue)
                 self._busy = True
-            if batch or (self._engine.has_notes and not self._read_only):
+            if batch or self._has_notes:
                 self._commit(batch)
-            if not batch:
+            if not batch and not self._closing:
                 self._keep_states()
+        if self.is_stuck:
+            self._engine.close()
 
     def _next_batch(self) -> list[NewPage]:
         batch: list[NewPage] = []

@@ -26,7 +26,7 @@ from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.eviction import POLICIES
-from prefixstore.record import RECORD
+from prefixstore.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
 from prefixstore.writer import Writer
@@ -1041,6 +1041,7 @@ def test_the_snapshot_before_a_fork_is_thinned_last():
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         store.put([*tokens[:19], *range(100, 130)], 0)
         store.engine.thin(NS, as_tokens(tokens), P, 2, 8)
+        store.engine.commit([])
         assert standing(store, tokens[:40]) == 17
 
 
@@ -1074,3 +1075,58 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.stored_keys() == {longer[0].page.key}
         assert {*store.engine._catalog.index.pages} == store.stored_keys()
         assert store.engine._catalog.writing == set()
+
+
+@pytest.mark.parametrize("meddle", ["thin", "damage"])
+def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_the_one_before(meddle):
+    class Meddler(MemoryBackend):
+        """Somebody thins the snapshots, or finds damage, at the moment when room is made for one."""
+
+        meddle = None
+
+        @contextmanager
+        def transaction(self):
+            with super().transaction() as transaction:
+                cost = transaction.cost
+
+                def asked(record, n_bytes):
+                    if record.form == SNAPSHOT:
+                        self.meddle()
+                    return cost(record, n_bytes)
+
+                transaction.cost = asked
+                yield transaction
+
+    backend = Meddler()
+    with store_of(backend, max_entries=1) as store:
+        store.put(A[:4])
+        parent = boundary_hashes(NS, as_tokens(A), P)[0]
+        lease = store.buffers.lease(1000)
+        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), lease, form=SNAPSHOT)
+        assert store.engine.announce(new)
+        catalog = store.engine._catalog
+        backend.meddle = (
+            (lambda: catalog.thin(new.page)) if meddle == "thin" else (lambda: catalog.forget(new.page.key))
+        )
+        assert store.engine.commit([new]) == 0
+        lease.release()
+        assert store.engine.check() == []
+        assert new.page.key not in store.stored_keys()
+
+
+def test_what_a_thinned_snapshot_depends_on_stays_until_it_is_deleted():
+    with store_of(max_entries=2) as store:
+        store.put(A[:4])
+        parent = boundary_hashes(NS, as_tokens(A), P)[0]
+        lease = store.buffers.lease(1000)
+        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), lease, form=SNAPSHOT)
+        assert store.engine.announce(new)
+        assert store.engine.commit([new]) == 1
+        lease.release()
+        # in the middle of a transaction, which deletes what was thinned before it began
+        with store.engine._catalog.transaction(store.backend) as transaction:
+            store.engine._catalog.thin(new.page)
+            room = store.engine._committer._room
+            assert room._evict(transaction, lambda: transaction.used.entries > 1)
+        assert store.engine.check() == []
+        assert store.stored_keys() == {parent}

@@ -14,11 +14,12 @@ from prefixstore import read_ahead
 from prefixstore.backends.lmdb import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.boundaries import as_tokens, boundary_hash
+from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
 from prefixstore.catalog import Catalog, NewPage
 from prefixstore.commit import Committer
-from prefixstore.encoder import encode
+from prefixstore.encoder import ReadPace, encode
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.eviction import POLICIES
 from prefixstore.fetch import Fetcher
@@ -97,7 +98,7 @@ class Store:
     def __init__(self, backend, codecs, *, pending=0):
         self.backend, self.counters = backend, Counters()
         self.catalog = Catalog(POLICIES["lru"](), self.counters)
-        self.fetcher = Fetcher(backend, self.catalog, self.counters)
+        self.fetcher = Fetcher(backend, self.catalog, self.counters, ReadPace(), Breaker(lambda _: None, self.counters))
         self.buffers = Buffers(1 << 30)
         turns = iter(codecs)
         committer = Committer(

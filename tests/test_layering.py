@@ -14,7 +14,7 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # a module imports only from those before it
 ORDER = """
-errors namespace boundaries record buffers packing encoder codec index snapshots adaptive eviction budget stats
+errors namespace boundaries record buffers packing encoder codec index snapshots adaptive eviction budget stats breaker
 backends.location backends.durable backends.base backends.memory backends.tiered backends.lmdb_scrub
 backends.lmdb_sound backends.lmdb_environment backends.lmdb
 backends.sql_schema backends.sql_engine backends.sql_revisions backends.sqlite_file backends.sqlite

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from sqlalchemy import event, func, select, text, update
 
-from prefixstore.backends import open_backend, postgresql, sql_backend, sqlite_file
+from prefixstore.backends import open_backend, postgresql, sql_backend, sqlite
 from prefixstore.backends.sql_schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
 from prefixstore.boundaries import boundary_hash
 from prefixstore.budget import Budget
@@ -688,7 +688,7 @@ def test_a_server_that_was_started_anew_is_found_again(request):
 
 @pytest.mark.parametrize("where", ["sqlite", "postgresql"])
 def test_who_holds_the_lock_for_too_long_makes_others_give_up(where, request, tmp_path, monkeypatch):
-    monkeypatch.setattr(sqlite_file, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.2)
     monkeypatch.setattr(postgresql, "LOCK_SECONDS", 1)
     url = f"sqlite:///{tmp_path}/kv.db" if where == "sqlite" else request.getfixturevalue("new_database")()
     with opened(url) as one, opened(url) as two:

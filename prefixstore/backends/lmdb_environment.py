@@ -48,7 +48,7 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
     """The error of our tree that says what an LMDB error means for the caller."""
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
         return FullError(f"{path}: {error}")
-    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError)):
+    if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")
     if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
         return IncompatibleError(f"{path} is not an LMDB environment that this version can read: {error}")
@@ -57,7 +57,10 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
 
 def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
     """Whether LMDB calls a write that was cut short for want of room an I/O error."""
-    return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
+    try:
+        return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
+    except OSError:
+        return False  # the directory is gone
 
 
 class Environment:
@@ -71,17 +74,25 @@ class Environment:
         self._wanted_still = 0
         self._turnstile = threading.Condition()
         self._scrubs = b""
-        # number and size of the file
-        self._bytes = (0, 0)
+        self._file = str(path / DATA)
+        self._map_size = map_size
+        self._is_broken = False
+        # the thread that opens the handle anew: the others wait, it does not
+        self._renewing: int | None = None
         self._open(map_size)
 
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
+        # number and size of the file; another file may get the number when this one is gone
+        self._bytes = (0, 0)
         check_head(path / DATA)
         try:
-            if not (read_only or (path / DATA).exists()):
-                _create(path)
+            if not read_only:
+                # it was there, but may have been deleted since
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not (path / DATA).exists():
+                    _create(path)
             self.env = lmdb.open(
                 str(path),
                 map_size=max(map_size, SMALLEST_MAP),
@@ -109,6 +120,9 @@ class Environment:
         except StorageError:
             self.env.close()
             raise
+        found = os.stat(self._file)  # noqa: PTH116
+        self._identity = found.st_dev, found.st_ino
+        self._is_broken = False
 
     def _check_trees(self) -> None:
         """Before LMDB follows a pointer: it would follow a wrong one out of the map."""
@@ -160,20 +174,35 @@ class Environment:
     @contextmanager
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
         me = threading.get_ident()
+        begun = has_panicked = False
         while True:
+            if me not in self._active and me != self._renewing and (self._is_broken or self._is_replaced()):
+                self._renew()
             with self._turnstile:
                 # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
-                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active)
+                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active or me == self._renewing)
                 self._active[me] += 1
             mend: Callable[[], None] = self._renew
             try:
                 self._check_size()
                 with self.env.begin(write=write, buffers=True) as txn:
                     if not write or not self._is_stained(txn):
+                        begun = True
                         yield txn
                         return
             except lmdb.MapResizedError:
                 mend = self._follow_growth  # raised by begin only: another process has let the file grow
+            except lmdb.PanicError:
+                # the state on the disk could not be written: whatever is done with this handle fails from now on
+                self._is_broken = True
+                if begun or has_panicked:
+                    raise
+                has_panicked = True
+            except lmdb.ReadersFullError:
+                # those of processes that have ended can be had
+                if begun or self.env.reader_check() == 0:
+                    raise
+                continue
             finally:
                 with self._turnstile:
                     self._active[me] -= 1
@@ -185,7 +214,7 @@ class Environment:
         """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
         before = self._bytes
         try:
-            found = (self.path / "data.mdb").stat()
+            found = (self.path / DATA).stat()
         except OSError:
             return  # its name is gone, the file is not
         if found.st_ino != before[0]:
@@ -206,17 +235,31 @@ class Environment:
         """
         return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
 
+    def _is_replaced(self) -> bool:
+        """Whether the file has been deleted, or another one was put in its place: nobody would see what is written."""
+        if not self.databases:
+            return False  # it is just being opened
+        try:
+            found = os.stat(self._file)  # noqa: PTH116 - of a text, a microsecond for each transaction
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # what is open can still be used
+        return (found.st_dev, found.st_ino) != self._identity
+
     def _renew(self) -> None:
+        """Another handle in the place of this one, and another file if that one is gone."""
         me = threading.get_ident()
         with self._alone():
-            map_size = self.env.info()["map_size"]
+            if not self._is_broken:
+                self._map_size = self.env.info()["map_size"]
             self.env.close()
-            self._active[me] += 1  # its own transactions need not wait for it
+            self._is_broken = True
+            self._renewing = me
             try:
-                self._open(map_size)
+                self._open(self._map_size)
             finally:
-                self._active[me] -= 1
-                self._active += Counter()
+                self._renewing = None
 
     def _follow_growth(self) -> None:
         self.resize(0)

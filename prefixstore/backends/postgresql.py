@@ -8,7 +8,8 @@ question depends on nothing before it, it is asked again on a new connection if 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -26,6 +27,7 @@ from sqlalchemy import (
     bindparam,
     column,
     create_engine,
+    event,
     func,
     select,
 )
@@ -43,7 +45,11 @@ ANSWER_BYTES = 64 << 20
 LOCK_SECONDS = 30
 # a process that stops in the middle of a transaction keeps the others waiting no longer than this
 IDLE_SECONDS = 60
-CONNECT_SECONDS = 10
+CONNECT_SECONDS = 5
+# From a server that is there something comes within so many seconds: to who reads, and to who writes and may wait for a
+# lock. Otherwise the connection is given up; TCP alone would wait for a quarter of an hour, or for ever.
+SILENT_READING = 5.0
+SILENT_WRITING = 60.0
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
 # What a page takes beside its bytes, at most: rows, keys, the last chunk of each kind, its changes; measured.
@@ -60,6 +66,45 @@ class _Cursor(psycopg.Cursor[Any]):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.format = Format.BINARY
+
+
+class _Connection(psycopg.Connection[Any]):
+    """Is given up when nothing comes from the server for too long."""
+
+    silence: float | None = SILENT_READING
+
+    def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().wait(_heard(gen, self.silence) if self.silence is not None else gen, *arguments, **options)
+        except _SilenceError:
+            self.close()
+            raise
+
+
+class _SilenceError(psycopg.OperationalError):
+    """The server does not answer."""
+
+
+def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
+    """What psycopg does with a socket, as long as it is ready now and then; psycopg looks ten times in a second."""
+    heard = time.monotonic()
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if ready:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > silence:
+                raise _SilenceError(f"the server has not answered for {silence:.0f} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        return end.value
+
+
+def _accept_silence(connection: Connection, seconds: float | None) -> None:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, _Connection)
+    driver.silence = seconds
 
 
 class PostgreSQL(Database):
@@ -106,6 +151,7 @@ class PostgreSQL(Database):
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
             # another process may have been quicker
             if revision_of(connection, self.location) != HEAD:
+                _accept_silence(connection, None)
                 upgrade_connection(connection)
 
     def statements(self, revision: str | None) -> str:
@@ -123,7 +169,7 @@ class PostgreSQL(Database):
         defaults: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore"}
         arguments = {name: value for name, value in defaults.items() if name not in given}
         arguments |= {"cursor_factory": _Cursor, "options": f"{options} {ours}".strip()}
-        return create_engine(
+        engine = create_engine(
             self._url,
             connect_args=arguments,
             isolation_level="AUTOCOMMIT",
@@ -131,14 +177,18 @@ class PostgreSQL(Database):
             max_overflow=-1,
             hide_parameters=True,
         )
+        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))
+        return engine
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         with self.connection() as connection:
+            _accept_silence(connection, SILENT_READING)
             yield connection
 
     def begin(self, connection: Connection) -> None:
         again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
+        _accept_silence(connection, SILENT_WRITING)
 
     @staticmethod
     def wanted() -> FromClause:
@@ -203,6 +253,7 @@ class PostgreSQL(Database):
             raise UnavailableError(f"{self.location} is open read-only")
         tables = ", ".join(sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
+            _accept_silence(connection, None)
             again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
 
     def after_fork(self) -> None:

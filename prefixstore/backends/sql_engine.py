@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from prefixstore.record import Buffer, Record
 __all__ = ["Database", "Gate", "again", "parse_url", "translate", "translated"]
 
 T = TypeVar("T")
+# a connection that the server has closed is known to be dead within so many seconds
+AT_ONCE = 1.0
 # SQLSTATE of PostgreSQL, or the beginning of one
 _STATES: tuple[tuple[str, type[StorageError]], ...] = (
     ("53100", FullError),
@@ -96,11 +99,15 @@ def translated(where: str) -> Iterator[None]:
 
 
 def again(connection: Connection, work: Callable[[], T]) -> T:
-    """Do something that nothing on this connection precedes; if the connection turns out to be dead, on a new one."""
+    """Do something that nothing on this connection precedes; if the connection turns out to be dead, on a new one.
+
+    Not if it took long to turn out: somebody waits, and the next one would not answer either.
+    """
+    started = time.monotonic()
     try:
         return work()
     except DBAPIError as error:
-        if not error.connection_invalidated:
+        if not error.connection_invalidated or time.monotonic() - started > AT_ONCE:
             raise
     # the server has closed it while it was idle, or was started anew: SQLAlchemy connects again
     connection.rollback()

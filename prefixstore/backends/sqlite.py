@@ -43,7 +43,15 @@ from prefixstore.backends.sql_schema import (
     PIECES,
     readable,
 )
-from prefixstore.backends.sqlite_file import PAGE_BYTES, connect, create, path_of_url, recognize
+from prefixstore.backends.sqlite_file import (
+    BUSY_SECONDS,
+    PAGE_BYTES,
+    READ_SECONDS,
+    connect,
+    create,
+    path_of_url,
+    recognize,
+)
 from prefixstore.buffers import Buffers
 from prefixstore.errors import (
     CorruptError,
@@ -83,6 +91,8 @@ _SIZES = (
 _opening = threading.RLock()
 _databases: weakref.WeakSet[SQLite] = weakref.WeakSet()
 _held: list[SQLite] = []
+# pools whose file is gone
+_abandoned: list[Engine] = []
 
 
 class SQLite(Database):
@@ -112,6 +122,7 @@ class SQLite(Database):
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
         self._buffers = Buffers(1 << 62)
+        self._identity: tuple[int, int] | None = None
         _databases.add(self)
 
     def connect(self) -> Engine:
@@ -120,6 +131,10 @@ class SQLite(Database):
         )
 
     def _new(self) -> sqlite3.Connection:
+        found = self._found()
+        if self._identity not in (None, found):
+            raise sqlite3.OperationalError("the file was replaced")
+        self._identity = found
         connection = connect(self.path, "mode=ro" if self.read_only else "mode=rw")
         try:
             for pragma in (
@@ -186,14 +201,49 @@ class SQLite(Database):
         except OSError as error:
             raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
 
+    def _found(self) -> tuple[int, int] | None:
+        """Which file is there now; None for none."""
+        try:
+            found = os.stat(self.path)  # noqa: PTH116 - a microsecond for each snapshot
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return self._identity  # what is open can still be used
+        return found.st_dev, found.st_ino
+
+    def _follow_the_file(self) -> None:
+        """If the file was deleted, or another one put in its place: nobody would see what is written into the old one.
+
+        Its connections are left open. Closing them would delete the log of the new one, which has the same name.
+        """
+        if self._identity is None or self._found() == self._identity:
+            return
+        with self._gate.alone():
+            if self._found() != self._identity:
+                self._identity = None
+                _abandoned.append(self._engine)
+                self._engine = self.connect()
+        self.prepare()
+
     # -- what it does its own way -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        self._follow_the_file()
+        with super().connection() as connection:
+            yield connection
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         with self.connection() as connection:
             with translated(self.location):
+                wait_for_locks(connection, READ_SECONDS)
                 connection.exec_driver_sql("BEGIN")
             yield connection
+
+    def begin(self, connection: Connection) -> None:
+        wait_for_locks(connection, BUSY_SECONDS)
+        super().begin(connection)
 
     @staticmethod
     def wanted() -> FromClause:
@@ -302,6 +352,13 @@ class SQLite(Database):
     def go_on(self) -> None:
         """After a fork."""
         self._gate.go_on()
+
+
+def wait_for_locks(connection: Connection, seconds: float) -> None:
+    """How long the statements of a connection wait for others."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
 
 
 def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, None]:

@@ -22,10 +22,12 @@ from prefixstore.backends.sql_revisions import upgrade_connection
 from prefixstore.backends.sql_schema import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
-__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "connect", "create", "path_of_url", "recognize"]
+__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "READ_SECONDS", "connect", "create", "path_of_url", "recognize"]
 
 PAGE_BYTES = 16 << 10
+# who writes waits for others, a completion that looks something up does not
 BUSY_SECONDS = 60.0
+READ_SECONDS = 1.0
 
 
 def path_of_url(location: str) -> Path:

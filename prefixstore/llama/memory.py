@@ -1,9 +1,11 @@
 """The memory of a llama.cpp context: take pages out, put pages back.
 
-A page leaves by tagging: sequence 1 is made to hold all cells, sequence 0 the cells of one page, and
-``llama_state_seq_get_data`` writes sequence 0. (Sequence 1 cannot be written itself: with ``n_seq_max == 1`` its cells
-come out without a sequence id, and the loader refuses them.) A page comes back the same way round: it is loaded as
-sequence 1, whose cells are then given to sequence 0. Tags change, tensors do not.
+A page leaves by tagging: its cells are given to sequence 1 as well, and ``llama_state_seq_get_data`` writes sequence 1.
+With ``n_seq_max == 1`` cells come out without a sequence id then, 4 bytes shorter than the loader wants them; they are
+written so far behind the start of the buffer that whole cells fit in before the rows. Where there are several sections,
+or longer cells, sequence 1 is made to hold all cells, and sequence 0 those of the page while it is written: retagging
+visits every live cell. A page comes back in the same way: it is loaded as sequence 1, whose cells are then given to
+sequence 0. Tags change, tensors do not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 from prefixstore.buffers import Lease
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.llama.blob import Blob, Buffer
-from prefixstore.llama.shape import Shape, shape_of, shape_of_sequence
+from prefixstore.llama.parse import U32
+from prefixstore.llama.shape import Shape, complete_cells, shape_of, shape_of_sequence
 
 __all__ = ["KINDS", "Memory", "kind_of", "page_tokens_for"]
 
@@ -179,6 +182,13 @@ class Memory:
         ctx, mem = self._pointers()
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
             raise ContextError("sequence 1 of the context is in use")
+        if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
+            for start, end in ranges:
+                got = self._copy_beside(ctx, mem, start, end, self.shape, lease)
+                accept(start, end, got)
+                if isinstance(got, str):
+                    break
+            return
         llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
         llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         try:
@@ -211,4 +221,30 @@ class Memory:
         if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
             buffer.release()
             raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
+        return buffer
+
+    @staticmethod
+    def _copy_beside(
+        ctx: Any, mem: Any, start: int, end: int, shape: Shape, lease: Callable[[int], Lease | None]
+    ) -> Lease | str:
+        """The page written as sequence 1, which needs no other cell to change."""
+        n = end - start
+        size, missing = shape.size(n), n * U32.size
+        llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
+        try:
+            first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
+            last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
+            if (first, last) != (start, end - 1):
+                return "incomplete"
+            buffer = lease(size)
+            if buffer is None:
+                return "queue_full"
+            target = ctypes.cast(buffer.address + missing, _u8_p)
+            written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
+        finally:
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        if written != size - missing:
+            buffer.release()
+            raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
+        complete_cells(buffer.view, n)
         return buffer

@@ -7,9 +7,11 @@ __all__ = ["Pace"]
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# a restore must lose by this much before it is left out, and one in so many is done all the same, to measure again
+# A restore must lose by this much before it is left out. One in so many is done all the same, to measure again; if it
+# loses again, the next comes after twice as many.
 LOSES_BY = 1.2
 TRY_AGAIN = 8
+SELDOM = 4096
 
 
 class Pace:
@@ -19,6 +21,7 @@ class Pace:
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
         self._left_out = 0
+        self._try_after = TRY_AGAIN
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """A batch was evaluated."""
@@ -34,9 +37,13 @@ class Pace:
         if self.token_seconds is None or self.page_seconds is None:
             return True
         if self.page_seconds * n_pages <= self.token_seconds * n_tokens * LOSES_BY:
+            self._left_out, self._try_after = 0, TRY_AGAIN
             return True
         self._left_out += 1
-        return self._left_out % TRY_AGAIN == 0
+        if self._left_out < self._try_after:
+            return False
+        self._left_out, self._try_after = 0, min(2 * self._try_after, SELDOM)
+        return True
 
     def compute_us(self, n_tokens: int) -> int:
         """Microseconds that computing so many tokens takes here; 0 as long as nothing was computed."""

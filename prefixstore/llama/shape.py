@@ -17,7 +17,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.llama.blob import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer
 from prefixstore.llama.parse import PAIR, U32, parse_sequence
 
-__all__ = ["Shape", "shape_of", "shape_of_sequence"]
+__all__ = ["Shape", "complete_cells", "shape_of", "shape_of_sequence"]
 
 # behind the position of a cell; models that see images have coordinates between the two, and the token
 ONE_SEQUENCE, SEQUENCE_0 = U32.pack(1), U32.pack(0)
@@ -58,7 +58,7 @@ class Shape:
 
         It costs some microseconds: a look at each head, and at each cell.
         """
-        if n < 1 or start + n > POSITIONS or len(state) != self._size(n):
+        if n < 1 or start + n > POSITIONS or len(state) != self.size(n):
             return False
         template = _template(self, n)
         found = np.frombuffer(state, np.uint8)
@@ -75,13 +75,19 @@ class Shape:
     def example(self, position: int) -> bytes:
         """A page of this shape, with one token at a position and zeros as rows."""
         template = _template(self, 1)
-        data = np.zeros(self._size(1), np.uint8)
+        data = np.zeros(self.size(1), np.uint8)
         data[template.places] = template.values
         for at in template.cells:
             data[at : at + U32.size] = np.frombuffer(U32.pack(position), np.uint8)
         return data.tobytes()
 
-    def _size(self, n: int) -> int:
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one section of attention, with cells that hold a position and a sequence."""
+        return len(self.sections) == 1 and self.cell_bytes == CELL_BYTES and self.recurrent is None
+
+    def size(self, n: int) -> int:
+        """Bytes of a page of `n` tokens."""
         size = PAIR.size
         for section in self.sections:
             size += PAIR.size + n * self.cell_bytes + len(section.head)
@@ -125,6 +131,19 @@ def _template(shape: Shape, n: int) -> _Template:
             write(head)
             at += n * width
     return _Template(np.concatenate(places), np.frombuffer(b"".join(values), np.uint8), tuple(cells))
+
+
+def complete_cells(state: memoryview, n: int) -> None:
+    """Make a plain page of `n` cells that were written without a sequence one of sequence 0, in place.
+
+    What was written lies at the end of `state`; in front of it is room for what it lacks.
+    """
+    words = np.frombuffer(state, "<u4", 4 + 3 * n)
+    positions = words[n + 4 : 3 * n + 4 : 2].copy()
+    words[:4] = SEQUENCE_MAGIC, 0, 1, n
+    cells = words[4:].reshape(n, 3)
+    cells[:, 0] = positions
+    cells[:, 1:] = 1, 0
 
 
 def shape_of(blob: Blob, cell_bytes: int = CELL_BYTES) -> Shape:

@@ -1,0 +1,264 @@
+"""One process of a crowd: threads that do anything at random to one location; told by JSON on the command line."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import os
+import random
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from prefixstore import PrefixStore, StorageError
+from prefixstore.admin import Archive
+from prefixstore.boundaries import as_tokens, boundary_hash
+from prefixstore.catalog import NewPage
+from prefixstore.record import PAGE, SNAPSHOT
+from prefixstore.transfer import PackReader, export_pack, import_pack
+
+P = 4
+SIZES = (0, 1, 900, 20_000, 90_000)
+NOTE = b"crowd"
+TENANTS = ("one", "two", None)
+
+
+def state_of(key: bytes) -> bytes:
+    """What the page with this key must hold: its size and its bytes follow from it."""
+    return np.random.default_rng(int.from_bytes(key, "little")).bytes(SIZES[key[0] % len(SIZES)])
+
+
+def open_store(location: str, max_bytes: int, salt: str | None, **options) -> PrefixStore:
+    return PrefixStore(
+        location, namespace="crowd", salt=salt, page_tokens=P, min_tokens=0, max_bytes=max_bytes, **options
+    )
+
+
+class Member:
+    """One thread, with what it finds out."""
+
+    def __init__(self, seed: int, stores: list[PrefixStore], location: str, max_bytes: int) -> None:
+        self.chance = random.Random(seed)
+        self.stores = stores
+        self.location = location
+        self.max_bytes = max_bytes
+        self.done: Counter[str] = Counter()
+        self.noted = 0
+        self.problems: list[str] = []
+
+    def run(self, until: float) -> None:
+        acts = [self.capture, self.capture, self.capture, self.fetch, self.fetch, self.fetch]
+        acts += [self.pin, self.unpin, self.flush, self.look, self.look, self.note, self.thin]
+        seldom = [self.clear, self.purge, self.move, self.check]
+        while time.monotonic() < until and not self.problems:
+            act = self.chance.choice(seldom if self.chance.random() < 0.02 else acts)
+            try:
+                act(self.chance.choice(self.stores))
+                self.done[act.__name__] += 1
+            except StorageError as error:
+                # somebody holds the lock for too long, or there is no room: no fault, but seldom
+                self.done[f"{act.__name__}: {type(error).__name__}"] += 1
+                self.done[str(error)[:200]] += 1
+            except BaseException as error:  # noqa: BLE001 - reported
+                self.problems.append(f"{act.__name__}: {error!r}\n{traceback.format_exc()}")
+
+    def tokens(self) -> list[int]:
+        n = self.chance.choice([3, 4, 8, 9, 16, 17, 24])
+        return [self.chance.choice([1, 1, 1, 1, 2, 3]) for _ in range(n)]
+
+    def capture(self, store: PrefixStore) -> None:
+        engine, writer, namespace = store.engine, store._writer, store.namespace
+        raw = as_tokens(self.tokens()).tobytes()
+        engine.match(namespace.key, as_tokens(np.frombuffer(raw, "<i4")), P)
+        parent = namespace.key
+        for start in range(0, len(raw), 4 * P):
+            piece = raw[start : start + 4 * P]
+            snapshot = len(piece) < 4 * P and self.chance.random() < 0.3
+            form = SNAPSHOT if snapshot else PAGE
+            key = boundary_hash(parent, piece, form)
+            if not engine.has(key):
+                state = state_of(key)
+                lease = writer.lease(len(state))
+                if lease is None:
+                    return
+                lease.view[:] = state
+                new = NewPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, lease, start, form)
+                writer.submit(new)
+            parent = key
+
+    def fetch(self, store: PrefixStore) -> None:
+        engine, namespace = store.engine, store.namespace.key
+        tokens = as_tokens(self.tokens())
+        if self.chance.random() < 0.2:
+            path = engine.match_snapshot(namespace, tokens, P, len(tokens))
+        else:
+            path = engine.match(namespace, tokens, P)
+        raw = tokens.tobytes()
+        loaded = []
+        with engine.fetching(path.pages, streamed=self.chance.random() < 0.5) as states:
+            for page, state in zip(path.pages, states, strict=False):
+                if bytes(state) != state_of(page.key):
+                    raise AssertionError(f"page {page.key.hex()} is not what was captured")
+                shared = min(len(page.tokens), len(raw) - 4 * page.start)
+                wanted = raw[4 * page.start : 4 * page.start + shared]
+                if page is not path.pages[-1] and page.tokens != wanted:
+                    raise AssertionError("a page of other tokens was found")
+                loaded.append(page)
+        engine.touch(namespace, loaded)
+        store._writer.nudge()
+
+    def pin(self, store: PrefixStore) -> None:
+        store.pin(self.tokens()[:8])
+
+    def unpin(self, store: PrefixStore) -> None:
+        # more than are pinned, or all of the room would be in the end
+        for start in ([1], [2], self.tokens()):
+            store.unpin(start * 8)
+
+    def thin(self, store: PrefixStore) -> None:
+        store.engine.thin(store.namespace.key, as_tokens(self.tokens()), P, 1, 8)
+
+    def flush(self, store: PrefixStore) -> None:
+        store.flush()
+
+    def look(self, store: PrefixStore) -> None:
+        stats = store.stats()
+        if stats.bytes_used > self.max_bytes:
+            raise AssertionError(f"{stats.bytes_used} bytes of {self.max_bytes}")
+        if len(store.engine._catalog.index.pages) > 20_000:
+            raise AssertionError("the index grows")
+
+    def note(self, store: PrefixStore) -> None:
+        store.engine.change_note(NOTE, lambda value: str(int(value or b"0") + 1).encode())
+        self.noted += 1
+
+    def clear(self, store: PrefixStore) -> None:
+        store.clear()
+
+    def purge(self, _: PrefixStore) -> None:
+        with Archive(self.location, max_bytes=self.max_bytes) as archive:
+            archive.purge(tokens=self.tokens()[:5])
+
+    def move(self, _: PrefixStore) -> None:
+        with Archive(self.location, max_bytes=self.max_bytes) as archive:
+            file = io.BytesIO()
+            export_pack(archive, file)
+            file.seek(0)
+            archive.evict_to(self.max_bytes // 2)
+            import_pack(PackReader(file, "memory"), archive)
+
+    def check(self, store: PrefixStore) -> None:
+        if problems := store.engine.check():
+            raise AssertionError(str(problems[:3]))
+
+
+def handles() -> int:
+    return len(list(Path("/proc/self/fd").iterdir())) if sys.platform == "linux" else 0
+
+
+def fork_once(stores: list[PrefixStore], kind: int) -> bool:
+    """A child in the middle of it all, that works, or closes, or is gone at once; whether it ended well."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if kind == 0:
+                os._exit(0)
+            # says where it stands
+            faulthandler.dump_traceback_later(30, exit=True)
+            member = Member(os.getpid(), stores, "", 1 << 62)
+            for _ in range(5):
+                member.capture(stores[0])
+                member.fetch(stores[0])
+            if kind == 1:
+                for store in stores:
+                    store.close()
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - reported
+            sys.stderr.write(f"child: {error!r}\n")
+        finally:
+            os._exit(code)
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            if status:
+                sys.stderr.write(f"a child of kind {kind} ended with {status}\n")
+            return status == 0
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+def crowd(  # noqa: C901 - one thing after the other
+    location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int
+) -> dict:
+    """Threads do anything for some seconds; what they did, and what was wrong."""
+    before_threads = threading.active_count()
+    stores = [
+        open_store(
+            location,
+            max_bytes,
+            salt,
+            quota=max_bytes // 2 if salt == "one" else None,
+            ttl=0.5 if salt == "two" else None,
+            codec="zstd" if salt == "two" else "auto",
+            ram_bytes="1MB" if salt == "one" else None,
+            queue_bytes="1MB",
+        )
+        for salt in TENANTS
+    ]
+    until = time.monotonic() + seconds
+    members = [Member(seed * 1000 + i, stores, location, max_bytes) for i in range(threads)]
+    running = [threading.Thread(target=member.run, args=(until,), daemon=True) for member in members]
+    for thread in running:
+        thread.start()
+    problems = []
+    for i in range(forks):
+        time.sleep(seconds / (forks + 1))
+        if not fork_once(stores, i % 3):
+            problems.append(f"the child of fork {i} (kind {i % 3}) did not end well")
+    for thread in running:
+        thread.join(max(until - time.monotonic(), 0) + 90)
+        if thread.is_alive():
+            faulthandler.dump_traceback(all_threads=True)
+            problems.append("a thread does not end: deadlock")
+            return {"problems": problems}
+    done: Counter[str] = Counter()
+    for member in members:
+        done += member.done
+        problems += member.problems
+    for store in stores:
+        store.flush()
+        if store._writer.queued_bytes:
+            problems.append(f"{store._writer.queued_bytes} bytes are leased and not queued")
+        catalog = store.engine._catalog
+        left = {name: len(getattr(catalog, name)) for name in ("pending", "writing", "touched", "damaged", "thinned")}
+        if any(left.values()):
+            problems.append(f"left in the catalog: {left}")
+        if store._counters["corrupt"] or store._counters.group("unreadable").keys() - {"vanished", "unavailable"}:
+            problems.append(f"damage: {store._counters.group('unreadable')}, {store._counters['corrupt']}")
+        done += Counter({f"dropped {k}": n for k, n in store._counters.group("dropped").items()})
+        done["evictions"] += store._counters["evictions"]
+        done["expired"] += store._counters["expired"]
+        done["outages"] += store._counters["outages"]
+        with suppress(StorageError):
+            store.close()
+    wait_until = time.monotonic() + 5
+    while threading.active_count() > before_threads and time.monotonic() < wait_until:
+        time.sleep(0.05)
+    if threading.active_count() > before_threads:
+        problems.append(f"threads left: {[thread.name for thread in threading.enumerate()]}")
+    return {"problems": problems, "done": dict(done), "noted": sum(member.noted for member in members)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(crowd(**json.loads(sys.argv[1]))))

@@ -1,0 +1,133 @@
+"""Many threads of many processes do anything at random to one location, for as long as it takes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.admin import Archive
+from tests.attacks.crowd import NOTE, Member, handles, open_store
+from tests.attacks.weather import wait_for
+from tests.models import TORTURE, prompt
+from tests.places import SCHEMES, place
+from tests.worker import command, in_process
+
+ROOT = Path(__file__).parent.parent.parent
+MAX_BYTES = 3 << 20
+PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 3.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_crowd_leaves_a_store_without_a_fault(scheme, tmp_path, request):
+    location = place(scheme, tmp_path, request)
+    arguments = {
+        "location": location,
+        "threads": THREADS,
+        "seconds": SECONDS,
+        "max_bytes": MAX_BYTES,
+        "forks": 3 if hasattr(os, "fork") and scheme != "none" else 0,
+    }
+    script = [sys.executable, "-m", "tests.attacks.crowd"]
+    crowd = [
+        subprocess.Popen(
+            [*script, json.dumps(arguments | {"seed": seed})],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for seed in range(PROCESSES)
+    ]
+    noted = 0
+    for process in crowd:
+        out, errors = process.communicate(timeout=SECONDS + 150)
+        assert process.returncode == 0, errors
+        result = json.loads(out.splitlines()[-1])
+        assert result["problems"] == [], errors
+        noted += result["noted"]
+        for act in ("capture", "fetch", "pin", "note"):
+            assert result["done"][act] > 0
+    with open_store(location, MAX_BYTES, None) as store:
+        assert store.check() == []
+        assert store.cache_size <= MAX_BYTES
+        # each change of the note was made by one with nobody in between
+        assert int(store.engine.note(NOTE)) == noted
+        member = Member(1, [store], location, MAX_BYTES)
+        for _ in range(100):
+            member.fetch(store)
+    with Archive(location) as archive:
+        assert archive.check(MAX_BYTES) == []
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "memory"])
+def test_a_store_that_is_opened_and_closed_leaves_nothing_behind(scheme, tmp_path, request):
+    if sys.platform != "linux":
+        pytest.skip("open files are counted in /proc, which only Linux has")
+    location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
+
+    def once(i):
+        with open_store(location, MAX_BYTES, "one", ram_bytes="1MB") as store:
+            member = Member(i, [store], location, MAX_BYTES)
+            for _ in range(5):
+                member.capture(store)
+                member.fetch(store)
+            if i % 3 == 0:
+                store.flush()
+        if i % 4 == 1:
+            # one that nobody closes
+            member.capture(open_store(location, MAX_BYTES, "two"))
+            gc.collect()
+
+    for i in range(4):
+        once(i)
+    gc.collect()
+    wait_for(lambda: "prefixstore-write" not in {t.name for t in threading.enumerate()}, "the end of the writers")
+    before = handles(), threading.active_count()
+    for i in range(20 * TORTURE):
+        once(i)
+    gc.collect()
+    wait_for(lambda: threading.active_count() <= before[1], "the end of all threads")
+    assert handles() <= before[0]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_processes_with_real_models_in_the_crowd_answer_as_if_they_were_alone(scheme, models, tmp_path, request):
+    location = place(scheme, tmp_path, request)
+    model = str(models("llama"))
+    seeds = list(range(4 * min(TORTURE, 5)))
+    alone = in_process("write_at_the_same_time", model=model, location="memory:", seeds=seeds, common=300, store={})
+    others = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.attacks.crowd",
+                json.dumps(
+                    {"location": location, "seed": 9, "threads": 2, "seconds": 3.0, "max_bytes": 4 << 20, "forks": 0}
+                ),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+    ]
+    arguments = {"model": model, "location": location, "seeds": seeds, "common": 300, "store": {"max_bytes": 4 << 20}}
+    pair = [
+        subprocess.Popen(command("write_at_the_same_time", **arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        for _ in range(2)
+    ]
+    results = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in (*pair, *others)]
+    assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
+    assert results[2]["problems"] == []
+    with closing(PrefixStore(location, namespace="look", max_bytes=4 << 20)) as store:
+        assert store.check() == []
+        assert store.match(prompt(10)).n_tokens == 0

@@ -1,0 +1,603 @@
+"""The location fails, is slow, hangs or disappears: completions go on, counters tell, and it recovers by itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import lmdb
+import psycopg
+import pytest
+from sqlalchemy import make_url
+
+import prefixstore.store
+from prefixstore import PrefixStore, UnavailableError, writer
+from prefixstore.backends import lmdb_environment
+from tests.attacks.weather import Weather, wait_for
+from tests.models import TORTURE, answer, prompt
+from tests.places import SCHEMES, place
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def weather(monkeypatch):
+    """The location of the store that is opened next, to be made bad."""
+    made = []
+    real = prefixstore.store.open_backend
+
+    def opened(*arguments, **options):
+        made.append(Weather(real(*arguments, **options)))
+        return made[-1]
+
+    monkeypatch.setattr(prefixstore.store, "open_backend", opened)
+    return lambda: made[-1]
+
+
+class Server:
+    """A model that answers prompts through a store, and knows what it would answer without one."""
+
+    def __init__(self, llm, store, n=300):
+        self.llm, self.store, self.n = llm, store, n
+        self.known = {}
+
+    def learn(self, *seeds):
+        for seed in seeds:
+            self.llm.reset()
+            self.known[seed] = answer(self.llm, prompt(self.n, seed), 3)
+        self.llm.set_cache(self.store)
+
+    def ask(self, seed):
+        """Answer from an empty context; how many seconds that took."""
+        self.llm.reset()
+        started = time.monotonic()
+        assert answer(self.llm, prompt(self.n, seed), 3) == self.known[seed]
+        return time.monotonic() - started
+
+    def hits(self, seed):
+        before = self.store.stats().hits
+        self.ask(seed)
+        return self.store.stats().hits > before
+
+    def recovers(self, seed=0):
+        """Until the location is used again, and what is captured then is stored."""
+        wait_for(lambda: self.hits(seed), "a hit")
+        self.store.flush()
+        assert self.store.check() == []
+
+
+@contextmanager
+def serving(llm, location, *seeds, **options):
+    with PrefixStore(location, llm, **options) as store:
+        server = Server(llm, store)
+        server.learn(*seeds)
+        yield server
+        llm.set_cache(None)
+
+
+def lookups(stats):
+    return stats.hits + stats.live_hits + sum(stats.misses.values())
+
+
+# -- slow, failing, hanging --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_location_that_takes_seconds_costs_one_lookup_and_then_none(scheme, llama, weather, tmp_path, request):
+    with serving(llama(), place(scheme, tmp_path, request), 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        assert server.hits(0)
+        weather().seconds = 0.7
+        before, asked = server.store._counters["miss:unavailable"], weather().asked_by_completions()
+        for _ in range(8 * TORTURE):
+            server.ask(0)
+        stats_before = server.store._counters
+        # the first one waited, and found out
+        assert weather().asked_by_completions() - asked <= 2
+        assert stats_before["miss:unavailable"] - before >= 8 * TORTURE - 1
+        assert stats_before["outages"] == 1
+        assert 0.7 <= stats_before.seconds("lost") < 2
+        weather().seconds = 0.0
+        server.recovers()
+        stats = server.store.stats()
+        assert stats.outages == 1
+        assert lookups(stats) == stats.hits + sum(stats.misses.values())
+
+
+def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_for_more(llama, weather):
+    with serving(llama(), "memory:", 0) as server:
+        server.n = 1300
+        server.learn(0)
+        server.ask(0)
+        server.store.flush()
+        weather().slow, weather().seconds = ("payload",), 0.7
+        seconds = server.ask(0)
+        # of five pages one was waited for, and perhaps one that was read ahead
+        assert seconds < 0.7 * 3 + 2
+        asked = weather().asked_by_completions()
+        for _ in range(5):
+            server.ask(0)
+        assert weather().asked_by_completions() == asked
+        stats = server.store.stats()
+        assert stats.outages == 1
+        assert stats.unreadable == {"unavailable": 1}
+        weather().seconds = 0.0
+        server.store._hook._pace.page_seconds = None
+        server.recovers()
+
+
+def test_a_slow_writer_drops_pages_within_its_memory_and_no_completion_waits(llama, weather):
+    with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
+        weather().slow, weather().seconds = ("transaction", "put", "delete"), 0.4
+        waited = []
+        for seed in range(6):
+            waited.append(server.ask(seed))
+            # one page of any size may wait
+            assert server.store._writer.queued_bytes <= 1_000_000
+        assert max(waited) < 0.4
+        assert server.store.stats().dropped["queue_full"] > 0
+        weather().seconds = 0.0
+        server.store.flush()
+        server.ask(5)
+        server.recovers(5)
+
+
+def test_what_fails_at_once_is_asked_at_once_again(llama, weather):
+    with serving(llama(), "memory:", 0) as server:
+        server.ask(0)
+        server.store.flush()
+        entries = server.store.stats().entries
+        weather().fails = True
+        server.ask(0)
+        with pytest.raises(UnavailableError):
+            server.store.match(prompt(300))
+        stats = server.store.stats()
+        assert stats.misses["unavailable"] == 1
+        assert (stats.outages, stats.entries) == (0, entries)
+        weather().fails = False
+        server.recovers()
+
+
+def test_what_fails_slowly_is_left_alone_and_counters_can_be_read_meanwhile(llama, weather):
+    with serving(llama(), "memory:", 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        weather().fails, weather().seconds = True, 0.3
+        server.ask(0)
+        asked = weather().asked_by_completions()
+        for seed in (0, 1, 0, 1):
+            server.ask(seed)
+        assert weather().asked_by_completions() == asked
+        assert server.store.stats().outages == 1
+        weather().fails, weather().seconds = False, 0.0
+        server.recovers()
+
+
+def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeypatch):
+    monkeypatch.setattr(writer, "PATIENCE", 0.5)
+    llm = llama()
+    store = PrefixStore("memory:", llm)
+    server = Server(llm, store)
+    server.learn(0)
+    weather().slow = ("transaction", "sync")
+    weather().gate.clear()
+    server.ask(0)
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match="nothing was written"):
+        store.flush()
+    with pytest.raises(UnavailableError, match="nothing was written"):
+        store.check()
+    llm.set_cache(None)
+    with pytest.raises(UnavailableError, match="nothing was written"):
+        store.close()
+    assert time.monotonic() - started < 5
+    weather().gate.set()
+    wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "the end of it")
+
+
+EXIT = """
+import sys
+from prefixstore import PrefixStore, writer
+from tests.models import answer, load, prompt
+writer.PATIENCE = 1.0
+llm = load(sys.argv[1])
+store = PrefixStore(sys.argv[2], llm)
+llm.set_cache(store)
+print("open", flush=True)
+sys.stdin.readline()
+answer(llm, prompt(300), 2)
+print("answered", flush=True)
+"""
+
+
+@contextmanager
+def locked(scheme, location):
+    """Somebody else holds the lock of who writes."""
+    if scheme == "lmdb":
+        script = (
+            "import lmdb, sys; env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30)\n"
+            "with env.begin(write=True): print('held', flush=True); sys.stdin.read()"
+        )
+        path = location.removeprefix("lmdb://")
+        with subprocess.Popen(
+            [sys.executable, "-c", script, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as holder:
+            assert holder.stdout.readline() == "held\n"
+            yield
+            holder.communicate("", timeout=30)
+    elif scheme == "sqlite":
+        with closing(sqlite3.connect(location.removeprefix("sqlite:///"), isolation_level=None)) as holder:
+            holder.execute("BEGIN IMMEDIATE")
+            yield
+            holder.execute("ROLLBACK")
+    else:
+        url = make_url(location).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(url) as holder:
+            holder.execute("SELECT * FROM prefixstore_meta FOR UPDATE")
+            yield
+            holder.rollback()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_who_holds_the_lock_keeps_no_completion_waiting_and_lookups_find_what_is_there(
+    scheme, llama, tmp_path, request
+):
+    location = place(scheme, tmp_path, request)
+    with serving(llama(), location, 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        alone = max(server.ask(0) for _ in range(3))
+        with locked(scheme, location):
+            for _ in range(3):
+                assert server.hits(0)
+            # what is captured waits, and is found
+            assert server.ask(1) < alone + 1
+            assert server.hits(1)
+            assert server.store.stats().outages == 0
+        server.recovers(1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_process_ends_in_time_although_somebody_holds_the_lock(scheme, models, tmp_path, request):
+    location = place(scheme, tmp_path, request)
+    script = [sys.executable, "-c", EXIT, str(models("llama")), location]
+    with subprocess.Popen(
+        script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
+        assert child.stdout.readline() == "open\n", child.stderr.read()
+        with locked(scheme, location):
+            out, errors = child.communicate("\n", timeout=40)
+    assert out == "answered\n"
+    assert "nothing was written" in errors
+
+
+# -- what lies underneath goes ----------------------------------------------------------------------------------------
+
+
+def files_of(scheme, location):
+    path = Path(location.removeprefix("lmdb://").removeprefix("sqlite:///"))
+    return sorted(path.parent.glob(path.name + "*"))
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_location_that_is_deleted_underneath_is_made_anew(scheme, llama, tmp_path, request):
+    location = place(scheme, tmp_path / "below", request)
+    with serving(llama(), location, 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        shutil.rmtree(tmp_path / "below")
+        server.ask(0)
+        server.ask(1)
+        server.store.flush()
+        server.recovers(0)
+        server.recovers(1)
+        assert files_of(scheme, location)
+    # another process finds it
+    with serving(llama(), location, 0, 1) as server:
+        assert server.hits(0)
+        assert server.hits(1)
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_another_store_that_is_put_in_the_place_is_used_from_then_on(scheme, llama, tmp_path, request):
+    other, location = (place(scheme, tmp_path, request, name) for name in ("other", "kv"))
+    llm = llama()
+    with serving(llm, other, 1) as server:
+        server.ask(1)
+    with serving(llm, location, 0, 1, 2) as server:
+        for seed in (0, 2):
+            server.ask(seed)
+            server.store.flush()
+        for mine in files_of(scheme, location):
+            shutil.rmtree(mine) if mine.is_dir() else mine.unlink()
+        for theirs in files_of(scheme, other):
+            theirs.rename(theirs.with_name(theirs.name.replace("other", "kv")))
+        server.ask(1)
+        server.recovers(1)
+        # it counts fewer changes than were seen: what is not there is stored again
+        server.ask(0)
+        server.recovers(0)
+        server.ask(2)
+        server.recovers(2)
+
+
+def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, weather, monkeypatch):
+    llm = llama()
+    with serving(llm, "memory:", 0, 1) as server:
+        for seed in (0, 1):
+            server.ask(seed)
+            server.store.flush()
+        memory = weather()._backend
+        empty = prefixstore.store.open_backend("memory:", max_bytes=10 << 30)
+        monkeypatch.setattr(server.store._engine._backend, "_backend", empty._backend)
+        server.ask(0)
+        server.store.flush()
+        server.ask(0)
+        server.recovers(0)
+        server.ask(1)
+        server.recovers(1)
+        memory.close()
+
+
+def test_a_permission_that_is_lost_costs_what_is_written_and_nothing_else(llama, models, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("as another user: only root may become one")
+    script = """
+import os, sys, tempfile
+from pathlib import Path
+from prefixstore import PrefixStore
+from tests.models import answer, load, prompt
+llm = load(sys.argv[1])
+cold = [answer(llm, prompt(300, seed), 3) for seed in range(3)]
+def at(place):
+    return f"sqlite:///{place}/kv.db" if sys.argv[3] == "sqlite" else f"{place}/kv"
+with tempfile.TemporaryDirectory() as elsewhere, PrefixStore(at(elsewhere), llm) as store:
+    store.flush()  # all modules are there: where they lie only root may read
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+location = at(sys.argv[2])
+with PrefixStore(location, llm) as store:
+    llm.set_cache(store)
+    def ask(seed):
+        llm.reset()
+        assert answer(llm, prompt(300, seed), 3) == cold[seed]
+    ask(0); store.flush(); ask(0)
+    assert store.stats().hits == 1
+    print("go", flush=True); sys.stdin.readline()
+    for seed in (0, 1, 2): ask(seed)
+    store._writer.drain()
+    print("go", flush=True); sys.stdin.readline()
+    ask(0); ask(1); store.flush(); ask(1)
+    assert store.stats().hits >= 3, store.stats()
+    assert store.check() == []
+print("done", flush=True)
+"""
+    for scheme in ("lmdb", "sqlite"):
+        home = tmp_path / scheme
+        home.mkdir()
+        for path in (tmp_path.parent.parent, tmp_path.parent, tmp_path, home):
+            path.chmod(0o755)
+        os.chown(home, 65534, 65534)
+        model = tmp_path / "model.gguf"
+        shutil.copy(models("llama"), model)
+        with subprocess.Popen(
+            [sys.executable, "-c", script, str(model), str(home), scheme],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(home)},
+        ) as child:
+            assert child.stdout.readline() == "go\n", child.stderr.read()
+            os.chown(home, 0, 0)
+            home.chmod(0)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "go\n", child.stderr.read()
+            home.chmod(0o755)
+            os.chown(home, 65534, 65534)
+            out, errors = child.communicate("\n", timeout=60)
+            assert out == "done\n", errors
+
+
+# -- LMDB --------------------------------------------------------------------------------------------------------------
+
+
+READERS = """
+import lmdb, sys
+env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30, readonly=True)
+held = []
+try:
+    while True: held.append(env.begin())
+except lmdb.ReadersFullError: print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_readers_that_take_all_places_cost_misses_and_dead_ones_give_them_back(llama, tmp_path):
+    with serving(llama(), tmp_path / "kv", 0) as server:
+        server.ask(0)
+        server.store.flush()
+        with subprocess.Popen(
+            [sys.executable, "-c", READERS, str(tmp_path / "kv")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout.readline() == b"full\n"
+            server.ask(0)
+            assert server.store.stats().misses["unavailable"] == 1
+            other.kill()
+            other.wait()
+        assert server.hits(0)
+        server.recovers()
+
+
+def test_an_environment_that_has_failed_for_good_is_opened_anew(llama, tmp_path):
+    with serving(llama(), tmp_path / "kv", 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        environment = lmdb_environment._open[(tmp_path / "kv").resolve()]
+        real = environment.env
+
+        class Panicked:
+            """As LMDB is once it could not write which state is the newest."""
+
+            def begin(self, **_):
+                raise lmdb.PanicError("MDB_PANIC")
+
+            def __getattr__(self, name):
+                return getattr(real, name)
+
+        environment.env = Panicked()
+        assert server.hits(0)
+        assert environment.env is not real
+        server.ask(1)
+        server.recovers(1)
+
+
+# -- PostgreSQL --------------------------------------------------------------------------------------------------------
+
+
+def own_server(request):
+    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
+        pytest.skip("the server is not ours to stop")
+    return request.getfixturevalue("postgres_server")
+
+
+def test_a_server_that_is_gone_for_a_while_is_used_again(llama, request):
+    server = own_server(request)
+    location = request.getfixturevalue("new_database")()
+    with serving(llama(), location, 0, 1, 2) as one:
+        one.ask(0)
+        one.store.flush()
+        assert one.hits(0)
+        server.stop()
+        try:
+            slowest = max(one.ask(seed) for seed in (0, 1, 2, 0, 1, 2))
+            stats = one.store.stats()
+            assert stats.misses["unavailable"] >= 6
+            assert slowest < 2
+            with pytest.raises(UnavailableError):
+                one.store.flush()
+        finally:
+            server.start()
+        one.recovers(0)
+        one.ask(1)
+        one.recovers(1)
+
+
+class Proxy:
+    """A port on this machine that leads to a socket, until it swallows everything."""
+
+    def __init__(self, path):
+        self.path = path
+        self.swallows = False
+        self.ends = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self.path)
+                self.ends += [near, far]
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self.forward, args=(source, target), daemon=True).start()
+
+    def forward(self, source, target):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.swallows:
+                    target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        for end in (self.listener, *self.ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def test_a_network_that_swallows_everything_costs_one_lookup_some_seconds(llama, request):
+    server = own_server(request)
+    url = make_url(request.getfixturevalue("new_database")())
+    with closing(Proxy(str(server.sockets / ".s.PGSQL.5432"))) as proxy:
+        location = f"postgresql+psycopg://postgres@127.0.0.1:{proxy.port}/{url.database}"
+        with serving(llama(), location, 0, 1) as one:
+            one.ask(0)
+            one.store.flush()
+            assert one.hits(0)
+            proxy.swallows = True
+            assert one.ask(0) < 15
+            lost = one.store._counters.seconds("lost")
+            for seed in (0, 1, 0, 1):
+                assert one.ask(seed) < 2
+            assert one.store._counters.seconds("lost") == lost
+            assert one.store._counters["outages"] == 1
+            assert one.store._counters["miss:unavailable"] == 5
+            proxy.swallows = False
+            # who has sent something into it waits for an answer that never comes, and gives up
+            wait_for(lambda: one.hits(0), "a hit")
+            one.recovers(0)
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Moves the clock of this process."""
+    real, real_ns = time.time, time.time_ns
+    by = [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + by[0])
+    monkeypatch.setattr(time, "time_ns", lambda: real_ns() + round(by[0] * 1e9))
+    return lambda seconds: by.__setitem__(0, seconds)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive", "lfu"])
+def test_a_clock_that_was_set_back_does_not_make_new_pages_the_first_victims(llama, clock, tmp_path, policy):
+    # room for six prompts
+    with serving(llama(), tmp_path / "kv", *range(12), policy=policy, max_entries=12) as server:
+        clock(DAY)
+        for seed in range(6):
+            server.ask(seed)
+            server.store.flush()
+        clock(-DAY)
+        for seed in range(6, 12):
+            server.ask(seed)
+            server.store.flush()
+        if policy == "lru":
+            assert [server.hits(seed) for seed in range(6, 12)] == [True] * 6
+        else:
+            assert sum(server.hits(seed) for seed in range(6, 12)) >= 3
+        server.recovers(11)
+
+
+def test_pages_that_expire_are_not_kept_for_ever_by_a_clock_that_jumps(llama, clock, tmp_path):
+    with serving(llama(), tmp_path / "kv", 0, 1, ttl="1h") as server:
+        for by in (0, DAY, -DAY, 0):
+            clock(by)
+            # what has expired is deleted first
+            for _ in range(2):
+                server.ask(0)
+                server.store.flush()
+            assert server.hits(0)
+        # the jump forward was the last that anybody heard of the time
+        clock(3 * DAY)
+        assert not server.hits(0)
+        server.ask(1)
+        server.recovers(1)
+        assert server.store.stats().expired > 0

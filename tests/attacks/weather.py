@@ -1,0 +1,62 @@
+"""A location that can be made to fail, to be slow, or to hang, while it is used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+from prefixstore.errors import UnavailableError
+from prefixstore.testing.faults import Operation, SlowBackend
+
+__all__ = ["Weather", "wait_for"]
+
+
+class Weather(SlowBackend):
+    """A backend whose operations take or fail as a test says.
+
+    Attributes
+    ----------
+    seconds
+        How much longer each of the `slow` operations takes.
+    slow
+        Which these are.
+    fails
+        Whether all of them fail, once they have taken their time.
+    gate
+        As long as it is not set, they wait for it.
+    asked
+        How often each operation was begun, by thread.
+    """
+
+    def __init__(self, backend):
+        super().__init__(backend, 0.0)
+        self.seconds = 0.0
+        self.slow: tuple[Operation, ...] = ("snapshot", "payload", "record", "transaction", "put", "delete", "sync")
+        self.fails = False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked: Counter[tuple[str, Operation]] = Counter()
+
+    def _before(self, operation: Operation) -> None:
+        self.asked[threading.current_thread().name, operation] += 1
+        if operation not in self.slow:
+            return
+        self.gate.wait()
+        time.sleep(self.seconds)
+        if self.fails:
+            raise UnavailableError(f"{operation} fails on purpose")
+
+    def asked_by_completions(self) -> int:
+        """How often a completion has waited for the location."""
+        mine = ("MainThread", "prefixstore-read")
+        return sum(n for (thread, _), n in self.asked.items() if thread.startswith(mine))
+
+
+def wait_for(condition, what, seconds=30.0):
+    """Wait until a condition holds; how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.01)
+    return time.monotonic() - started
