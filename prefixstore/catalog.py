@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.boundaries import Tokens, boundary_hash
@@ -24,9 +25,12 @@ from prefixstore.index import Index, Page, Path
 from prefixstore.record import PAGE, Record, Usage
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "NewPage"]
+__all__ = ["Catalog", "Fits", "NewPage"]
 
 log = logging.getLogger("prefixstore")
+
+Fits: TypeAlias = Callable[[memoryview, int, int], bool]
+"""Whether a state is one of the page that begins at a position and has so many tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +77,8 @@ class Catalog:
         self.writing: set[bytes] = set()
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
+        # of pages whose states are what was written: whether one is of use at all
+        self.fits: dict[bytes, Fits] = {}
         self.thinned: set[bytes] = set()
         self.refused: set[bytes] = set()
         self._generation = -1
@@ -284,6 +290,11 @@ class Catalog:
         """A page is damaged: forget it and what depends on it, and have them deleted with the next batch."""
         self.damaged.add(key)
         self.lose(key)
+
+    def condemn(self, key: bytes, fits: Fits) -> None:
+        """A page is what was written, but no state: as `damage`, for what the writer finds does not fit either."""
+        self.fits[key] = fits
+        self.damage(key)
 
     def touch(self, namespace: bytes, pages: Sequence[Page], expires: int) -> None:
         """Note that a prompt began with these pages; it is written with the next batch.

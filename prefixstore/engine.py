@@ -16,7 +16,7 @@ from prefixstore.backends.base import Backend
 from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget, Used
-from prefixstore.catalog import Catalog, NewPage
+from prefixstore.catalog import Catalog, Fits, NewPage
 from prefixstore.check import Violation, violations
 from prefixstore.commit import Committer
 from prefixstore.encoder import Encoder
@@ -237,6 +237,14 @@ class Engine:
                 if path.n_tokens in doomed and not path.pages[-1].pinned:
                     catalog.thin(path.pages[-1])
         return len(doomed)
+
+    def condemn(self, page: Page, fits: Fits) -> None:
+        """Have a page deleted with the next batch, and what is behind it, if its state does not fit then either.
+
+        `fits` is what all contexts of the namespace agree in, and may be called by another thread.
+        """
+        with self._catalog.lock:
+            self._catalog.condemn(page.key, fits)
 
     def announce(self, new: NewPage) -> bool:
         """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""
