@@ -17,7 +17,7 @@ from prefixstore.boundaries import TokenSequence, as_tokens
 from prefixstore.budget import Budget, Used
 from prefixstore.catalog import Catalog
 from prefixstore.check import Violation, violations
-from prefixstore.errors import InvalidParameterError
+from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.eviction import Ordering, lru
 from prefixstore.index import Page
 from prefixstore.namespace import Namespace
@@ -345,10 +345,17 @@ def _only(found: Sequence[_T], what: str, names: Sequence[str]) -> _T:
     raise InvalidParameterError(f"{what} is not the only one: {', '.join(name[:12] for name in names[:4])} …")
 
 
+def _parsed(settings: bytes) -> Namespace | None:
+    try:
+        return Namespace.parse(settings)
+    except CorruptError:
+        return None
+
+
 def _holding(key: bytes, settings: bytes | None, pages: Sequence[Page]) -> Holding:
     return Holding(
         key,
-        Namespace.parse(settings) if settings is not None else None,
+        _parsed(settings) if settings is not None else None,
         len(pages),
         sum(page.n_tokens for page in pages),
         sum(page.stored_bytes for page in pages),

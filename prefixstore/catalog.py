@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
 from prefixstore.boundaries import Tokens, boundary_hash
@@ -24,9 +25,12 @@ from prefixstore.index import Index, Page, Path
 from prefixstore.record import PAGE, Record, Usage
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "NewPage"]
+__all__ = ["Catalog", "Fits", "NewPage"]
 
 log = logging.getLogger("prefixstore")
+
+Fits: TypeAlias = Callable[[memoryview, int, int], bool]
+"""Whether a state is one of the page that begins at a position and has so many tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +77,8 @@ class Catalog:
         self.writing: set[bytes] = set()
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
+        # of pages whose states are what was written: whether one is of use at all
+        self.fits: dict[bytes, Fits] = {}
         self.thinned: set[bytes] = set()
         self.refused: set[bytes] = set()
         self._generation = -1
@@ -186,7 +192,9 @@ class Catalog:
         for _, is_stored, key in sorted(places):
             if is_stored:
                 record, usage = stored[key]
-                if not self._know(key, record, usage) and record.parent not in found:
+                before, _ = found.get(record.parent, (None, None))
+                is_known = self._know(key, record, usage)
+                if not is_known and not isinstance(before, StorageError) and not record.follows(before):
                     self.damaged.add(key)
             else:
                 # a node of the old index: what hung on it is added anew, if it is still there
@@ -227,7 +235,8 @@ class Catalog:
         if not self.wants(new.page):
             return False
         new.page.last_used = self._now()
-        self.index.add(new.page)
+        if not self.index.add(new.page):
+            return False
         self.pending[new.page.key] = new
         self._policy.added(new.page)
         older = self.index.superseded_by(new.page)
@@ -281,6 +290,11 @@ class Catalog:
         """A page is damaged: forget it and what depends on it, and have them deleted with the next batch."""
         self.damaged.add(key)
         self.lose(key)
+
+    def condemn(self, key: bytes, fits: Fits) -> None:
+        """A page is what was written, but no state: as `damage`, for what the writer finds does not fit either."""
+        self.fits[key] = fits
+        self.damage(key)
 
     def touch(self, namespace: bytes, pages: Sequence[Page], expires: int) -> None:
         """Note that a prompt began with these pages; it is written with the next batch.

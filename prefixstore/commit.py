@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
+from prefixstore.boundaries import TOKEN_BYTES
 from prefixstore.budget import Budget
-from prefixstore.catalog import Catalog, NewPage
+from prefixstore.catalog import Catalog, Fits, NewPage
 from prefixstore.codec import decode
 from prefixstore.encoder import Encoder
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
@@ -114,9 +115,10 @@ class Committer:
         with catalog.transaction(self._backend) as transaction:
             with catalog.lock:
                 damaged, touched, thinned = set(catalog.damaged), dict(catalog.touched), set(catalog.thinned)
+                fits = dict(catalog.fits)
             for key in thinned:
                 self._thin(transaction, key)
-            removed = self._remove_damaged(transaction, damaged) if damaged else 0
+            removed = self._remove_damaged(transaction, damaged, fits) if damaged else 0
             self._room.remove_expired(transaction)
             refused = [
                 (new, reason)
@@ -132,6 +134,8 @@ class Committer:
             catalog.committed(written)
             if damaged:
                 catalog.damaged -= damaged
+                for key in fits:
+                    catalog.fits.pop(key, None)
                 catalog.distrust()
             catalog.thinned -= thinned
             for key, hits in touched.items():
@@ -154,7 +158,7 @@ class Committer:
         if doomed:
             transaction.delete(key)
 
-    def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes]) -> int:
+    def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes], fits: Mapping[bytes, Fits]) -> int:
         """Delete those that are damaged indeed, and all that is stored behind them; how many.
 
         Another process may have put a good page in the place of a suspect, or pages behind it that are not known here.
@@ -163,7 +167,7 @@ class Committer:
         for key, record, _ in transaction.scan():
             if isinstance(record, Record):
                 children[record.parent].append(key)
-        doomed = dict.fromkeys(key for key in suspects if _is_damaged(transaction, key))
+        doomed = dict.fromkeys(key for key in suspects if _is_damaged(transaction, key, fits.get(key)))
         behind = list(doomed)
         for key in behind:
             behind += children.pop(key, ())
@@ -247,14 +251,16 @@ def _is_stored(transaction: Transaction, key: bytes) -> bool:
         return False
 
 
-def _is_damaged(transaction: Transaction, key: bytes) -> bool:
-    """Whether a page cannot be restored for good: by its own fault, or because the page before it is missing."""
+def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:
+    """Whether a page cannot be restored for good: by its own fault, or because it does not follow any page."""
     try:
         record, payload = transaction.record(key), transaction.payload(key)
         if record is None or payload is None:
             return record is not None or payload is not None
-        decode(record, payload)
-        return record.parent != record.namespace and transaction.record(record.parent) is None
+        state = decode(record, payload)
+        if fits is not None and not fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
+            return True
+        return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:
         return True
     except IncompatibleError:

@@ -27,8 +27,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from prefixstore.backends.location import is_url
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.namespace import Namespace
 from prefixstore.store import PrefixStore
@@ -121,7 +121,7 @@ class Config:
         llama_cpp = _llama_cpp()
         if self.path is None:
             raise InvalidParameterError('no model is named; write path = "model.gguf" into [model], or give --model')
-        if not Path(self.path).is_file():
+        if not isinstance(self.path, str) or not Path(self.path).is_file():
             raise InvalidParameterError(f"model: {self.path} is no file")
         settings = {name: _number(llama_cpp, name, value) for name, value in self.model.items()}
         try:
@@ -162,7 +162,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         model, store, warm = (dict(read.get(name, {})) for name in ("model", "store", "warm"))
         for name in PATHS & model.keys():
             model[name] = _beside(folder, model[name])
-        if isinstance(location := store.get("location"), str) and len(urlsplit(location).scheme) < 2:
+        if isinstance(location := store.get("location"), str) and not is_url(location):
             store["location"] = _beside(folder, location)
         if isinstance(prompts := warm.get("prompts"), list):
             warm["prompts"] = [_beside(folder, prompt) for prompt in prompts]

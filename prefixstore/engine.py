@@ -9,17 +9,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend
 from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget, Used
-from prefixstore.catalog import Catalog, NewPage
+from prefixstore.catalog import Catalog, Fits, NewPage
 from prefixstore.check import Violation, violations
 from prefixstore.commit import Committer
 from prefixstore.encoder import Encoder
+from prefixstore.errors import CorruptError
 from prefixstore.eviction import Policy
 from prefixstore.fetch import Fetcher, States
 from prefixstore.index import Page, Path
@@ -171,9 +172,13 @@ class Engine:
             return violations(snapshot, self._budget)
 
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location."""
+        """The namespaces that have pages in the location, but those whose settings are damaged."""
+        found: list[Namespace] = []
         with self._backend.snapshot() as snapshot:
-            return [Namespace.parse(settings) for settings in snapshot.namespaces().values()]
+            for settings in snapshot.namespaces().values():
+                with suppress(CorruptError):
+                    found.append(Namespace.parse(settings))
+        return found
 
     # -- notes of jobs ------------------------------------------------------------------------------------------------
 
@@ -232,6 +237,14 @@ class Engine:
                 if path.n_tokens in doomed and not path.pages[-1].pinned:
                     catalog.thin(path.pages[-1])
         return len(doomed)
+
+    def condemn(self, page: Page, fits: Fits) -> None:
+        """Have a page deleted with the next batch, and what is behind it, if its state does not fit then either.
+
+        `fits` is what all contexts of the namespace agree in, and may be called by another thread.
+        """
+        with self._catalog.lock:
+            self._catalog.condemn(page.key, fits)
 
     def announce(self, new: NewPage) -> bool:
         """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""

@@ -161,10 +161,12 @@ class Index:
         return page.parent == page.namespace or page.parent in self.pages
 
     def add(self, page: Page) -> bool:
-        """Add a page behind its parent; False, and nothing changes, if it is known or its parent is not."""
+        """Add a page behind its parent; False, and nothing changes, if it is known, or no page ends where it starts."""
         if page.key in self.pages or not self.has_parent_of(page):
             return False
         parent = self._behind(page.parent, page.namespace)
+        if (page.start, page.namespace, PAGE) != (parent.end, parent.namespace, parent.form):
+            return False
         if page.form == SNAPSHOT:
             parent.snapshots[page.tokens] = page
         else:

@@ -145,7 +145,8 @@ class Intake:
                 return "refused"
             older = index.superseded_by(page)
             # in the index before room is made, so that the page before it is not evicted for it
-            index.add(page)
+            if not index.add(page):
+                return "refused"
         if older is not None:
             transaction.delete(older.key)
             with self._catalog.lock:

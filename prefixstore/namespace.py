@@ -12,6 +12,8 @@ from prefixstore.errors import CorruptError
 
 __all__ = ["Namespace"]
 
+_SCALARS = (str, int, float, bool, type(None))
+
 
 @dataclass(frozen=True)
 class Namespace:
@@ -59,12 +61,13 @@ class Namespace:
         Raises
         ------
         CorruptError
-            If they are no settings.
+            If they are no settings, or not canonical.
         """
         try:
             settings = json.loads(canonical)
-        except ValueError as error:
+            is_canonical = isinstance(settings, dict) and cls(settings).canonical == canonical
+        except (ValueError, RecursionError) as error:
             raise CorruptError(f"settings of a namespace: {error}") from None
-        if not isinstance(settings, dict):
-            raise CorruptError("settings of a namespace: not an object")
+        if not is_canonical or not all(isinstance(value, _SCALARS) for value in settings.values()):
+            raise CorruptError("settings of a namespace: not an object of scalars, as canonical JSON")
         return cls(settings)

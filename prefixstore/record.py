@@ -31,6 +31,8 @@ RECORD = struct.Struct("<BBBBIIIQQQ16s16s16s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
+# of times and sizes: what every database has a number for
+LARGEST = 2**63 - 1
 
 
 def checksum(stored: Buffer) -> bytes:
@@ -73,12 +75,14 @@ class Usage:
         Raises
         ------
         CorruptError
-            If it has another length.
+            If it has another length, or a time that never comes.
         """
         try:
             last_used, hits, pinned, priority, expires = USAGE.unpack(stored)
         except struct.error as error:
             raise CorruptError(f"usage of a page: {error}") from None
+        if max(last_used, expires) > LARGEST:
+            raise CorruptError(f"usage of a page: last used at {last_used}, expires at {expires}")
         return cls(last_used, hits, bool(pinned), priority, expires)
 
 
@@ -125,6 +129,13 @@ class Record:
         """The boundary hash, which is the page's key in every backend."""
         return boundary_hash(self.parent, self.tokens, self.form)
 
+    def follows(self, before: Record | None) -> bool:
+        """Whether the page stands where the one before it ends; None if that is the start of a sequence."""
+        if before is None:
+            return self.parent == self.namespace and self.start == 0
+        end = before.start + len(before.tokens) // TOKEN_BYTES
+        return (before.namespace, before.form, end) == (self.namespace, PAGE, self.start)
+
     def pack(self) -> bytes:
         """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""
         body = (
@@ -154,9 +165,9 @@ class Record:
         Raises
         ------
         CorruptError
-            If a byte differs from what was written, or the record belongs to another key.
+            If a byte differs from what was written, the record belongs to another key, or it is that of no page.
         IncompatibleError
-            If a newer version wrote it.
+            If a newer version wrote it, or it has a form that this version does not know.
         """
         view = memoryview(stored)
         if len(view) < RECORD.size + RECORD_SEAL.size:
@@ -178,4 +189,10 @@ class Record:
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created, form)
         if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
             raise CorruptError(f"record {key.hex()} belongs to another page")
+        if form not in (PAGE, SNAPSHOT):
+            raise IncompatibleError(
+                f"record {key.hex()} has the form {form}, which this version does not know; upgrade"
+            )
+        if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
+            raise CorruptError(f"record {key.hex()} is that of no page: {n_tokens} tokens in {raw} bytes")
         return record

@@ -18,6 +18,7 @@ from prefixstore.admin import Archive
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.index import Page
 from prefixstore.intake import Entry, Intake, Moved
+from prefixstore.namespace import Namespace
 from prefixstore.record import FORMAT_VERSION, Buffer, Record, Usage, checksum
 
 __all__ = ["PackReader", "copy_store", "export_pack", "import_pack", "with_paths"]
@@ -216,7 +217,7 @@ class PackReader:
         self._next = self._entry()
         while self._next[0] == NAMESPACE:
             head = self._next[1]
-            if xxhash.xxh3_128_digest(head[16:]) != head[:16]:
+            if Namespace.parse(head[16:]).key != head[:16]:
                 raise CorruptError(f"{name}: a namespace does not fit its key")
             self.namespaces[head[:16]] = head[16:]
             self._next = self._entry()

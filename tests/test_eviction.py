@@ -17,7 +17,8 @@ NS = b"n" * 16
 
 
 def page(key, parent=NS, last_used=0, start=0, **fields):
-    return Page(key, parent, NS, start, key, 1, 1, 0, 0, last_used, **fields)
+    tokens = key if len(key) > 1 else key * 16
+    return Page(key, parent, NS, start, tokens, 1, 1, 0, 0, last_used, **fields)
 
 
 def queue_of(*pages, policy=None):

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from prefixstore.errors import InvalidParameterError, LocationError
 
-__all__ = ["cache_directory", "path_of", "scheme_of", "text_of", "without_password"]
+__all__ = ["cache_directory", "is_url", "path_of", "scheme_of", "text_of", "without_password"]
 
 # one letter is a Windows drive
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):")
@@ -47,6 +47,11 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
     return location
 
 
+def is_url(text: str) -> bool:
+    """Whether a location has a scheme; otherwise it is a path."""
+    return URL.match(text) is not None
+
+
 def scheme_of(text: str) -> str:
     """The scheme of a location; a path is LMDB's. Of ``"postgresql+psycopg://…"`` it is the part before the plus."""
     found = URL.match(text)
@@ -64,13 +69,16 @@ def path_of(text: str) -> str:
     Raises
     ------
     InvalidParameterError
-        If the URL has options.
+        If it is no URL, or one with options.
     LocationError
         If it has no path.
     """
-    if not URL.match(text):
+    if not is_url(text):
         return text
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise InvalidParameterError(f"location={text!r} is no URL: {error}") from None
     if parts.query or parts.fragment:
         raise InvalidParameterError(f"location={text!r}: options in the URL are not known; give them as parameters")
     path = unquote(parts.netloc + parts.path)

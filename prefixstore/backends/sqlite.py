@@ -289,7 +289,10 @@ class SQLite(Database):
 
     def _lend(self, size: int) -> npt.NDArray[np.uint8]:
         """A buffer, which is used again when nobody holds a view of it any more: fresh memory is slower by half."""
-        lease = self._buffers.lease(size, wait=True)
+        try:
+            lease = self._buffers.lease(size, wait=True)
+        except (MemoryError, ValueError) as error:
+            raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
         assert lease is not None, "it waits until there is one"
         array = np.asarray(lease.view)
         weakref.finalize(array, lease.release).atexit = False

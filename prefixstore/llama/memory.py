@@ -76,6 +76,8 @@ class Memory:
         Whether rows that have left the window are overwritten (``swa_full=False``).
     shape
         Of its pages; None before llama.cpp has written one, or taken an example of it.
+    is_own
+        Whether it is that of a page that llama.cpp has written here.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -83,6 +85,7 @@ class Memory:
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.forgets = bool(self.window) and not llm.context_params.swa_full
         self.shape: Shape | None = None
+        self.is_own = False
 
     def _pointers(self) -> tuple[Any, Any]:
         llm = self._llm()
@@ -185,6 +188,8 @@ class Memory:
         if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
             for start, end in ranges:
                 got = self._copy_beside(ctx, mem, start, end, self.shape, lease)
+                if not self.is_own and not isinstance(got, str):
+                    self.is_own = self.shape.fits(got.view, start, end - start)
                 accept(start, end, got)
                 if isinstance(got, str):
                     break
@@ -197,7 +202,7 @@ class Memory:
                 got = self._copy(ctx, mem, start, end, lease)
                 if self.shape is None and not isinstance(got, str):
                     with contextlib.suppress(CorruptError):
-                        self.shape = shape_of_sequence(got.view)
+                        self.shape, self.is_own = shape_of_sequence(got.view), True
                 accept(start, end, got)
                 if isinstance(got, str):
                     break

@@ -21,12 +21,21 @@ def text_tokens(llm: llama_cpp.Llama, text: str) -> Tokens:
     """The tokens of a prompt, as ``create_completion(text)`` evaluates them, ready to be continued.
 
     Where the model wants an end-of-sequence token behind a prompt it is left out: a longer prompt has it elsewhere.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the text cannot be written as UTF-8.
     """
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(f"the text cannot be written as UTF-8: {error}") from None
     start: list[int] = []
     if llm._model.add_bos_token():
         cls = llm._model.token_cls()
         start = [token for token in (cls if cls != -1 else llm.token_bos(),) if token != -1]
-    return as_tokens(start + (llm.tokenize(text.encode(), add_bos=False, special=True) if text else []))
+    return as_tokens(start + (llm.tokenize(encoded, add_bos=False, special=True) if text else []))
 
 
 def chat_tokens(

@@ -148,7 +148,11 @@ class Restorer:
         return True
 
     def _fits(self, page: Page, state: memoryview) -> bool:
-        return self._memory.fits(state, page.start, page.n_tokens)
+        memory = self._memory
+        fits = memory.fits(state, page.start, page.n_tokens)
+        if not fits and memory.is_own and memory.shape is not None:
+            self._engine.condemn(page, memory.shape.fits)
+        return fits
 
     def _settle(self, llm: llama_cpp.Llama, prompt: Tokens) -> None:
         """The context holds this prompt, and must decode a token before it samples one."""

@@ -24,6 +24,7 @@ ONE_SEQUENCE, SEQUENCE_0 = U32.pack(1), U32.pack(0)
 CELLS = (CELL_BYTES, CELL_BYTES + 8, CELL_BYTES + 12)
 
 TEMPLATES = 16
+POSITIONS = 2**31
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Shape:
 
         It costs some microseconds: a look at each head, and at each cell.
         """
-        if n < 1 or len(state) != self.size(n):
+        if n < 1 or start + n > POSITIONS or len(state) != self.size(n):
             return False
         template = _template(self, n)
         found = np.frombuffer(state, np.uint8)

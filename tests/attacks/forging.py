@@ -69,10 +69,11 @@ def forgeries(state: bytes) -> Iterator[tuple[str, bytes]]:
     yield "zeros", bytes(len(state))
     if not state.startswith(MAGIC):
         for by in (1, -1, 64, -64, 100_000):
-            yield f"positions moved by {by}", _moved(state, by)
+            yield f"positions moved by {by}", moved(state, by)
 
 
-def _moved(state: bytes, by: int) -> bytes:
+def moved(state: bytes, by: int) -> bytes:
+    """A state whose positions lie."""
     moved = bytearray(state)
     base = np.frombuffer(state, np.uint8).ctypes.data
     for section in parse_sequence(state).sections:

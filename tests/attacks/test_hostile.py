@@ -8,23 +8,32 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixstore import PrefixStoreError
-from prefixstore.codec import decode
+from prefixstore import PrefixStore, PrefixStoreError
+from prefixstore.backends import open_backend
+from prefixstore.budget import Budget
+from prefixstore.codec import decode, pick
+from prefixstore.engine import Engine
 from prefixstore.errors import CorruptError, StorageError
+from prefixstore.eviction import Ordering, lru
 from prefixstore.packing import PACKINGS
 from prefixstore.record import RECORD, RECORD_SEAL, Record, Usage, checksum
+from prefixstore.stats import Counters
 from prefixstore.testing import make_page
 from prefixstore.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
-from tests.models import TORTURE
+from tests.attacks.forging import forget, moved
+from tests.models import TORTURE, answer, prompt
+from tests.places import contents, fill, place, space
 
 ROOT = Path(__file__).parent.parent.parent
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
@@ -76,6 +85,70 @@ def test_a_state_that_lies_under_a_right_checksum_changes_no_answer(models, tmp_
     assert done["unreadable"].keys() <= {"shape", "refused"}
     assert sum(done["unreadable"].values()) > done["ran"] / 4, done
     assert done["last"] > 128
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_stored_anew(
+    llama, tmp_path, request, scheme
+):
+    llm = llama(n_ctx=1024)
+    tokens = prompt(500)
+    cold = answer(llm, tokens, 4)
+    location = place(scheme, tmp_path, request)
+    settings = {"page_tokens": 64, "namespace": "forged"}
+    with PrefixStore(location, llm, **settings) as store:
+        llm.set_cache(store)
+        forget(llm)
+        answer(llm, tokens, 4)
+        store.flush()
+        with store._engine._backend.snapshot() as snapshot:
+            pages = {record.start: (key, record, usage) for key, record, usage in snapshot.scan()}
+            key, record, usage = pages[128]
+            state = bytes(decode(record, snapshot.payload(key)))
+    forged = moved(state, 64)
+    with closing(open_backend(location, max_bytes=1 << 30)) as backend, backend.transaction() as transaction:
+        raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
+        transaction.put(key, replace(record, **raw), usage, forged)
+    with PrefixStore(location, llm, **settings) as store:
+        store._hook._pace.is_worth = lambda *_: True
+        llm.set_cache(store)
+
+        def complete(prompt: list[int]) -> tuple[str, int]:
+            forget(llm)
+            before = store.stats().tokens_restored
+            text = answer(llm, prompt, 4)
+            store.flush()
+            return text, store.stats().tokens_restored - before
+
+        # nothing of this context is known yet: the page stays
+        assert complete(tokens) == (cold, 128)
+        assert complete(prompt(300, seed=1))[1] == 0
+        # what is condemned is deleted with what is behind it, and computed anew
+        assert complete(tokens) == (cold, 128)
+        assert complete(tokens)[0] == cold
+        assert store.stats().unreadable == {"shape": 2}
+        text, restored = complete(tokens)
+        assert text == cold
+        assert restored > 480
+        assert list(store.check()) == []
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_condemned_page_that_somebody_has_replaced_stays(tmp_path, request, scheme):
+    with closing(open_backend(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
+        engine = Engine(backend, Budget(64 << 20), Ordering(lru), pick("raw"), Counters())
+        paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
+        path = engine.match(space().key, np.arange(8, dtype="<i4"), 4)
+        asked = []
+        engine.condemn(path.pages[0], lambda state, start, n: asked.append((len(state), start, n)) is None)
+        assert engine.match(space().key, np.arange(8, dtype="<i4"), 4).n_tokens == 0
+        engine.commit([])
+        assert asked == [(1000, 0, 4)]
+        assert contents(backend).keys() == {key for path in paths for key in path}
+        assert engine.match(space().key, np.arange(8, dtype="<i4"), 4).n_tokens == 8
+        engine.condemn(path.pages[0], lambda state, start, n: False)
+        engine.commit([])
+        assert contents(backend).keys() == set(paths[1])
 
 
 # -- records, packed pages and export files, sealed by whoever forged them --------------------------------------------

@@ -1,0 +1,44 @@
+"""Export files, real ones and forged ones: sealed as `transfer` seals them, whatever is in them."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterable
+from contextlib import closing
+
+import xxhash
+
+from prefixstore.admin import Archive
+from prefixstore.record import Record, Usage
+from prefixstore.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, export_pack
+from tests.places import fill, space
+
+
+def an_export() -> bytes:
+    """Sequences that share their beginning, of two namespaces."""
+    with closing(Archive("memory:", create=True)) as archive:
+        for settings in (space(), space("tenant")):
+            fill(archive.backend, settings, [list(range(12)), [0, 1, 2, 3, 9, 9, 9, 9]], size=40)
+        file = io.BytesIO()
+        export_pack(archive, file)
+        archive.purge(everything=True)
+    return file.getvalue()
+
+
+def sealed_entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
+    start = ENTRY.pack(kind, len(head), n_bytes) + head
+    return start + struct.pack("<Q", xxhash.xxh3_64_intdigest(start))
+
+
+def with_key(record: Record) -> tuple[bytes, Record]:
+    return record.key, record
+
+
+def export_of(settings: bytes, pages: Iterable[tuple[bytes, Record, Usage, bytes]]) -> bytes:
+    """A file with pages of one namespace; its end is missing."""
+    space = xxhash.xxh3_128_digest(settings) + settings
+    data = HEADER.pack(MAGIC, PACK_VERSION, 1) + sealed_entry(b"NAME", space, 0)
+    for key, record, usage, payload in pages:
+        data += sealed_entry(b"PAGE", key + usage.pack() + record.pack(), len(payload)) + payload
+    return data

@@ -1,0 +1,268 @@
+"""What reads bytes of others, to be fuzzed: ``python -m tests.attacks.fuzz_targets NAME SEEDS -atheris_runs=N ...``.
+
+Out comes a valid object, or an error of ours; whatever else is raised ends the process, and the input is in its output.
+Bytes that are sealed are sealed anew where a target says so: what is behind a checksum is the point.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import atheris
+import xxhash
+
+with atheris.instrument_imports(include=["prefixstore"]):
+    from prefixstore import PrefixStoreError, prompts
+    from prefixstore.admin import Archive
+    from prefixstore.boundaries import boundary_hash
+    from prefixstore.codec import decode
+    from prefixstore.config import load_config
+    from prefixstore.llama.blob import assemble
+    from prefixstore.llama.parse import parse_context, parse_sequence
+    from prefixstore.llama.shape import shape_of, shape_of_sequence
+    from prefixstore.namespace import Namespace
+    from prefixstore.packing import PACKINGS
+    from prefixstore.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
+    from prefixstore.transfer import (
+        END_HEAD,
+        ENTRY,
+        HEADER,
+        MAGIC,
+        PACK_VERSION,
+        PAGE_HEAD,
+        PackReader,
+        export_pack,
+        import_pack,
+    )
+
+from prefixstore.testing import make_page
+from tests.attacks.exporting import an_export
+from tests.places import space
+
+# what a target may hold: a claim of more is a claim, and no memory
+MEMORY = 4 << 30
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def sealed(body: bytes) -> tuple[bytes, bytes]:
+    """A record whose seal and key are right, whatever is in it: key and stored form."""
+    fields = RECORD.unpack_from(body.ljust(RECORD.size, b"\0"))
+    form, parent = fields[2], fields[11]
+    key = boundary_hash(parent, body[RECORD.size :], form)
+    return key, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def record(data: bytes) -> None:
+    """A usage, or a record under its own key: it comes back as it was, and tells of a page that can be."""
+    if len(data) == USAGE.size:
+        usage = Usage.unpack(data)
+        assert Usage.unpack(usage.pack()) == usage
+    key, stored = sealed(data)
+    read = Record.unpack(key, stored)
+    assert read.key == key
+    assert read.form == SNAPSHOT or read.tokens
+    assert Record.unpack(key, read.pack()) == read
+
+
+# -- packed pages -----------------------------------------------------------------------------------------------------
+
+
+def packed(data: bytes) -> None:
+    """A packed page with a right checksum: a state of the size that was claimed, or an error."""
+    number, payload = data[:1], data[1:]
+    codec = number[0] % 4 if number else 0
+    packing = next((packing for packing in PACKINGS.values() if packing.number == codec), None)
+    claimed = len(payload)
+    with suppress(PrefixStoreError):
+        claimed = packing.claimed(memoryview(payload)) if packing is not None else 0
+    page = Record(bytes(16), bytes(16), 0, bytes(4), codec, max(claimed, 0), len(payload), checksum(payload), 0, 0)
+    assert len(decode(page, payload)) == page.raw_bytes
+
+
+# -- export files -----------------------------------------------------------------------------------------------------
+
+
+def resealed(data: bytes) -> bytes:
+    """An export file in which all seals and keys are right, as far as it is one."""
+    out, at = [data[: HEADER.size]], HEADER.size
+    seals, counts = xxhash.xxh3_128(), [0, 0, 0]
+    for _ in range(64):
+        if at + ENTRY.size > len(data):
+            break
+        kind, head_bytes, n_bytes = ENTRY.unpack_from(data, at)
+        at += ENTRY.size
+        head, at = data[at : at + head_bytes], at + head_bytes + 8
+        body, at = data[at : at + n_bytes], at + n_bytes
+        if kind == b"NAME":
+            head = xxhash.xxh3_128_digest(head[16:]) + head[16:]
+            counts[0] += 1
+        elif kind == b"PAGE" and len(head) > PAGE_HEAD.size + RECORD.size + RECORD_SEAL.size:
+            fields = bytearray(head[PAGE_HEAD.size : -RECORD_SEAL.size])
+            fields[RECORD.size - 16 : RECORD.size] = checksum(body)
+            key, stored = sealed(bytes(fields))
+            head = key + head[16 : PAGE_HEAD.size] + stored
+            counts[1], counts[2] = counts[1] + 1, counts[2] + n_bytes
+        elif kind == b"DONE":
+            head = END_HEAD.pack(*counts, seals.digest())
+        start = ENTRY.pack(kind, head_bytes, n_bytes) + head
+        seal = struct.pack("<Q", xxhash.xxh3_64_intdigest(start))
+        if kind != b"DONE":
+            seals.update(seal)
+        out += [start, seal, body]
+    return b"".join(out)
+
+
+def export(data: bytes) -> None:
+    """An export file: what was taken from it stands in its place, and can be exported again."""
+    file = io.BytesIO(resealed(data[1:]) if data[:1] != b"\0" else data[1:])
+    seekable = data[:1] < b"\x80"
+    file.seekable = lambda: seekable
+    with closing(Archive("memory:", create=True)) as archive:
+        try:
+            import_pack(PackReader(file, "fuzzed"), archive)
+        finally:
+            # what a codec makes of a page is seen when it is used
+            assert {problem.rule for problem in archive.check()} <= {"payload"}
+            assert all(holding.namespace is not None for holding in archive.holdings())
+            with suppress(PrefixStoreError):
+                export_pack(archive, io.BytesIO())
+            archive.purge(everything=True)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def state(data: bytes) -> None:
+    """What llama.cpp is said to have written: every byte is accounted for, so it can be put together again."""
+    for parse in (parse_sequence, parse_context):
+        with suppress(PrefixStoreError):
+            blob = parse(data)
+            shape_of(blob)
+            for section in blob.sections:
+                start, end = (int(section.positions[0]), int(section.positions[-1]) + 1) if section.head else (0, 1)
+                blob.cut(start, end)
+                blob.holds(start, end, window_from=end - 1)
+            recurrent = blob.recurrent.data if blob.recurrent is not None else b""
+            joined = assemble([blob], architecture=blob.architecture, recurrent=recurrent)
+            assert shape_of(parse(joined)) == shape_of(blob)
+    shape = shape_of_sequence(data)
+    for start, n in ((0, 1), (0, 4), (2**31 - 2, 4), (2**32 - 1, 1), (0, 0), (7, 2**31)):
+        assert isinstance(shape.fits(data, start, n), bool)
+    if all(section.head for section in shape.sections) and shape.recurrent is None:
+        assert shape.fits(shape.example(3), 3, 1)
+
+
+# -- what people write ------------------------------------------------------------------------------------------------
+
+
+def namespace(data: bytes) -> None:
+    read = Namespace.parse(data)
+    assert read.canonical == data
+    assert read.key == xxhash.xxh3_128_digest(data)
+    assert read.salt is None or isinstance(read.salt, str)
+    assert read.differences(Namespace({})).keys() == {
+        name for name, value in read.settings.items() if value is not None
+    }
+
+
+class Vocabulary:
+    """As much of a ``Llama`` as prompts need that are text or tokens."""
+
+    chat_handler = None
+    _model = type("Model", (), {"add_bos_token": lambda self: False})()
+
+    def n_vocab(self) -> int:
+        return 1000
+
+    def n_ctx(self) -> int:
+        return 64
+
+    def tokenize(self, text: bytes, **options: object) -> list[int]:
+        return list(text)
+
+
+def jsonl(data: bytes) -> None:
+    """Lines of prompts: each is tokens, or a problem."""
+    problems: list[prompts.Problem] = []
+    read = prompts.read(["-"], io.BytesIO(data))
+    for tokens, _ in prompts.tokenized(Vocabulary(), read, problems):
+        assert 0 < len(tokens) < 64
+
+
+def config(data: bytes) -> None:
+    path = Path(sys.argv[2]).parent / "fuzzed.toml"
+    path.write_bytes(data)
+    load_config(path).open_llama()
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (record, packed, export, state, namespace, jsonl, config)
+}
+
+# -- seeds ------------------------------------------------------------------------------------------------------------
+
+
+def a_state(n: int, *, transposed: bool = False, recurrent: bool = False) -> bytes:
+    """As llama.cpp writes it: two layers."""
+    cells = b"".join(struct.pack("<iIi", i, 1, 0) for i in range(n))
+    rows = [struct.pack("<iQ", 1, 4) + bytes(4 * n) for _ in range(4)]
+    if transposed:
+        rows[2:] = [struct.pack("<iII", 1, 2, 2) + bytes(4 * n) for _ in range(2)]
+    section = struct.pack("<II", 1, n) + cells + struct.pack("<II", int(transposed), 2) + b"".join(rows)
+    tail = struct.pack("<IiIII", 1, n - 1, 0, 0, 2) + struct.pack("<iQ", 0, 8) + bytes(8) if recurrent else b""
+    return struct.pack("<II", 0xAF143CD8, 0) + section + tail
+
+
+def seeds(name: str) -> list[bytes]:
+    """Real ones."""
+    _, page = make_page(b"x" * 100, [1, 2, 3, 4])
+    records = [page.pack(), replace(page, form=SNAPSHOT, tokens=b"").pack()]
+    states = (bytes(range(256)) * 4, bytes(100_000), b"", b"x")
+    sequence = a_state(3)
+    return {
+        "record": [*(record[: -RECORD_SEAL.size] for record in records), Usage(1, 2, True, 3, 4).pack()],
+        "packed": [bytes([one.number]) + bytes(one.pack(raw)) for one in PACKINGS.values() for raw in states],
+        "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, PACK_VERSION, 1)],
+        "state": [
+            sequence,
+            struct.pack("<I", 5) + b"llama" + sequence[8:],
+            a_state(1, transposed=True),
+            a_state(2, recurrent=True),
+        ],
+        "namespace": [space("tenant", x=1.5, y=True, z=None).canonical],
+        "jsonl": [
+            b'{"prompt": "a"}\n{"tokens": [1, 2], "generation_prompt": true}\n{"prompt": "\\ud83d\\ude00"}\n',
+            b'{"tokens": [1.5, -1, 1e400, 99999999999999999999, null, [1]]}\n[]\n',
+        ],
+        "config": [
+            b'[model]\npath = "m.gguf"\nn_ctx = 8\n[store]\nlocation = "lmdb:///x"\n[warm]\nprompts = ["a", 1]\n'
+        ],
+    }[name]
+
+
+def run(name: str, directory: Path, options: list[str]) -> None:
+    """Fuzz a target, from its seeds in a directory on."""
+    target = TARGETS[name]
+    for i, seed in enumerate(seeds(name)):
+        (directory / f"seed{i}").write_bytes(seed)
+
+    def once(data: bytes) -> None:
+        with suppress(PrefixStoreError):
+            target(data)
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    atheris.Setup([sys.argv[0], str(directory), f"-artifact_prefix={directory}/", "-rss_limit_mb=1024", *options], once)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

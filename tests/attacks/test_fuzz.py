@@ -1,0 +1,214 @@
+"""What reads bytes of others, fuzzed; and what the fuzzers have found, once for all."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from prefixstore.admin import Archive
+from prefixstore.backends import open_backend
+from prefixstore.buffers import Buffers
+from prefixstore.config import load_config
+from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.llama.prompt import text_tokens
+from prefixstore.llama.shape import shape_of_sequence
+from prefixstore.namespace import Namespace
+from prefixstore.record import SNAPSHOT, Record, Usage, checksum
+from prefixstore.testing import make_page
+from prefixstore.transfer import PackReader, import_pack
+from tests.attacks.exporting import an_export, export_of, with_key
+from tests.models import TORTURE, state_bytes
+from tests.places import place, space
+
+ROOT = Path(__file__).parent.parent.parent
+TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")
+# a minute for each, at length
+BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=2000"
+SPACE = space()
+
+
+@pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: it is for Linux on x86-64 only")
+@pytest.mark.parametrize("target", TARGETS)
+def test_whatever_is_read_is_valid_or_an_error_of_ours(tmp_path, target):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.attacks.fuzz_targets", target, str(tmp_path), BOUND],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "Done" in done.stdout + done.stderr
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def first_page(**fields: object) -> tuple[bytes, Record]:
+    """A first page of the namespace, with other fields than it should have; its key fits them."""
+    _, record = make_page(b"x" * 100, [1, 2, 3, 4], parent=SPACE.key, namespace=SPACE.key)
+    return with_key(replace(record, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tokens": b""}, {"raw_bytes": 2**63}, {"stored_bytes": 2**64 - 1}, {"created": 2**63}],
+    ids=["no tokens", "raw bytes", "stored bytes", "created"],
+)
+def test_a_sealed_record_of_what_no_page_is_is_refused(fields):
+    key, record = first_page(**fields)
+    with pytest.raises(CorruptError, match="no page"):
+        Record.unpack(key, record.pack())
+
+
+def test_a_record_of_a_form_that_is_not_known_is_left_to_those_who_know_it():
+    key, record = first_page(form=2)
+    with pytest.raises(IncompatibleError, match="form 2"):
+        Record.unpack(key, record.pack())
+    key, record = first_page(form=SNAPSHOT, tokens=b"")
+    assert Record.unpack(key, record.pack()) == record
+
+
+@pytest.mark.parametrize("fields", [{"last_used": 2**63}, {"last_used": 0, "expires": 2**64 - 1}])
+def test_a_time_that_no_database_has_a_number_for_is_no_usage(fields):
+    with pytest.raises(CorruptError, match="usage"):
+        Usage.unpack(Usage(**fields).pack())
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+@pytest.mark.parametrize("start", [1, 2**31, 2**32 - 1])
+def test_a_page_that_does_not_stand_where_the_one_before_ends_is_not_found_and_goes(tmp_path, request, scheme, start):
+    location = place(scheme, tmp_path, request)
+    payload = b"x" * 100
+    key, record = first_page(start=start)
+    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.transaction() as transaction:
+        transaction.put_namespace(SPACE.key, SPACE.canonical)
+        transaction.put(key, record, Usage(1), payload)
+    with Archive(location) as archive:
+        assert archive.pages() == []
+        found, removed = archive.repair()
+        assert {problem.rule for problem in found} == {"position"}
+        assert removed.pages == 1
+        assert archive.check() == []
+
+
+# -- export files -----------------------------------------------------------------------------------------------------
+
+
+def imported(tmp_path: Path, data: bytes) -> tuple[list[str], int]:
+    """What a location complains of after an import, and how many pages it has."""
+    with Archive(f"sqlite:///{tmp_path / 'kv.db'}", create=True) as archive:
+        with pytest.raises(CorruptError):
+            import_pack(PackReader(io.BytesIO(data), "forged"), archive)
+        return [str(problem) for problem in archive.check()], len(archive.pages())
+
+
+@pytest.mark.parametrize("usage", [Usage(2**64 - 1), Usage(1, expires=2**63)])
+def test_times_that_do_not_fit_a_database_are_refused_before_they_get_there(tmp_path, usage):
+    key, record = first_page()
+    assert imported(tmp_path, export_of(SPACE.canonical, [(key, record, usage, b"x" * 100)])) == ([], 0)
+
+
+def test_a_page_that_stands_elsewhere_is_not_imported(tmp_path):
+    pages = [(*first_page(start=4), Usage(1), b"x" * 100), (*first_page(), Usage(1), b"x" * 100)]
+    problems, n_pages = imported(tmp_path, export_of(SPACE.canonical, pages))
+    assert problems == []
+    assert n_pages == 1
+
+
+SETTINGS = {
+    "no object": b"[]",
+    "no UTF-8": b"\xff",
+    "UTF-16": '{"salt":"a"}'.encode("utf-16"),
+    "not canonical": b'{"salt": "a"}',
+    "twice": b'{"salt":"a","salt":"b"}',
+    "half a character": b'{"salt":"\\ud800"}',
+    "no scalar": b'{"salt":{"a":1}}',
+    "deep": b'{"salt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_are_no_canonical_ones_are_refused_and_stop_nobody(tmp_path, settings):
+    with pytest.raises(CorruptError, match="settings of a namespace"):
+        Namespace.parse(settings)
+    key = xxhash.xxh3_128_digest(settings)
+    page = make_page(b"x" * 100, [1, 2], parent=key, namespace=key)
+    with pytest.raises(CorruptError, match="settings of a namespace"):
+        PackReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
+    # where they are in a store already
+    location = f"lmdb://{tmp_path / 'kv'}"
+    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.transaction() as transaction:
+        transaction.put_namespace(key, settings)
+        transaction.put(*page, Usage(1), b"x" * 100)
+    with Archive(location) as archive:
+        assert [holding.namespace for holding in archive.holdings()] == [None]
+
+
+# -- sizes that are claims --------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_that_cannot_be_had_takes_no_room_of_those_that_can():
+    buffers = Buffers(1000)
+    with pytest.raises((MemoryError, ValueError)):
+        buffers.lease(2**62, wait=True)
+    assert buffers.leased == 0
+    assert buffers.lease(1000, wait=False) is not None
+
+
+def test_a_payload_that_claims_more_than_there_is_memory_is_an_error_of_ours(tmp_path):
+    key, record = first_page(stored_bytes=2**61, checksum=checksum(b"x"))
+    with closing(open_backend(f"sqlite:///{tmp_path / 'kv.db'}", max_bytes=64 << 20)) as backend:
+        with backend.transaction() as transaction:
+            transaction.put_namespace(SPACE.key, SPACE.canonical)
+            transaction.put(key, record, Usage(1), b"x")
+        with backend.snapshot() as snapshot, pytest.raises(UnavailableError, match="memory"):
+            list(snapshot.fetch([key]))
+
+
+# -- states, prompts, configurations ----------------------------------------------------------------------------------
+
+
+def test_a_page_behind_the_last_position_there_is_has_no_shape(llama):
+    llm = llama()
+    llm.eval([1, 2, 3])
+    data = state_bytes(llm)
+    shape = shape_of_sequence(data)
+    assert shape.fits(data, 0, 3)
+    for start in (2**31 - 2, 2**31, 2**32 - 1):
+        assert not shape.fits(data, start, 3)
+
+
+def test_text_that_is_half_a_character_is_refused(llama):
+    with pytest.raises(InvalidParameterError, match="UTF-8"):
+        text_tokens(llama(), "a \ud83d")
+
+
+@pytest.mark.parametrize("location", ["lmdb://[x", "sqlite://[", "lmdb://]"])
+def test_a_location_that_is_no_url_is_refused(tmp_path, location):
+    path = tmp_path / "prefix.toml"
+    path.write_text(f'[store]\nlocation = "{location}"\n')
+    with pytest.raises(InvalidParameterError):
+        load_config(path).open_store(None)
+
+
+def test_a_model_whose_path_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "prefix.toml"
+    path.write_text("[model]\npath = 3\n")
+    with pytest.raises(InvalidParameterError, match="no file"):
+        load_config(path).open_llama()
+
+
+def test_the_seeds_of_the_fuzzers_are_real():
+    reader = PackReader(io.BytesIO(an_export()), "seed")
+    assert len(list(reader.entries(lambda _: True))) == 8
