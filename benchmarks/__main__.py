@@ -29,8 +29,9 @@ def main(names: list[str]) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
         print("\n".join(BENCHMARKS[name].section(results[name])), flush=True)
-    write_json(results, LATEST)
-    (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
+        # each section at once: an hour of figures is not lost to a fault in the last one
+        write_json(results, LATEST)
+        (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
     plots.write(results, ROOT / "docs" / "plots")
 
 
