@@ -254,7 +254,7 @@ def _is_stored(transaction: Transaction, key: bytes) -> bool:
 def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:
     """Whether a page cannot be restored for good: by its own fault, or because it does not follow any page."""
     try:
-        record, payload = transaction.record(key), transaction.payload(key)
+        payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:
             return record is not None or payload is not None
         state = decode(record, payload)

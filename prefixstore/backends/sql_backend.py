@@ -198,6 +198,11 @@ class _Change(_View, Transaction):
     def cost(self, record: Record, n_bytes: int) -> int:
         return self._database.cost(record, n_bytes)
 
+    def payload(self, key: bytes) -> Buffer | None:
+        # what is asked for in here is whether it is damaged
+        self._database.read_anew(self._connection)
+        return super().payload(key)
+
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         self._remove(key)
         row = row_of(key, record, usage)

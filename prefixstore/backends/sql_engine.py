@@ -289,6 +289,9 @@ class Database(ABC):
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
         """`Snapshot.fetch`."""
 
+    def read_anew(self, connection: Connection) -> None:  # noqa: B027 - a server has its own way
+        """What is read next on this connection comes from where others read it, and is not remembered."""
+
     @abstractmethod
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
         """Bytes that the location takes with so many pages of so many bytes (payloads and tokens)."""

@@ -257,6 +257,11 @@ class SQLite(Database):
     def fix(self, connection: Connection) -> None:
         """It is of one moment anyhow."""
 
+    def read_anew(self, connection: Connection) -> None:
+        # each connection has a cache of its own: what another one saw go bad on the disk is good in here
+        with translated(self.location):
+            connection.exec_driver_sql("PRAGMA shrink_memory")
+
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
         # no round trips here, but copies: pieces go from the map to their place one by one, while they are in the cache
         rows = {bytes(row.key): row for row in self.rows(connection, self.RECORDS, self.keys(keys))} if keys else {}
