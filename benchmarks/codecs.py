@@ -25,12 +25,12 @@ from prefixstore.backends.lmdb import LMDBBackend
 from prefixstore.boundaries import as_tokens
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.codec import CODECS, pick
 from prefixstore.encoder import AutoCodec
 from prefixstore.engine import Engine
 from prefixstore.eviction import POLICIES
 from prefixstore.llama.memory import Memory
+from prefixstore.new_page import NewPage
 from prefixstore.packing import PACKINGS
 from prefixstore.stats import Counters
 

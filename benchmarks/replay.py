@@ -26,10 +26,10 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.boundaries import TOKEN_BYTES
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.encoder import FixedCodec
 from prefixstore.engine import Engine
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 
 Prompts: TypeAlias = "list[list[int]]"

@@ -242,7 +242,7 @@ class Archive:
             return False
         transaction.touch(page.key, replace(usage, pinned=pinned))
         page.pinned = pinned
-        self.catalog.offer(page)
+        self.catalog.candidates.offer(page)
         return True
 
     def evict_to(self, max_bytes: int) -> Removed:

@@ -11,53 +11,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.boundaries import Tokens, boundary_hash
-from prefixstore.buffers import Lease
+from prefixstore.boundaries import Tokens
+from prefixstore.candidates import Candidates
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.eviction import Ordering, Policy, VictimQueue, by_expiry
+from prefixstore.eviction import Policy
 from prefixstore.index import Index, Page, Path
-from prefixstore.record import PAGE, Record, Usage
+from prefixstore.new_page import NewPage
+from prefixstore.record import Record, Usage
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Fits", "NewPage"]
+__all__ = ["Catalog", "Fits"]
 
 log = logging.getLogger("prefixstore")
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state is one of the page that begins at a position and has so many tokens."""
-
-
-@dataclass(slots=True, eq=False)
-class NewPage:
-    """A page that is not committed yet: a node of the index, and the buffer with its state."""
-
-    page: Page
-    settings: bytes
-    lease: Lease
-
-    @classmethod
-    def of(
-        cls,
-        namespace: bytes,
-        settings: bytes,
-        parent: bytes,
-        start: int,
-        tokens: bytes,
-        lease: Lease,
-        compute_us: int = 0,
-        form: int = PAGE,
-    ) -> NewPage:
-        """The page with these token bytes behind `parent`, in a namespace with these canonical settings."""
-        now = time.time_ns()
-        key = boundary_hash(parent, tokens, form)
-        page = Page(key, parent, namespace, start, tokens, len(lease.view), 0, compute_us, now, now, form=form)
-        return cls(page, settings, lease)
 
 
 class Catalog:
@@ -90,10 +63,7 @@ class Catalog:
 
     def _start_index(self) -> None:
         self.index = Index()
-        self._victims = VictimQueue(self.index, self._policy)
-        self._expiring = VictimQueue(self.index, Ordering(by_expiry))
-        # of tenants with a quota
-        self._victims_of: dict[frozenset[bytes], VictimQueue] = {}
+        self.candidates = Candidates(self.index, self._policy, lambda page: page.key not in self.pending)
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
@@ -216,7 +186,7 @@ class Catalog:
             if not self.index.add(page):
                 return False
         if key not in self.pending:
-            self.offer(page)
+            self.candidates.offer(page)
         return True
 
     # -- pages come and go; all under the lock ------------------------------------------------------------------------
@@ -260,7 +230,7 @@ class Catalog:
         for new in news:
             if self.is_pending(new):
                 del self.pending[new.page.key]
-                self.offer(new.page)
+                self.candidates.offer(new.page)
 
     def forget(self, key: bytes) -> list[Page]:
         """Take a page, and what depends on it, out of the index; they are returned, deepest first."""
@@ -271,7 +241,7 @@ class Catalog:
             self.touched.pop(lost.key, None)
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and parent.key not in self.pending:
-            self.offer(parent)
+            self.candidates.offer(parent)
         return gone
 
     def drop(self, key: bytes, reason: str) -> None:
@@ -315,30 +285,6 @@ class Catalog:
         return self._latest
 
     # -- who goes first; all under the lock ---------------------------------------------------------------------------
-
-    def offer(self, page: Page) -> None:
-        """A stored page has become a leaf, or may be a victim again."""
-        self._victims.push(page)
-        if page.expires:
-            self._expiring.push(page)
-        for namespaces, queue in self._victims_of.items():
-            if page.namespace in namespaces:
-                queue.push(page)
-
-    def victims(self, namespaces: frozenset[bytes] | None = None) -> Generator[Page, None, None]:
-        """Stored pages to evict, first one first, of these namespaces or of all; see `VictimQueue.victims`."""
-        if namespaces is None:
-            return self._victims.victims()
-        if namespaces not in self._victims_of:
-            queue = self._victims_of[namespaces] = VictimQueue(self.index, self._policy)
-            for page in self.index:
-                if page.namespace in namespaces and page.key not in self.pending:
-                    queue.push(page)
-        return self._victims_of[namespaces].victims()
-
-    def expiring(self) -> Generator[Page, None, None]:
-        """Stored pages that expire, in this order; see `VictimQueue.victims`."""
-        return self._expiring.victims()
 
     def evict(self, page: Page) -> None:
         """A page is deleted for want of room."""

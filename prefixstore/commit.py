@@ -11,10 +11,11 @@ from typing import TypeAlias
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.boundaries import TOKEN_BYTES
 from prefixstore.budget import Budget
-from prefixstore.catalog import Catalog, Fits, NewPage
+from prefixstore.catalog import Catalog, Fits
 from prefixstore.codec import decode
 from prefixstore.encoder import Encoder
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
+from prefixstore.new_page import NewPage
 from prefixstore.record import Buffer, Record, Usage, checksum
 from prefixstore.room import Room
 from prefixstore.stats import Counters

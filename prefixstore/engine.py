@@ -16,17 +16,19 @@ from prefixstore.backends.base import Backend
 from prefixstore.boundaries import Tokens, boundary_hash
 from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget, Used
-from prefixstore.catalog import Catalog, Fits, NewPage
+from prefixstore.catalog import Catalog, Fits
 from prefixstore.check import Violation, violations
 from prefixstore.commit import Committer
 from prefixstore.encoder import Encoder
 from prefixstore.errors import CorruptError
 from prefixstore.eviction import Policy
-from prefixstore.fetch import Fetcher, States
+from prefixstore.fetch import Fetcher
 from prefixstore.index import Page, Path
 from prefixstore.namespace import Namespace
-from prefixstore.read_ahead import Look
+from prefixstore.new_page import NewPage
+from prefixstore.reading import Look
 from prefixstore.record import checksum
+from prefixstore.serving import States
 from prefixstore.snapshots import thin
 from prefixstore.stats import Counters
 
@@ -296,7 +298,7 @@ class Engine:
                 for page in path.pages:
                     page.pinned = pinned
                     if page.key not in catalog.pending:
-                        catalog.offer(page)
+                        catalog.candidates.offer(page)
                 # what was refused for want of room may find it now
                 catalog.refused.clear()
         return path.n_tokens

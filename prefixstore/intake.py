@@ -159,5 +159,5 @@ class Intake:
         transaction.put_namespace(record.namespace, settings)
         transaction.put(entry.key, record, usage, entry.payload)
         with self._catalog.lock:
-            self._catalog.offer(page)
+            self._catalog.candidates.offer(page)
         return "pages"

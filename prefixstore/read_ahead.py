@@ -7,24 +7,22 @@ verify and decode what they got, each its own page, at the same time. What is st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from threading import Lock, Semaphore
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from prefixstore.backends.base import Snapshot
-from prefixstore.buffers import Buffers, Lease
+from prefixstore.buffers import Lease
 from prefixstore.codec import CODECS, decode_into, verify
 from prefixstore.encoder import UNPACKERS, ReadPace
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import UnavailableError
 from prefixstore.index import Page
+from prefixstore.reading import Look, Readers, accept, compare, fetched
 from prefixstore.record import Buffer, Record
 
-__all__ = ["Look", "MisfitError", "ReadAhead", "Readers", "compare", "fetched"]
-
-# of all restores that go on at a time; they are started as they are needed
-THREADS = 64
+__all__ = ["ReadAhead"]
 
 
 class _State(NamedTuple):
@@ -32,38 +30,6 @@ class _State(NamedTuple):
 
     view: memoryview
     lease: Lease | None
-
-
-class Readers:
-    """The threads of all restores, and the buffers that pages are decoded into."""
-
-    def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
-        # bounded by the room of each restore
-        self.buffers = Buffers(1 << 62)
-
-    def close(self) -> None:
-        """End the threads."""
-        self.threads.shutdown()
-
-
-def fetched(snapshot: Snapshot, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
-    """As `Snapshot.fetch`; nothing happens before the first is asked for, and it can be closed."""
-    yield from snapshot.fetch(keys)
-
-
-class MisfitError(IncompatibleError):
-    """A state is what was written, and not what its user can use."""
-
-
-Look: TypeAlias = Callable[[Page, memoryview], bool]
-"""Whether a state can be used for a page."""
-
-
-def compare(page: Page, record: Record) -> None:
-    """The hash nominated a page; its tokens prove it. Raises `CorruptError`."""
-    if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
-        raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
 
 
 class ReadAhead:
@@ -79,16 +45,28 @@ class ReadAhead:
         What is wanted, in this order.
     pace
         Is told how fast stored bytes were read.
+    look
+        Called with each state before it is given out, where it is asked for.
     streamed
         A state is valid until the next one is asked for only, and its buffer used again; otherwise until `close`.
     """
 
     def __init__(
-        self, readers: Readers, snapshot: Snapshot, pages: Sequence[Page], pace: ReadPace, *, streamed: bool
+        self,
+        readers: Readers,
+        snapshot: Snapshot,
+        pages: Sequence[Page],
+        pace: ReadPace,
+        look: Look | None,
+        *,
+        streamed: bool,
     ) -> None:
         self._buffers = readers.buffers
         self._pace = pace
+        self._look = look
+        # those that wait to be read, and those that wait to be given out
         self._pages = iter(pages)
+        self._promised_pages = iter(pages)
         self._fetched = fetched(snapshot, [page.key for page in pages])
         self._turn = Lock()
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
@@ -128,7 +106,8 @@ class ReadAhead:
         if self._n_taken:
             # of the state before: whoever asks for the next one is done with it
             self._room.release()
-        return self._take(self._promised.get().result())
+        state = self._take(self._promised.get().result())
+        return accept(self._look, next(self._promised_pages), state) if state is not None else None
 
     def settle(self) -> None:
         """Return when the state that `next` returned last is verified: it was before."""

@@ -17,7 +17,7 @@ from prefixstore.codec import CODECS, decode, inspect, verify, verify_checksum
 from prefixstore.encoder import ReadPace
 from prefixstore.errors import StorageError
 from prefixstore.index import Page
-from prefixstore.read_ahead import Look, MisfitError, Readers, compare, fetched
+from prefixstore.reading import Look, MisfitError, Readers, accept, compare, fetched
 from prefixstore.record import Record
 
 __all__ = ["ReadAlong"]
@@ -118,9 +118,12 @@ class ReadAlong:
             # it may be packed all the same: written anew since it came into the index
             raw = record.codec == CODECS["raw"]
             view = inspect(record, payload) if raw else decode(record, payload)
-            if self._look is not None and not self._look(page, view):
+            try:
+                accept(self._look, page, view)
+            except MisfitError:
+                # unless it is damaged
                 verify(record, payload)
-                raise MisfitError(f"page {page.key.hex()} has another shape than what it is for")
+                raise
         except StorageError as error:
             return error
         return _Found(record, view, time.perf_counter() - started)

@@ -73,11 +73,11 @@ class Room:
         catalog = self._catalog
         with catalog.lock:
             catalog.overdue = False
-            expiring = catalog.expiring()
+            expiring = catalog.candidates.expiring()
         while (page := self._next(expiring)) is not None:
             if page.expires > now:
                 with catalog.lock:
-                    catalog.offer(page)
+                    catalog.candidates.offer(page)
                 break
             self._delete(transaction, page, "expired")
         with catalog.lock:
@@ -109,7 +109,7 @@ class Room:
         """Delete leaves, first victim first, while there is too much; whether there is room now."""
         catalog = self._catalog
         with catalog.lock:
-            victims = catalog.victims(namespaces)
+            victims = catalog.candidates.victims(namespaces)
         try:
             while exceeded():
                 victim = self._next(victims)
@@ -137,7 +137,7 @@ class Room:
                 victim.last_used = max(usage.last_used, victim.last_used)
                 victim.expires = max(usage.expires, victim.expires)
                 victim.hits, victim.pinned = max(usage.hits, victim.hits), usage.pinned
-                catalog.offer(victim)
+                catalog.candidates.offer(victim)
                 return
             # first of all nobody finds it any more, nor puts anything behind it
             if counted == "evictions":

@@ -8,9 +8,9 @@ from collections import deque
 from functools import partial
 
 from prefixstore.buffers import Buffers, Lease
-from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
 from prefixstore.errors import PrefixStoreError, UnavailableError
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 
 __all__ = ["Writer"]

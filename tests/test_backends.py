@@ -26,7 +26,6 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.boundaries import boundary_hash
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.check import violations
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
@@ -38,6 +37,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import (

@@ -21,11 +21,11 @@ from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.boundaries import as_tokens, boundary_hash, boundary_hashes
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend

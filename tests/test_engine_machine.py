@@ -15,10 +15,10 @@ from prefixstore.backends.lmdb import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.budget import Budget
-from prefixstore.catalog import NewPage
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
 from tests.models import TORTURE

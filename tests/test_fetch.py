@@ -17,12 +17,13 @@ from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.breaker import Breaker
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import Catalog, NewPage
+from prefixstore.catalog import Catalog
 from prefixstore.commit import Committer
 from prefixstore.encoder import ReadPace, encode
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.eviction import POLICIES
 from prefixstore.fetch import Fetcher
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 
 NS = b"n" * 16

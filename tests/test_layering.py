@@ -19,7 +19,8 @@ backends.location backends.durable backends.base backends.memory backends.tiered
 backends.lmdb_sound backends.lmdb_environment backends.lmdb
 backends.sql_schema backends.sql_engine backends.sql_revisions backends.sqlite_file backends.sqlite
 backends.postgresql backends.sql_backend backends.sql backends.migrate backends
-catalog read_ahead read_along fetch room commit check engine writer purge admin intake transfer
+candidates new_page catalog
+reading read_ahead read_along serving fetch room commit check engine writer purge admin intake transfer
 llama llama.synthetic llama.pace llama.blob llama.parse llama.shape llama.memory llama.fingerprint llama.borders
 llama.stops llama.standing llama.lineage llama.restore llama.resume llama.capture llama.snapshots llama.hook
 llama.place llama.whole llama.states llama.portable

@@ -12,12 +12,12 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.budget import Budget, Quota, parse_seconds
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import InvalidParameterError
 from prefixstore.eviction import POLICIES
 from prefixstore.namespace import Namespace
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 
 MIB = 1 << 20

@@ -21,7 +21,6 @@ from prefixstore.backends.sql_schema import APPLICATION_ID, CHANGES, META, PAGES
 from prefixstore.boundaries import boundary_hash
 from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.catalog import NewPage
 from prefixstore.check import violations
 from prefixstore.encoder import FixedCodec
 from prefixstore.engine import Engine
@@ -35,6 +34,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page

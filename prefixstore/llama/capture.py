@@ -9,11 +9,11 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import Lease
-from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.memory import Memory
 from prefixstore.llama.pace import Pace
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
 

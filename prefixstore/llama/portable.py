@@ -22,7 +22,6 @@ import numpy as np
 from llama_cpp.llama import LlamaState
 
 from prefixstore.boundaries import Tokens, TokenSequence, as_tokens, boundary_hashes, common_prefix
-from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
 from prefixstore.errors import CorruptError, InvalidParameterError, PrefixStoreError, StorageError
 from prefixstore.llama.blob import Assembly, Blob
@@ -34,6 +33,7 @@ from prefixstore.llama.shape import shape_of
 from prefixstore.llama.states import StateBuilder
 from prefixstore.llama.whole import ENDLESS, WholeState, find
 from prefixstore.namespace import Namespace
+from prefixstore.new_page import NewPage
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from prefixstore.boundaries import boundary_hash
 from prefixstore.buffers import Lease
-from prefixstore.catalog import NewPage
 from prefixstore.engine import Engine
 from prefixstore.errors import CorruptError
 from prefixstore.llama.blob import Assembly, Blob
@@ -27,6 +26,7 @@ from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_sequence
 from prefixstore.llama.standing import PARTIAL, WHOLE, Standing
 from prefixstore.llama.stops import SnapshotPolicy
+from prefixstore.new_page import NewPage
 from prefixstore.record import PAGE, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.writer import Writer

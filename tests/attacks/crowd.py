@@ -20,7 +20,7 @@ import numpy as np
 from prefixstore import PrefixStore, StorageError
 from prefixstore.admin import Archive
 from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.catalog import NewPage
+from prefixstore.new_page import NewPage
 from prefixstore.record import PAGE, SNAPSHOT
 from prefixstore.transfer import PackReader, export_pack, import_pack
 

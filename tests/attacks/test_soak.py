@@ -28,7 +28,11 @@ def collections_of(store):
         name: getattr(catalog, name) for name in ("pending", "writing", "touched", "damaged", "thinned", "refused")
     }
     named |= {"pages": catalog.index.pages, "roots": catalog.index._roots, "held": catalog.index.held}
-    named |= {"victims": catalog._victims._heap, "expiring": catalog._expiring._heap, "hot": engine._hot}
+    named |= {
+        "victims": catalog.candidates._victims._heap,
+        "expiring": catalog.candidates._expiring._heap,
+        "hot": engine._hot,
+    }
     named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._memory._table}
     named |= {"gone": hook._lineage.gone, "keys": hook._lineage._keys, "saved": hook._saved}
     named |= {"idle": store._writer._buffers._idle, "queue": store._writer._queue, "counts": store._counters._counts}

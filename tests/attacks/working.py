@@ -20,12 +20,12 @@ from prefixstore.backends import migrate, open_backend
 from prefixstore.backends.base import Backend, Snapshot
 from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.budget import Budget
-from prefixstore.catalog import NewPage
 from prefixstore.cli import main
 from prefixstore.codec import pick
 from prefixstore.engine import Engine
 from prefixstore.errors import UnavailableError
 from prefixstore.eviction import POLICIES
+from prefixstore.new_page import NewPage
 from prefixstore.record import PAGE, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.transfer import PackReader, import_pack
