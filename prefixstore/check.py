@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prefixstore.backends.base import Snapshot
 from prefixstore.budget import Budget
 from prefixstore.codec import decode
-from prefixstore.errors import IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.record import SNAPSHOT, Record
 
 __all__ = ["Violation", "violations"]
@@ -82,7 +82,10 @@ def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) ->
 
 def _payload(snapshot: Snapshot, key: bytes, record: Record) -> list[str]:
     """What is wrong with the bytes of the page."""
-    payload = snapshot.payload(key)
+    try:
+        payload = snapshot.payload(key)
+    except CorruptError as error:
+        return [str(error)]
     if payload is None:
         return ["there is none"]
     try:

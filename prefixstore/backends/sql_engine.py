@@ -47,6 +47,7 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("is full", FullError),
     ("is not a database", IncompatibleError),
     ("malformed", CorruptError),
+    ("Could not decode", CorruptError),  # text where bytes were written
     ("unable to open", LocationError),
     ("readonly", LocationError),
     ("no such table", IncompatibleError),

@@ -1,0 +1,119 @@
+"""Rows and payloads that are exchanged or changed where they lie: never a wrong state, and all of it is found."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from prefixstore.admin import Archive
+from prefixstore.backends import open_backend
+from prefixstore.codec import decode
+from prefixstore.errors import StorageError
+from prefixstore.record import Record
+from tests.models import TORTURE
+from tests.places import SCHEMES, contents, fill, place, space
+
+MIB = 1 << 20
+
+
+def states(location: str) -> dict[bytes, bytes]:
+    """All states that can be had, by every way to read them."""
+    found: dict[bytes, bytes] = {}
+    with closing(open_backend(location, max_bytes=64 * MIB)) as backend, backend.snapshot() as snapshot:
+        for key, record, _ in snapshot.scan():
+            if isinstance(record, Record):
+                with suppress(StorageError):
+                    found[key] = bytes(decode(record, snapshot.payload(key) or b""))
+                with suppress(StorageError):
+                    for one, payload in snapshot.fetch([key]):
+                        assert found.get(key) in (None, bytes(decode(one, payload)))
+                        found[key] = bytes(decode(one, payload))
+    return found
+
+
+def mend(location: str, good: dict[bytes, bytes], lost: set[bytes]) -> None:
+    """What is damaged gives no state, is told of, and goes; the rest stays."""
+    assert states(location).items() <= good.items()
+    assert not states(location).keys() & lost
+    with Archive(location) as archive:
+        archive.pages()
+        found, _ = archive.repair()
+        assert found
+        assert archive.check() == []
+    assert states(location).items() <= good.items()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", [1000, 2_200_000] if TORTURE > 1 else [1000])
+def test_payloads_under_each_others_keys_are_no_states(tmp_path, request, scheme, size):
+    location = place(scheme, tmp_path, request)
+    with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
+        paths = fill(backend, space(), [list(range(8)), [9] * 8], size=size)
+        good = {key: payload for key, (_, _, payload) in contents(backend).items()}
+        (_, one), (_, other) = paths
+        with backend.snapshot() as snapshot:
+            records = {key: (snapshot.record(key), snapshot.usage(key)) for key in (one, other)}
+        with backend.transaction() as transaction:
+            transaction.put(one, *records[one], good[other])
+            transaction.put(other, *records[other], good[one])
+    mend(location, good, {one, other})
+    assert len(states(location)) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_record_under_the_key_of_another_page_is_none(tmp_path, request, scheme):
+    location = place(scheme, tmp_path, request)
+    with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
+        (path, other) = fill(backend, space(), [list(range(8)), [9] * 4])
+        good = {key: payload for key, (_, _, payload) in contents(backend).items()}
+        with backend.snapshot() as snapshot:
+            record, usage = snapshot.record(path[0]), snapshot.usage(path[0])
+        # SQL refuses to write it at all
+        with suppress(StorageError), backend.transaction() as transaction:
+            transaction.put(other[0], replace(record), usage, good[path[0]])
+    if scheme == "lmdb":
+        mend(location, good, {other[0]})
+    else:
+        assert states(location) == good
+
+
+CHANGES = {
+    "tokens": "UPDATE prefixstore_pages SET tokens = :blob WHERE key = :key",
+    "checksum": "UPDATE prefixstore_pages SET checksum = :blob WHERE key = :key",
+    "start": "UPDATE prefixstore_pages SET start = start + 4 WHERE key = :key",
+    "negative": "UPDATE prefixstore_pages SET start = -1, raw_bytes = -1 WHERE key = :key",
+    "huge": "UPDATE prefixstore_pages SET raw_bytes = 9223372036854775807 WHERE key = :key",
+    "codec": "UPDATE prefixstore_pages SET codec = 1 WHERE key = :key",
+    "form": "UPDATE prefixstore_pages SET form = 1 WHERE key = :key",
+    "version": "UPDATE prefixstore_pages SET version = 0 WHERE key = :key",
+    "namespace": "UPDATE prefixstore_pages SET namespace = :blob WHERE key = :key",
+    "parent": "UPDATE prefixstore_pages SET parent = :blob WHERE key = :key",
+    "seal": "UPDATE prefixstore_pages SET seal = :blob WHERE key = :key",
+    "usage": "UPDATE prefixstore_pages SET last_used = -5, hits = -1, expires = -1 WHERE key = :key",
+    "no pieces": "DELETE FROM prefixstore_pieces WHERE page = :key",
+    "empty pieces": "UPDATE prefixstore_pieces SET data = :empty WHERE page = :key",
+    "longer": "UPDATE prefixstore_pieces SET data = data || :blob WHERE page = :key",
+    "number": "UPDATE prefixstore_pieces SET number = number + 7 WHERE page = :key AND number = 0",
+    "other bytes": "UPDATE prefixstore_pieces SET data = (SELECT p.data FROM prefixstore_pieces p WHERE p.page = :other"
+    " AND p.number = 0) WHERE page = :key AND number = 0",
+}
+
+
+@pytest.mark.parametrize("scheme", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_rows_that_are_changed_through_sql_are_found(tmp_path, request, scheme, what):
+    location = place(scheme, tmp_path, request)
+    with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
+        (path, other) = fill(backend, space(), [list(range(12)), [9] * 4], size=3 << 19)
+        good = {key: payload for key, (_, _, payload) in contents(backend).items()}
+    given = {"key": path[1], "other": other[0], "blob": b"\1\2\3\4" * 4, "empty": b""}
+    names = {name: given[name] for name in given if f":{name}" in CHANGES[what]}
+    engine = create_engine(location)
+    with engine.begin() as connection:
+        assert connection.execute(text(CHANGES[what]), names).rowcount > 0
+    engine.dispose()
+    mend(location, good, {path[1]} if what not in ("usage", "number") else set())
+    assert {path[0], other[0]} <= states(location).keys()
