@@ -273,7 +273,9 @@ class Engine:
         """Have the states of pages at hand that prompts began with of late. Raises `StorageError`."""
         while self._hot:
             _, page = self._hot.popitem()
-            if self._backend.state(page.key, page.tokens) is None:
+            with self._catalog.lock:
+                is_there = self._catalog.index.get(page.key) is page
+            if is_there and self._backend.state(page.key, page.tokens) is None:
                 with self.fetching([page]) as states:
                     for state in states:
                         self._backend.keep(page.key, page.tokens, state)

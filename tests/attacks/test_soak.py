@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.adaptive import SAMPLES
 from tests.models import TORTURE, answer, prompt
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
 MAX_BYTES = 6 << 20
+# of what fills slowly
+BOUNDS = {"samples": SAMPLES}
 
 
 def resident() -> int:
@@ -82,9 +85,14 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
         stats = store.stats()
         assert stats.hits + stats.live_hits + sum(stats.misses.values()) == lookups
         assert stats.evictions > COMPLETIONS // 20
-        assert set(stats.dropped) <= {"budget", "orphan", "queue_full"}
+        print(f"{scheme}: dropped {stats.dropped}, unreadable {stats.unreadable}, misses {stats.misses}")
+        assert set(stats.dropped) <= {"budget", "orphan", "queue_full", "full"}
+        # pages of many sizes leave gaps in a small map, in which now and then the next one finds no room
+        assert stats.dropped.get("full", 0) <= COMPLETIONS / 500
         # evicted between the lookup and the restore
         assert set(stats.unreadable) <= {"vanished"}
+        assert stats.unreadable.get("vanished", 0) <= COMPLETIONS / 50
+        assert stats.outages == 0 or TORTURE == 1
         assert stats.corrupt == 0
         assert store.check() == []
         llm.set_cache(None)
@@ -99,4 +107,4 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
         assert last_disk <= 1.25 * MAX_BYTES + (1 << 16)
     for name, size in last_sizes.items():
         # what holds a few may hold a few more by chance
-        assert size <= 1.3 * sizes[name] + 40, name
+        assert size <= max(1.3 * sizes[name] + 40, BOUNDS.get(name, 0)), name
