@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.common import LIGHT, load, model_path, prompt_tokens, seconds, state_of, summary
+from benchmarks.common import LIGHT, load, model_path, prompt_tokens, seconds, summary
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -28,11 +28,14 @@ NAMES = {
 }
 
 
-def works_for(llm: Any, n: int, directory: Path, tokens: list[int]) -> dict[str, Callable[[], object]]:
-    """What puts the `n` tokens that the context holds back into it."""
-    state = state_of(llm)
-    source = np.frombuffer(state, np.uint8)
-    target = source.copy()
+def works_for(
+    llm: Any, n: int, directory: Path, tokens: list[int], memory: list[np.ndarray]
+) -> dict[str, Callable[[], object]]:
+    """What puts the `n` tokens that the context holds back into it. Two pieces of memory serve all sizes alike."""
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    source, target = (piece[:size] for piece in memory)
+    state = ctypes.cast(source.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+    assert llama_cpp.llama_state_seq_get_data(llm.ctx, state, size, 0) == size
     saved = llm.save_state()
     path = bytes(directory / f"{n}.state")
     array = (ctypes.c_int32 * n)(*tokens[:n])
@@ -40,16 +43,18 @@ def works_for(llm: Any, n: int, directory: Path, tokens: list[int]) -> dict[str,
     assert llama_cpp.llama_state_save_file(llm.ctx, path, array, n)
     return {
         "memcpy": lambda: np.copyto(target, source),
-        "limit": lambda: llama_cpp.llama_state_seq_set_data(llm.ctx, state, len(state), 0),
+        "limit": lambda: llama_cpp.llama_state_seq_set_data(llm.ctx, state, size, 0),
         "load_file": lambda: llama_cpp.llama_state_load_file(llm.ctx, path, out, len(out), ctypes.byref(count)),
         "load_state": lambda: llm.load_state(saved),
     }
 
 
-def measure(llm: Any, stores: dict[str, PrefixStore], n: int, directory: Path) -> dict[str, dict[str, float]]:
+def measure(
+    llm: Any, stores: dict[str, PrefixStore], n: int, directory: Path, memory: list[np.ndarray]
+) -> dict[str, dict[str, float]]:
     tokens = prompt_tokens(llm, SIZES[-1] + 1)
     assert stores["raw"].restore(tokens[: n + 1], llm) == n
-    works = works_for(llm, n, directory, tokens)
+    works = works_for(llm, n, directory, tokens, memory)
     for codec, store in stores.items():
         works[codec] = lambda store=store: store.restore(tokens[: n + 1], always=True)
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -78,7 +83,10 @@ def run() -> dict[str, Any]:
         for store in stores.values():
             store.capture(llm)
             store.flush()
-        results = {str(n): measure(llm, stores, n, directory) for n in reversed(SIZES)}
+        memory = [np.zeros(llama_cpp.llama_state_seq_get_size(llm.ctx, 0), np.uint8) for _ in range(2)]
+        for piece in memory:
+            piece.fill(1)
+        results = {str(n): measure(llm, stores, n, directory, memory) for n in reversed(SIZES)}
         for store in stores.values():
             store.close()
     return {str(n): results[str(n)] for n in SIZES}

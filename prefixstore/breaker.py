@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.index import Page
@@ -16,9 +17,10 @@ __all__ = ["Breaker"]
 
 log = logging.getLogger("prefixstore")
 
-# What a question may take, and how fast bytes have to come: slower than that the location counts as failing.
+# What a question may take, and how fast bytes and records have to come: what is slower counts as failing.
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
+SLOW_RECORDS_PER_SECOND = 2000
 # For so many times as long as a failure took nothing is asked: failures take less than a fiftieth of the time. What
 # fails as fast as this may be asked at once.
 REST = 50
@@ -30,6 +32,20 @@ FIRST_PROBE = 0.05
 LAST_PROBE = 5.0
 
 
+@dataclass
+class Question:
+    """What the location is asked for: a page, or records, of which there may be many when all are read anew."""
+
+    page: Page | None
+    n_records: int = 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the answer may take."""
+        n_bytes = self.page.raw_bytes if self.page is not None else 0
+        return SLOW_SECONDS + n_bytes / SLOW_BYTES_PER_SECOND + self.n_records / SLOW_RECORDS_PER_SECOND
+
+
 class Breaker:
     """Lets questions through to a location, and none while it is left alone.
 
@@ -37,11 +53,12 @@ class Breaker:
     ----------
     probe
         Asks the location what it last failed to answer: of this page, or, for None, what is stored. By a thread.
+        Returns how many records were read.
     counters
         Counts how often the location was left alone (``"outages"``), and the time that was lost on it.
     """
 
-    def __init__(self, probe: Callable[[Page | None], object], counters: Counters) -> None:
+    def __init__(self, probe: Callable[[Page | None], int], counters: Counters) -> None:
         self._probe = probe
         self._counters = counters
         self.after_fork()
@@ -63,8 +80,8 @@ class Breaker:
         return time.monotonic() < self._rests_until
 
     @contextmanager
-    def asking(self, page: Page | None = None) -> Iterator[None]:
-        """A question to the location.
+    def asking(self, page: Page | None = None) -> Iterator[Question]:
+        """A question to the location; whoever asks for many records notes how many they were.
 
         Parameters
         ----------
@@ -79,8 +96,9 @@ class Breaker:
         if self.is_resting:
             raise UnavailableError("the location has failed, or was slow, and is left alone until it is well again")
         started = time.monotonic()
+        question = Question(page)
         try:
-            yield
+            yield question
         except (CorruptError, IncompatibleError) as error:
             if page is None:  # otherwise it is the page's fault
                 self._rest(time.monotonic() - started, page, f"it fails: {error}")
@@ -89,7 +107,7 @@ class Breaker:
             self._rest(time.monotonic() - started, page, f"it fails: {error}")
             raise
         seconds = time.monotonic() - started
-        if seconds > _patience(page):
+        if seconds > question.patience:
             self._rest(seconds, page, f"it took {seconds:.1f} s to answer")
 
     def _rest(self, seconds: float, page: Page | None, why: str) -> None:
@@ -114,8 +132,8 @@ class Breaker:
         while not self._closing.wait(pause):
             started = time.monotonic()
             try:
-                self._probe(page)
-                well = time.monotonic() - started <= _patience(page)
+                question = Question(page, self._probe(page))
+                well = time.monotonic() - started <= question.patience
             except StorageError:
                 well = False
             except Exception:  # whatever it is, it is not well, and must be asked again
@@ -129,8 +147,3 @@ class Breaker:
                 log.warning("the location is well again")
                 return
             pause = min(2 * pause, LAST_PROBE)
-
-
-def _patience(page: Page | None) -> float:
-    """What a question may take."""
-    return SLOW_SECONDS + (page.raw_bytes / SLOW_BYTES_PER_SECOND if page is not None else 0)

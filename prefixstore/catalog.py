@@ -67,7 +67,7 @@ class Catalog:
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
-    def refresh(self, snapshot: Snapshot, *, newest: bool = False) -> None:
+    def refresh(self, snapshot: Snapshot, *, newest: bool = False) -> int:
         """Bring the index to the generation of the snapshot, unless it is ahead of it.
 
         The backend is asked without the lock. As every transaction begins with this, what it changes in the index is
@@ -80,8 +80,14 @@ class Catalog:
         newest
             Whether nothing newer can be stored. Then an index that is ahead of it is of a store that is not there any
             more: another one, or an older copy, was put in its place.
+
+        Returns
+        -------
+        int
+            How many records were read.
         """
         generation = snapshot.generation
+        n_records = 0
         while True:
             with self.lock:
                 if newest and generation < self._generation:
@@ -89,16 +95,17 @@ class Catalog:
                 known = self._generation if self._trusted else None
                 if generation < self._generation or generation == known:
                     # a snapshot that was opened before the last refresh tells nothing new
-                    return
+                    return n_records
             changed = snapshot.changes(known) if known is not None else None
             found: Mapping[bytes, tuple[Record | StorageError, Usage]]
             if changed is None:
                 found = {key: (record, usage) for key, record, usage in snapshot.scan()}
             else:
                 found = snapshot.records(changed)
+            n_records += len(found)
             with self.lock:
                 if generation < self._generation or (generation == self._generation and self._trusted):
-                    return  # somebody was quicker
+                    return n_records  # somebody was quicker
                 if changed is not None and not self._trusted:
                     continue  # somebody has failed meanwhile: changes are not enough any more
                 if changed is None:
@@ -108,7 +115,7 @@ class Catalog:
                         self._refresh_page(key, *found.get(key, (None, None)))
                 self.refused.clear()
                 self._generation, self._trusted = generation, True
-                return
+                return n_records
 
     # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
 

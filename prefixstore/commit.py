@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,8 @@ log = logging.getLogger("prefixstore")
 Packed: TypeAlias = tuple[NewPage, Record, Buffer]
 
 ATTEMPTS = 4
+# seconds before the second attempt, twice as many before the third, and so on
+PAUSE = 0.01
 
 
 class Committer:
@@ -76,6 +79,8 @@ class Committer:
                     # what a transaction deletes is of use to a later one only
                     with self._catalog.transaction(self._backend) as transaction:
                         self._room.make_spare(transaction, room << (attempt - 1))
+                    # what somebody still reads cannot be written over
+                    time.sleep(PAUSE * attempt)
                     self._backend.reclaim()
                 return self._write(packed)
             except FullError as error:

@@ -127,15 +127,16 @@ class Engine:
 
     def _look(self) -> None:
         """Know what is stored. Raises `StorageError`; at once, while the location is left alone."""
-        with self._breaker.asking(), self._backend.snapshot() as snapshot:
-            self._catalog.refresh(snapshot)
+        with self._breaker.asking() as question, self._backend.snapshot() as snapshot:
+            question.n_records = self._catalog.refresh(snapshot)
 
-    def _probe(self, page: Page | None) -> None:
+    def _probe(self, page: Page | None) -> int:
         """Ask the location what it failed to answer, or took long to; by a thread of the breaker."""
         with self._backend.snapshot() as snapshot:
-            self._catalog.refresh(snapshot)
+            n_records = self._catalog.refresh(snapshot)
             for _, payload in snapshot.fetch([page.key] if page is not None else []):
                 checksum(payload)
+        return n_records
 
     def fetching(
         self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None
