@@ -44,19 +44,26 @@ def test_an_answer_in_time_changes_nothing(breaker, clock):
     assert not breaker.is_resting
 
 
-def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
-    with pytest.raises(UnavailableError), breaker.asking():
+def ask_in_vain(breaker, clock, error, page=None):
+    with pytest.raises(type(error)):
+        ask(breaker, clock, error, page)
+
+
+def ask(breaker, clock, error, page):
+    with breaker.asking(page):
         clock[0] += 0.01
-        raise UnavailableError("no")
+        raise error
+
+
+def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
+    ask_in_vain(breaker, clock, UnavailableError("no"))
     assert breaker.is_resting
     with pytest.raises(UnavailableError, match="left alone"), breaker.asking():
         pytest.fail("nothing is asked")
-    clock[0] += 0.01 * module.REST
+    clock[0] += 0.011 * module.REST
     assert not breaker.is_resting
 
 
 def test_a_damaged_page_is_no_word_against_the_location(breaker, clock):
-    with pytest.raises(CorruptError), breaker.asking(page=object()):
-        clock[0] += 0.01
-        raise CorruptError("no")
+    ask_in_vain(breaker, clock, CorruptError("no"), page=object())
     assert not breaker.is_resting
