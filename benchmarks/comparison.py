@@ -241,8 +241,8 @@ RSS*: of the larger process, with the mapped pages of LMDB's file. *Differ*: gre
 cache, of all requests; batches are split otherwise behind a restore, and where the best two tokens are that close an
 answer may change ([design.md](design.md), point 4). Files are in the system's memory in all cells.
 The same work took up to 1.5 times as long in one process as in the next on this machine (a chat without a cache, three
-times: 241, 381 and 381 ms in the middle), whatever the cache: of two cells that are closer than that, neither is faster.
-Tokens evaluated and bytes do not vary."""
+times: medians of 396, 401 and 274 ms), whatever the cache: of two cells that are closer than that, neither is
+faster. Tokens evaluated and bytes do not vary."""
 
 
 def plot(model: str) -> str:
