@@ -48,6 +48,8 @@ class Catalog:
         self.pending: dict[bytes, NewPage] = {}
         # of the pending pages those that are in a transaction, or were until just now: they may be stored already
         self.writing: set[bytes] = set()
+        # of the pending pages those that another process has stored meanwhile
+        self._twins: set[bytes] = set()
         self.touched: dict[bytes, int] = {}
         self.damaged: set[bytes] = set()
         # of pages whose states are what was written: whether one is of use at all
@@ -150,6 +152,7 @@ class Catalog:
             log.warning("a page cannot be read: %s", record)
         if isinstance(record, CorruptError):
             self.damaged.add(key)
+        self._twins.discard(key)
         if key not in self.pending:
             self.lose(key)
 
@@ -163,6 +166,7 @@ class Catalog:
             elif not isinstance(record, IncompatibleError):
                 raise record
         self._start_index()
+        self._twins.clear()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
@@ -194,6 +198,8 @@ class Catalog:
                 return False
         if key not in self.pending:
             self.candidates.offer(page)
+        else:
+            self._twins.add(key)
         return True
 
     # -- pages come and go; all under the lock ------------------------------------------------------------------------
@@ -217,7 +223,8 @@ class Catalog:
         self.pending[new.page.key] = new
         self._policy.added(new.page)
         older = self.index.superseded_by(new.page)
-        if older is not None and older.is_leaf and older.key in self.pending and older.key not in self.writing:
+        may_be_stored = older is not None and older.key in (self.writing | self._twins)
+        if older is not None and older.is_leaf and older.key in self.pending and not may_be_stored:
             # not written yet, and not needed any more; what is written is deleted when the new page is
             self.forget(older.key)
         return True
@@ -237,6 +244,7 @@ class Catalog:
         for new in news:
             if self.is_pending(new):
                 del self.pending[new.page.key]
+                self._twins.discard(new.page.key)
                 self.candidates.offer(new.page)
 
     def forget(self, key: bytes) -> list[Page]:
@@ -246,6 +254,10 @@ class Catalog:
         for lost in gone:
             self.pending.pop(lost.key, None)
             self.touched.pop(lost.key, None)
+            if lost.key in self._twins:
+                # it is stored all the same, and what it follows is no leaf
+                self._twins.discard(lost.key)
+                self.distrust()
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and parent.key not in self.pending:
             self.candidates.offer(parent)

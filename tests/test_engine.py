@@ -700,6 +700,23 @@ def test_an_older_snapshot_does_not_take_the_index_back(tmp_path):
         assert one.counters.group("dropped") == {}
 
 
+def test_a_tail_that_another_process_has_stored_meanwhile_is_not_forgotten_with_the_one_that_waits(tmp_path):
+    """Forgotten, it would be left behind when what it follows is evicted for want of dependents."""
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A[:4])
+        tail = one.announce(A[:6])
+        two.put(A[:6])
+        assert one.match(A[:6]) == 6  # one knows that it is stored as well
+        longer = one.announce(A[:8])
+        one.engine.commit([*tail, *longer])
+        assert one.engine.check() == []
+        assert one.match(A[:8]) == 8
+        for number in range(10, 20):
+            one.put([number] * 4)
+            assert one.engine.check() == []
+        assert {*one.engine._catalog.index.pages} == one.stored_keys()
+
+
 def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
     monkeypatch.setattr("prefixstore.backends.lmdb.CHANGES_KEPT", 2)
     with two_stores(tmp_path, max_entries=20) as (one, two):
