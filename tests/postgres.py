@@ -69,7 +69,7 @@ class Server:
         """Return when it answers. It ends with this process, however that ends."""
         # of one that was killed
         (self.data / "postmaster.pid").unlink(missing_ok=True)
-        program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 50)
+        program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
         with (self.sockets / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [program, *arguments, "-c", "listen_addresses="],
