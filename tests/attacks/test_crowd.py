@@ -23,7 +23,7 @@ from tests.worker import command, in_process
 
 ROOT = Path(__file__).parent.parent.parent
 MAX_BYTES = 3 << 20
-PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 3.0)
+PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 2.0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
