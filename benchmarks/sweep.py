@@ -53,6 +53,9 @@ def measure(
     llm: Any, stores: dict[str, PrefixStore], n: int, directory: Path, memory: list[np.ndarray]
 ) -> dict[str, dict[str, float]]:
     tokens = prompt_tokens(llm, SIZES[-1] + 1)
+    # nothing of a longer prompt is left
+    llm.reset()
+    llm._ctx.kv_cache_clear()
     assert stores["raw"].restore(tokens[: n + 1], llm) == n
     works = works_for(llm, n, directory, tokens, memory)
     for codec, store in stores.items():
