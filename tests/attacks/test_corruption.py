@@ -25,7 +25,7 @@ from tests.models import TORTURE, answer, prompt
 from tests.places import contents, fill, space
 
 ROOT = Path(__file__).parent.parent.parent
-CASES = 10 * TORTURE
+CASES = 15 * TORTURE
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
