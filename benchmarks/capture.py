@@ -59,7 +59,7 @@ def measure(flash: bool, shape: dict[str, Any], n_tokens: int) -> dict[str, Any]
             as_evaluated(llm, store, tokens)
             taken = {"as evaluated": watch.seconds - before}
             state = state_of(llm)
-            taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, state, len(state), 0))  # noqa: B023
+            taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, state, len(state), 0))  # noqa: B023 - called at once
             store.clear(everything=True)
             gc.collect()
             taken["at once"] = seconds(store.capture)

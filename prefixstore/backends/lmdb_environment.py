@@ -16,7 +16,7 @@ from typing import Any
 
 import lmdb
 
-from prefixstore.backends.durable import publish
+from prefixstore.backends.durable import make_directory, publish
 from prefixstore.backends.lmdb_sound import check_head, check_trees
 from prefixstore.errors import (
     CorruptError,
@@ -90,7 +90,7 @@ class Environment:
         try:
             if not read_only:
                 # it was there, but may have been deleted since
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                make_directory(path)
                 if not (path / DATA).exists():
                     _create(path)
             self.env = lmdb.open(
@@ -120,7 +120,7 @@ class Environment:
         except StorageError:
             self.env.close()
             raise
-        found = os.stat(self._file)  # noqa: PTH116
+        found = (path / DATA).stat()
         self._identity = found.st_dev, found.st_ino
         self._is_broken = False
 
