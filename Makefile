@@ -24,7 +24,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
 torture: $(VENV)/.dev
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/attacks tests/test_shared.py tests/test_engine_machine.py tests/test_backends.py
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/attacks tests/test_shared.py tests/engine/test_state_machine.py tests/backends/test_contract.py
 
 # llama-cpp-python comes as source: pip builds it with the C++ compiler, which takes a quarter of an hour on two cores.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(BIN)/python

@@ -19,7 +19,7 @@ from llama_cpp.llama_cache import LlamaRAMCache
 from benchmarks.common import CACHE, load
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.llama.synthetic import TINY, write_model
+from prefixstore.testing.models import TINY, write_model
 
 TURNS = 4
 SYSTEM_TOKENS = 600

@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.common import alternate, load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.backends import migrate
-from tests.postgres import private_server, server_program
+from prefixstore.backends.sql import migrations as migrate
+from tests.support.postgres import private_server, server_program
 
 N_TOKENS = 4096
 ROUNDS = 11

@@ -21,17 +21,17 @@ import numpy as np
 
 from benchmarks.common import load, model_path, prompt_tokens, ratio, seconds, state_of, summary
 from benchmarks.tables import milliseconds, paragraph, table
-from prefixstore.backends.lmdb import LMDBBackend
-from prefixstore.boundaries import as_tokens
-from prefixstore.budget import Budget
+from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.buffers import Buffers
-from prefixstore.codec import CODECS, pick
-from prefixstore.encoder import AutoCodec
-from prefixstore.engine import Engine
-from prefixstore.eviction import POLICIES
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.new_page import NewPage
+from prefixstore.format.autocodec import AutoCodec
+from prefixstore.format.codec import CODECS, pick
+from prefixstore.format.keys import as_tokens
+from prefixstore.format.packing import PACKINGS
 from prefixstore.llama.memory import Memory
-from prefixstore.new_page import NewPage
-from prefixstore.packing import PACKINGS
 from prefixstore.stats import Counters
 
 PAGE_TOKENS = 256

@@ -21,7 +21,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from prefixstore.llama.synthetic import DEMO, write_model
+from prefixstore.testing.models import DEMO, write_model
 
 N_CTX = 8192
 # traces and the trained model, beside the repository

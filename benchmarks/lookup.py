@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks.common import summary
 from benchmarks.tables import milliseconds, table
-from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.record import Record, Usage, checksum
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.store import PrefixStore
 
 PAGE_TOKENS = 256

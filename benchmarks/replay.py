@@ -23,13 +23,13 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.boundaries import TOKEN_BYTES
-from prefixstore.budget import Budget
 from prefixstore.buffers import Buffers
-from prefixstore.encoder import FixedCodec
-from prefixstore.engine import Engine
-from prefixstore.eviction import POLICIES
-from prefixstore.new_page import NewPage
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.new_page import NewPage
+from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.stats import Counters
 
 Prompts: TypeAlias = "list[list[int]]"

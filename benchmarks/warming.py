@@ -18,8 +18,8 @@ from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 from benchmarks.common import load, model_path, ratio, seconds, tree_bytes
 from benchmarks.tables import megabytes, met, paragraph, table
 from prefixstore import PrefixStore, WarmReport, warm
-from prefixstore.boundaries import as_tokens
-from prefixstore.plan import Plan
+from prefixstore.format.keys import as_tokens
+from prefixstore.warming.trie import Plan
 
 PROMPTS = 200
 SYSTEMS, SYSTEM_TOKENS = 4, 300

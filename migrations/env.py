@@ -1,10 +1,10 @@
-"""What Alembic runs: migrations on the connection of ``prefixstore.backends.sql_revisions``, or as SQL text."""
+"""What Alembic runs: migrations on the connection of ``prefixstore.backends.sql.revisions``, or as SQL text."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from prefixstore.backends.sql_schema import METADATA, VERSION_TABLE
+from prefixstore.backends.sql.schema import METADATA, VERSION_TABLE
 
 connection = context.config.attributes.get("connection")
 if context.is_offline_mode():

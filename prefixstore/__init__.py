@@ -1,7 +1,7 @@
 """A persistent prefix cache for llama-cpp-python: computed once, restored in milliseconds, by every process."""
 
-from prefixstore.check import Violation
 from prefixstore.config import load
+from prefixstore.engine.check import Violation
 from prefixstore.errors import (
     ClosedError,
     ContextError,
@@ -17,12 +17,12 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.namespace import Namespace
-from prefixstore.prompts import Problem
+from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Stats
 from prefixstore.store import Match, PrefixStore
-from prefixstore.walk import Progress
-from prefixstore.warming import WarmReport, warm
+from prefixstore.warming.job import WarmReport, warm
+from prefixstore.warming.prompts import Problem
+from prefixstore.warming.walk import Progress
 
 __all__ = [
     "ClosedError",

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends.location import is_url
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from prefixstore.namespace import Namespace
+from prefixstore.format.namespace import Namespace
 from prefixstore.store import PrefixStore
 
 if TYPE_CHECKING:

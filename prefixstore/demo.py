@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefixstore.budget import format_bytes
+from prefixstore.engine.budget import format_bytes
 from prefixstore.errors import ContextError, MissingExtraError
 from prefixstore.store import PrefixStore
 
@@ -67,7 +67,7 @@ def _say(text: str) -> None:
 
 def _write_model(path: Path) -> Path:
     try:
-        from prefixstore.llama.synthetic import DEMO, write_model  # noqa: PLC0415 - the extra "demo"
+        from prefixstore.testing.models import DEMO, write_model  # noqa: PLC0415 - the extra "demo"
 
         _say("Writing a model with random weights (16 layers, 32 KiB of state a token) ...")
         return write_model(path, DEMO)

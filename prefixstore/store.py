@@ -11,12 +11,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.backends.tiered import TieredBackend
-from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
-from prefixstore.budget import Budget, Quota, parse_bytes, parse_seconds
-from prefixstore.check import Violation
-from prefixstore.codec import pick
-from prefixstore.engine import Engine
+from prefixstore.engine.budget import Budget, Quota, parse_bytes, parse_seconds
+from prefixstore.engine.check import Violation
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.queue import Writer
+from prefixstore.engine.ram import TieredBackend
 from prefixstore.errors import (
     ClosedError,
     InvalidParameterError,
@@ -25,10 +25,10 @@ from prefixstore.errors import (
     NotAttachedError,
     StorageError,
 )
-from prefixstore.eviction import POLICIES
-from prefixstore.namespace import Namespace
+from prefixstore.format.codec import pick
+from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
+from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters, Stats
-from prefixstore.writer import Writer
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from prefixstore.llama import pace
-from tests.models import load, write
-from tests.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
+from prefixstore.llama import rate as pace
+from tests.support.models import load, write
+from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import prefixstore
 from prefixstore import Namespace, PrefixStore
 from prefixstore.config import MODEL_SETTINGS, Config, explain, load, load_config
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from tests.models import ONE_THREAD, prompt
+from tests.support.models import ONE_THREAD, prompt
 
 FILE = """
 [model]

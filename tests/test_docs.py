@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore import record, stats
-from prefixstore.backends import lmdb_environment
-from prefixstore.codec import CODECS
-from prefixstore.namespace import Namespace
-from prefixstore.packing import PLANES_HEADER
-from prefixstore.record import FORMAT_VERSION, Record, Usage, checksum
+from prefixstore import stats
+from prefixstore.backends.lmdb import environment as lmdb_environment
+from prefixstore.format import record
+from prefixstore.format.codec import CODECS
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.packing import PLANES_HEADER
+from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
 
 ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "docs" / "format.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 
 from prefixstore import PrefixStore, UnavailableError
 from prefixstore.llama.memory import Memory
-from tests.models import answer, prompt
+from tests.support.models import answer, prompt
 
 TOKENS = prompt(700)
 
@@ -120,7 +120,7 @@ def test_a_restore_that_loses_to_computing_is_not_done(llama):
 FULL_DISK = """
 import sys
 from prefixstore import PrefixStore
-from tests.models import answer, load, prompt
+from tests.support.models import answer, load, prompt
 llm = load(sys.argv[1])
 with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
     llm.set_cache(store)

@@ -24,7 +24,7 @@ from prefixstore import (
     PrefixStore,
     PrefixStoreError,
 )
-from tests.models import prompt
+from tests.support.models import prompt
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.admin import Archive
-from tests.models import answer, load, prompt
-from tests.places import SCHEMES, place
-from tests.serving import tokens_of
+from prefixstore.maintenance.archive import Archive
+from tests.support.models import answer, load, prompt
+from tests.support.places import SCHEMES, place
+from tests.support.serving import tokens_of
 
 ROOT = Path(__file__).parent.parent
 SERVERS = 4
@@ -25,7 +25,7 @@ class Server:
     """A process that answers prompts."""
 
     def __init__(self, stack, model, location, **options):
-        command = [sys.executable, "-m", "tests.serving", "serve", str(model), location, json.dumps(options)]
+        command = [sys.executable, "-m", "tests.support.serving", "serve", str(model), location, json.dumps(options)]
         self.process = stack.enter_context(
             subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -158,7 +158,7 @@ def test_budgets_hold_whoever_writes(servers, models, location, tmp_path):
 def test_workers_that_are_forked_after_opening_serve(models, location):
     jobs = [{"common": COMMON, "own": OWN, "seed": seed} for seed in range(4)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.serving", "fork", str(models("llama")), location, "{}"],
+        [sys.executable, "-m", "tests.support.serving", "fork", str(models("llama")), location, "{}"],
         cwd=ROOT,
         input="".join(json.dumps(job) + "\n" for job in jobs),
         capture_output=True,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import pytest
 
 from prefixstore import PrefixStore
-from tests.models import TORTURE, answer, load, prompt
-from tests.worker import ROOT, command, in_process
+from tests.support.models import TORTURE, answer, load, prompt
+from tests.support.worker import ROOT, command, in_process
 
 
 def test_four_processes_share_one_location(models, tmp_path):

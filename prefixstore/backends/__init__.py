@@ -22,7 +22,7 @@ Opener: TypeAlias = Callable[..., Backend]
 ENTRY_POINTS = "prefixstore.backends"
 # scheme -> module and the function in it that opens a location
 SCHEMES = {
-    "lmdb": ("prefixstore.backends.lmdb", "open_lmdb"),
+    "lmdb": ("prefixstore.backends.lmdb.backend", "open_lmdb"),
     "memory": ("prefixstore.backends.memory", "open_memory"),
     "postgres": ("prefixstore.backends.sql", "open_sql"),
     "postgresql": ("prefixstore.backends.sql", "open_sql"),

@@ -28,9 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-from prefixstore.budget import Used
+from prefixstore.engine.budget import Used
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.record import Buffer, Record, Usage
+from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["Backend", "Snapshot", "Transaction"]
 

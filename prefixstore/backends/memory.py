@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.budget import Used
+from prefixstore.engine.budget import Used
 from prefixstore.errors import InvalidParameterError, StorageError
-from prefixstore.record import RECORD, USAGE, Buffer, Record, Usage
+from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
 

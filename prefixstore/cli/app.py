@@ -12,7 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli import care, look, measure, move
+from prefixstore.cli import inspect as look
+from prefixstore.cli import maintain as care
+from prefixstore.cli import measure
+from prefixstore.cli import transfer as move
 from prefixstore.cli.output import FAILED, guarded
 
 __all__ = ["app", "run"]

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.admin import Archive
-from prefixstore.bench import BreakEven, Rates, measure_break_even, measure_rates
-from prefixstore.budget import format_bytes
-from prefixstore.cli.model import ConfigFile, ModelFile, NCtx, configured
+from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, configured
 from prefixstore.cli.output import AsJson, LocationArgument, emit, fields, table
+from prefixstore.engine.budget import format_bytes
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.bench import BreakEven, Rates, measure_break_even, measure_rates
 
 __all__ = ["bench", "demo"]
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from prefixstore.budget import format_bytes
-from prefixstore.walk import Progress
+from prefixstore.engine.budget import format_bytes
+from prefixstore.warming.walk import Progress
 
 __all__ = ["shown"]
 

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixstore.budget import format_bytes
 from prefixstore.cli.output import DONE, FAILED, AsJson, emit, fields, guarded, say
 from prefixstore.cli.progress import shown
 from prefixstore.config import Config, explain, load_config
+from prefixstore.engine.budget import format_bytes
 from prefixstore.errors import LocationError, MisuseError
-from prefixstore.estimate import estimate
-from prefixstore.prompts import Problem, read
 from prefixstore.store import PrefixStore
-from prefixstore.warming import WarmReport
-from prefixstore.warming import warm as run_job
+from prefixstore.warming.estimate import estimate
+from prefixstore.warming.job import WarmReport
+from prefixstore.warming.job import warm as run_job
+from prefixstore.warming.prompts import Problem, read
 
 if TYPE_CHECKING:
     from types import FrameType

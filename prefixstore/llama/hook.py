@@ -24,22 +24,22 @@ import numpy as np
 from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from prefixstore.boundaries import Tokens, TokenSequence, as_tokens
-from prefixstore.engine import Engine
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.queue import Writer
 from prefixstore.errors import MisuseError, PrefixStoreError
-from prefixstore.llama.borders import Vocabulary
-from prefixstore.llama.capture import Capturer
+from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
+from prefixstore.format.namespace import Namespace
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.memory import KINDS, Memory, kind_of
-from prefixstore.llama.pace import Pace
+from prefixstore.llama.pages import Capturer
+from prefixstore.llama.rate import Pace
 from prefixstore.llama.restore import Restorer
 from prefixstore.llama.resume import Resumer
 from prefixstore.llama.snapshots import SnapshotCapturer
 from prefixstore.llama.standing import Standing
 from prefixstore.llama.stops import SnapshotPolicy
-from prefixstore.namespace import Namespace
+from prefixstore.llama.turns import Vocabulary
 from prefixstore.stats import Counters
-from prefixstore.writer import Writer
 
 __all__ = ["Hook", "calling_completion", "register_cache"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import llama_cpp
 import numpy as np
 
-from prefixstore.boundaries import Tokens, boundary_hash
+from prefixstore.format.keys import Tokens, boundary_hash
 from prefixstore.llama.memory import Memory
 
 __all__ = ["Lineage"]

@@ -21,9 +21,9 @@ import numpy as np
 
 from prefixstore.buffers import Lease
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.llama.blob import Blob, Buffer
 from prefixstore.llama.parse import U32
 from prefixstore.llama.shape import Shape, complete_cells, shape_of, shape_of_sequence
+from prefixstore.llama.state import Blob, Buffer
 
 __all__ = ["KINDS", "Memory", "kind_of", "page_tokens_for"]
 

@@ -21,21 +21,21 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama import LlamaState
 
-from prefixstore.boundaries import Tokens, TokenSequence, as_tokens, boundary_hashes, common_prefix
-from prefixstore.engine import Engine
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.new_page import NewPage
+from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError, InvalidParameterError, PrefixStoreError, StorageError
-from prefixstore.llama.blob import Assembly, Blob
+from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, boundary_hashes, common_prefix
+from prefixstore.format.namespace import Namespace
 from prefixstore.llama.hook import MEDIA_ATTRIBUTES
 from prefixstore.llama.memory import Memory, kind_of
 from prefixstore.llama.parse import parse_context
-from prefixstore.llama.place import Place, nameless_place, place_of
+from prefixstore.llama.portable_restore import StateBuilder
+from prefixstore.llama.portable_target import Place, nameless_place, place_of
 from prefixstore.llama.shape import shape_of
-from prefixstore.llama.states import StateBuilder
-from prefixstore.llama.whole import ENDLESS, WholeState, find
-from prefixstore.namespace import Namespace
-from prefixstore.new_page import NewPage
+from prefixstore.llama.state import Assembly, Blob
+from prefixstore.llama.whole_state import ENDLESS, WholeState, find
 from prefixstore.stats import Counters
-from prefixstore.writer import Writer
 
 __all__ = ["PortableHook"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import llama_cpp
 
-from prefixstore.boundaries import Tokens, as_tokens, common_prefix
 from prefixstore.errors import InvalidParameterError
+from prefixstore.format.keys import Tokens, as_tokens, common_prefix
 from prefixstore.llama.hook import MEDIA_ATTRIBUTES
 
 __all__ = ["chat_tokens", "text_tokens"]

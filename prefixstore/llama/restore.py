@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import llama_cpp
 import numpy as np
 
-from prefixstore.boundaries import Tokens, common_prefix
-from prefixstore.engine import Engine
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Page
 from prefixstore.errors import StorageError
-from prefixstore.index import Page
+from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.memory import Memory
-from prefixstore.llama.pace import Pace
+from prefixstore.llama.rate import Pace
 from prefixstore.stats import Counters
 
 __all__ = ["Restorer"]

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 import llama_cpp
 import numpy as np
 
-from prefixstore.boundaries import Tokens, common_prefix
-from prefixstore.engine import Engine
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError, StorageError
-from prefixstore.index import Page, Path
-from prefixstore.llama.blob import Assembly, Blob
+from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_sequence
+from prefixstore.llama.rate import Pace
 from prefixstore.llama.standing import Standing
+from prefixstore.llama.state import Assembly, Blob
 from prefixstore.stats import Counters
 
 __all__ = ["Resumer"]

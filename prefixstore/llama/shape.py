@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.blob import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer
 from prefixstore.llama.parse import PAIR, U32, parse_sequence
+from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer
 
 __all__ = ["Shape", "complete_cells", "shape_of", "shape_of_sequence"]
 

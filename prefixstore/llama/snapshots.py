@@ -16,20 +16,20 @@ from functools import partial
 import llama_cpp
 import numpy as np
 
-from prefixstore.boundaries import boundary_hash
 from prefixstore.buffers import Lease
-from prefixstore.engine import Engine
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.new_page import NewPage
+from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError
-from prefixstore.llama.blob import Assembly, Blob
+from prefixstore.format.keys import boundary_hash
+from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.pace import Pace
 from prefixstore.llama.parse import parse_sequence
+from prefixstore.llama.rate import Pace
 from prefixstore.llama.standing import PARTIAL, WHOLE, Standing
+from prefixstore.llama.state import Assembly, Blob
 from prefixstore.llama.stops import SnapshotPolicy
-from prefixstore.new_page import NewPage
-from prefixstore.record import PAGE, SNAPSHOT
 from prefixstore.stats import Counters
-from prefixstore.writer import Writer
 
 __all__ = ["SnapshotCapturer"]
 

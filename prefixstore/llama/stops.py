@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixstore.boundaries import Tokens, as_tokens
-from prefixstore.llama.borders import TokenKind, borders
-from prefixstore.snapshots import positions, thin
+from prefixstore.engine.snapshots import positions, thin
+from prefixstore.format.keys import Tokens, as_tokens
+from prefixstore.llama.turns import TokenKind, borders
 
 __all__ = ["SnapshotPolicy"]
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore.backends.base import Backend, Transaction
-from prefixstore.boundaries import as_tokens, boundary_hash
 from prefixstore.errors import StorageError
-from prefixstore.record import SNAPSHOT, Buffer, Record, Usage, checksum
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.record import SNAPSHOT, Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 

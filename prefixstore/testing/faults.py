@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.budget import Used
+from prefixstore.engine.budget import Used
 from prefixstore.errors import StorageError, UnavailableError
-from prefixstore.record import Buffer, Record, Usage
+from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["FaultyBackend", "Operation", "SlowBackend"]
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.admin import Archive
-from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.new_page import NewPage
-from prefixstore.record import PAGE, SNAPSHOT
-from prefixstore.transfer import PackReader, export_pack, import_pack
+from prefixstore.engine.new_page import NewPage
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.record import PAGE, SNAPSHOT
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import PackReader, export_pack, import_pack
 
 P = 4
 SIZES = (0, 1, 900, 20_000, 90_000)

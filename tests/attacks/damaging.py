@@ -13,9 +13,9 @@ from pathlib import Path
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
-from prefixstore.codec import decode
 from prefixstore.errors import StorageError
-from tests.places import contents, fill, space
+from prefixstore.format.codec import decode
+from tests.support.places import contents, fill, space
 
 MIB = 1 << 20
 SETTINGS = space()

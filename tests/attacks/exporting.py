@@ -9,10 +9,10 @@ from contextlib import closing
 
 import xxhash
 
-from prefixstore.admin import Archive
-from prefixstore.record import Record, Usage
-from prefixstore.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, export_pack
-from tests.places import fill, space
+from prefixstore.format.record import Record, Usage
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, export_pack
+from tests.support.places import fill, space
 
 
 def an_export() -> bytes:

@@ -18,12 +18,12 @@ import numpy as np
 from prefixstore import CorruptError, PrefixStore
 from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
-from prefixstore.codec import decode
-from prefixstore.llama.pace import Pace
+from prefixstore.format.codec import decode
+from prefixstore.format.record import checksum
 from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.whole import HEADER, MAGIC
-from prefixstore.record import checksum
-from tests.models import answer, load, prompt
+from prefixstore.llama.rate import Pace
+from prefixstore.llama.whole_state import HEADER, MAGIC
+from tests.support.models import answer, load, prompt
 
 SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
 VALUES = (0, 1, 2, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)

@@ -20,17 +20,17 @@ import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError, prompts
-    from prefixstore.admin import Archive
-    from prefixstore.boundaries import boundary_hash
-    from prefixstore.codec import decode
     from prefixstore.config import load_config
-    from prefixstore.llama.blob import assemble
+    from prefixstore.format.codec import decode
+    from prefixstore.format.keys import boundary_hash
+    from prefixstore.format.namespace import Namespace
+    from prefixstore.format.packing import PACKINGS
+    from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
     from prefixstore.llama.parse import parse_context, parse_sequence
     from prefixstore.llama.shape import shape_of, shape_of_sequence
-    from prefixstore.namespace import Namespace
-    from prefixstore.packing import PACKINGS
-    from prefixstore.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
-    from prefixstore.transfer import (
+    from prefixstore.llama.state import assemble
+    from prefixstore.maintenance.archive import Archive
+    from prefixstore.maintenance.transfer import (
         END_HEAD,
         ENTRY,
         HEADER,
@@ -44,7 +44,7 @@ with atheris.instrument_imports(include=["prefixstore"]):
 
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export
-from tests.places import space
+from tests.support.places import space
 
 # what a target may hold: a claim of more is a claim, and no memory
 MEMORY = 4 << 30

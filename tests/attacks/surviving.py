@@ -9,14 +9,14 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from prefixstore.admin import Archive
 from prefixstore.backends import open_backend
-from prefixstore.backends.lmdb_scrub import read_layout
-from prefixstore.check import violations
-from prefixstore.codec import decode
-from prefixstore.record import Usage
+from prefixstore.backends.lmdb.scrub import read_layout
+from prefixstore.engine.check import violations
+from prefixstore.format.codec import decode
+from prefixstore.format.record import Usage
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import export_pack
 from prefixstore.testing import make_page
-from prefixstore.transfer import export_pack
 from tests.attacks.working import BUDGET, SPACES, digest, pages_of, state_of
 
 COUNTED = """

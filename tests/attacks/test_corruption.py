@@ -15,14 +15,14 @@ import pytest
 
 from prefixstore import CorruptError, PrefixStore
 from prefixstore.backends import open_backend
-from prefixstore.budget import Budget
-from prefixstore.codec import pick
-from prefixstore.engine import Engine
-from prefixstore.eviction import Ordering, lru
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import Ordering, lru
+from prefixstore.format.codec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaging import MIB, build, location
-from tests.models import TORTURE, answer, prompt
-from tests.places import contents, fill, space
+from tests.support.models import TORTURE, answer, prompt
+from tests.support.places import contents, fill, space
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = 15 * TORTURE

@@ -13,17 +13,18 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, event
 
-from prefixstore.admin import Archive
-from prefixstore.backends import migrate, open_backend
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import migrations as migrate
 from prefixstore.errors import UnavailableError
+from prefixstore.maintenance.archive import Archive
 from tests.attacks.dying import Mortals, allowed
 from tests.attacks.power import shim
 from tests.attacks.surviving import contents_of_old, look_at, look_without_writing, pack
 from tests.attacks.working import BUDGET
-from tests.models import TORTURE
-from tests.places import SCHEMES, place
-from tests.postgres import database
-from tests.test_sql_schema import write_old
+from tests.backends.test_sql_schema import write_old
+from tests.support.models import TORTURE
+from tests.support.places import SCHEMES, place
+from tests.support.postgres import database
 
 EACH = TORTURE > 1
 

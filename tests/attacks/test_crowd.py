@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.admin import Archive
+from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
 from tests.attacks.weather import wait_for
-from tests.models import TORTURE, prompt
-from tests.places import SCHEMES, place
-from tests.worker import command, in_process
+from tests.support.models import TORTURE, prompt
+from tests.support.places import SCHEMES, place
+from tests.support.worker import command, in_process
 
 ROOT = Path(__file__).parent.parent.parent
 MAX_BYTES = 3 << 20

@@ -13,20 +13,20 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from prefixstore.admin import Archive
 from prefixstore.backends import open_backend
 from prefixstore.buffers import Buffers
 from prefixstore.config import load_config
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import SNAPSHOT, Record, Usage, checksum
 from prefixstore.llama.prompt import text_tokens
 from prefixstore.llama.shape import shape_of_sequence
-from prefixstore.namespace import Namespace
-from prefixstore.record import SNAPSHOT, Record, Usage, checksum
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import PackReader, import_pack
 from prefixstore.testing import make_page
-from prefixstore.transfer import PackReader, import_pack
 from tests.attacks.exporting import an_export, export_of, with_key
-from tests.models import TORTURE, state_bytes
-from tests.places import place, space
+from tests.support.models import TORTURE, state_bytes
+from tests.support.places import place, space
 
 ROOT = Path(__file__).parent.parent.parent
 TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")

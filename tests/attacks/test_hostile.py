@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 
 from prefixstore import PrefixStore, PrefixStoreError
 from prefixstore.backends import open_backend
-from prefixstore.budget import Budget
-from prefixstore.codec import decode, pick
-from prefixstore.engine import Engine
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.errors import CorruptError, StorageError
-from prefixstore.eviction import Ordering, lru
-from prefixstore.packing import PACKINGS
-from prefixstore.record import RECORD, RECORD_SEAL, Record, Usage, checksum
+from prefixstore.format.codec import decode, pick
+from prefixstore.format.packing import PACKINGS
+from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
+from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
-from prefixstore.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from tests.attacks.forging import forget, moved
-from tests.models import TORTURE, answer, prompt
-from tests.places import contents, fill, place, space
+from tests.support.models import TORTURE, answer, prompt
+from tests.support.places import contents, fill, place, space
 
 ROOT = Path(__file__).parent.parent.parent
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}

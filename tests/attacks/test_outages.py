@@ -20,10 +20,10 @@ from sqlalchemy import make_url
 
 import prefixstore.store
 from prefixstore import PrefixStore, UnavailableError, writer
-from prefixstore.backends import lmdb_environment
+from prefixstore.backends.lmdb import environment as lmdb_environment
 from tests.attacks.weather import Weather, wait_for
-from tests.models import TORTURE, answer, prompt
-from tests.places import SCHEMES, place
+from tests.support.models import TORTURE, answer, prompt
+from tests.support.places import SCHEMES, place
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -207,7 +207,7 @@ def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeyp
 EXIT = """
 import sys
 from prefixstore import PrefixStore, writer
-from tests.models import answer, load, prompt
+from tests.support.models import answer, load, prompt
 writer.PATIENCE = 1.0
 llm = load(sys.argv[1])
 store = PrefixStore(sys.argv[2], llm)
@@ -355,7 +355,7 @@ def test_a_permission_that_is_lost_costs_what_is_written_and_nothing_else(llama,
 import os, sys, tempfile
 from pathlib import Path
 from prefixstore import PrefixStore
-from tests.models import answer, load, prompt
+from tests.support.models import answer, load, prompt
 llm = load(sys.argv[1])
 cold = [answer(llm, prompt(300, seed), 3) for seed in range(3)]
 def at(place):

@@ -13,13 +13,13 @@ import pytest
 from sqlalchemy import create_engine
 
 from prefixstore.backends import open_backend
-from prefixstore.budget import Budget
-from prefixstore.check import violations
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.check import violations
 from tests.attacks.dying import Mortals
 from tests.attacks.power import MARK, MODES, SYNC, Disk, Entry, is_mapped, read_journal, shim
 from tests.attacks.surviving import look_at, look_without_writing, pack
-from tests.models import TORTURE
-from tests.places import fill, space
+from tests.support.models import TORTURE
+from tests.support.places import fill, space
 
 FILES = ("lmdb", "sqlite")
 EACH = TORTURE > 1

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.adaptive import SAMPLES
-from tests.models import TORTURE, answer, prompt
+from prefixstore.engine.adaptive import SAMPLES
+from tests.support.models import TORTURE, answer, prompt
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
 MAX_BYTES = 6 << 20

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import create_engine, text
 
-from prefixstore.admin import Archive
 from prefixstore.backends import open_backend
-from prefixstore.codec import decode
 from prefixstore.errors import StorageError
-from prefixstore.record import Record
-from tests.models import TORTURE
-from tests.places import SCHEMES, contents, fill, place, space
+from prefixstore.format.codec import decode
+from prefixstore.format.record import Record
+from prefixstore.maintenance.archive import Archive
+from tests.support.models import TORTURE
+from tests.support.places import SCHEMES, contents, fill, place, space
 
 MIB = 1 << 20
 

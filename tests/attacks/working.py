@@ -15,22 +15,23 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from prefixstore.admin import Archive
-from prefixstore.backends import migrate, open_backend
+from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend, Snapshot
-from prefixstore.boundaries import as_tokens, boundary_hash
-from prefixstore.budget import Budget
+from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.codec import pick
-from prefixstore.engine import Engine
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.new_page import NewPage
+from prefixstore.engine.queue import Writer
 from prefixstore.errors import UnavailableError
-from prefixstore.eviction import POLICIES
-from prefixstore.new_page import NewPage
-from prefixstore.record import PAGE, SNAPSHOT
+from prefixstore.format.codec import pick
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.record import PAGE, SNAPSHOT
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import PackReader, import_pack
 from prefixstore.stats import Counters
-from prefixstore.transfer import PackReader, import_pack
-from prefixstore.writer import Writer
-from tests.places import space
+from tests.support.places import space
 
 BUDGET = Budget(700 << 10)
 SPACES = [space("one"), space("two")]

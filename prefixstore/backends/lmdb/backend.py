@@ -1,0 +1,331 @@
+"""Pages in an LMDB environment: a directory that many processes share.
+
+A payload is one value, so it lies in one piece in the memory map and a restore reads it from there. LMDB never
+overwrites what an open snapshot can see, so the map is safe to read while others evict. The size of the map is what
+bounds the file: it never grows beyond `FILE_FACTOR` times the budget, whatever the churn.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.files import make_directory
+from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
+from prefixstore.backends.lmdb.scrub import common, erase, punch, read_layout, split
+from prefixstore.backends.location import path_of
+from prefixstore.engine.budget import Used
+from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.format.record import Buffer, Record, Usage
+
+__all__ = ["LMDBBackend", "open_lmdb"]
+
+FILE_FACTOR = 1.25
+CHANGES_KEPT = 4096
+
+META_GENERATION = struct.Struct("<Q")
+NOTE = b"note:"
+CHANGE_KEY = struct.Struct(">Q")
+PAGE_HEADER = 16
+KEY_BYTES = 16
+# how long a scrub waits for those who read an older state, and how many bytes it clears while writers wait
+READERS_WITHIN = 10.0
+CLEARED_AT_ONCE = 256 << 20
+
+
+class _View(Snapshot):
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
+        self._txn = txn
+        self._db = databases
+
+    @property
+    def generation(self) -> int:
+        stored = self._txn.get(b"generation", db=self._db[b"meta"])
+        return int(META_GENERATION.unpack(stored)[0]) if stored is not None else 0
+
+    def changes(self, since: int) -> list[bytes] | None:
+        now = self.generation
+        if since == now:
+            return []
+        cursor = self._txn.cursor(self._db[b"changes"])
+        if since > now or not cursor.set_key(CHANGE_KEY.pack(since + 1)):
+            return None
+        return [
+            bytes(keys[i : i + KEY_BYTES])
+            for keys in cursor.iternext(keys=False)
+            for i in range(0, len(keys), KEY_BYTES)
+        ]
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        for stored_key, stored in self._txn.cursor(self._db[b"records"]):
+            key = bytes(stored_key)
+            record: Record | StorageError
+            try:
+                record = Record.unpack(key, stored)
+                usage = self.usage(key) or Usage(record.created)
+            except StorageError as error:
+                record, usage = error, Usage(0)
+            yield key, record, usage
+
+    def record(self, key: bytes) -> Record | None:
+        stored = self._txn.get(key, db=self._db[b"records"])
+        return Record.unpack(key, stored) if stored is not None else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        stored = self._txn.get(key, db=self._db[b"usage"])
+        return Usage.unpack(stored) if stored is not None else None
+
+    def payload(self, key: bytes) -> Buffer | None:
+        return self._txn.get(key, db=self._db[b"payloads"])
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return map(bytes, self._txn.cursor(self._db[b"payloads"]).iternext(values=False))
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return {bytes(key): bytes(settings) for key, settings in self._txn.cursor(self._db[b"namespaces"])}
+
+    def note(self, name: bytes) -> bytes | None:
+        stored = self._txn.get(NOTE + name, db=self._db[b"meta"])
+        return bytes(stored) if stored is not None else None
+
+    @property
+    def used(self) -> Used:
+        stats = [self._txn.stat(self._db[name]) for name in DATABASES]
+        pages = 4 + sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+        return Used(pages * stats[0]["psize"], self._txn.stat(self._db[b"records"])["entries"])
+
+
+class _Change(_View, Transaction):
+    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
+        super().__init__(txn, databases)
+        self._page_size = txn.stat(databases[b"meta"])["psize"]
+        self._changed: list[bytes] = []
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        # a payload has pages of its own; each of the four trees may split a leaf and the branch above it
+        payload = -(-(n_bytes + PAGE_HEADER) // self._page_size)
+        tokens = -(-(len(record.tokens) + 256) // self._page_size)
+        return (payload + tokens + 8) * self._page_size
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        # the bytes first, then the record that makes them visible
+        self._txn.put(key, payload, db=self._db[b"payloads"])
+        self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+        self._txn.put(key, record.pack(), db=self._db[b"records"])
+        self._changed.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
+        if any(found):
+            self._changed.append(key)
+        return any(found)
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        if self._txn.get(key, db=self._db[b"records"]) is not None:
+            self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        if self._txn.get(key, db=self._db[b"namespaces"]) != settings:
+            self._txn.put(key, settings, db=self._db[b"namespaces"])
+
+    def drop_namespace(self, key: bytes) -> None:
+        self._txn.delete(key, db=self._db[b"namespaces"])
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        if value is None:
+            self._txn.delete(NOTE + name, db=self._db[b"meta"])
+        else:
+            self._txn.put(NOTE + name, value, db=self._db[b"meta"])
+
+    def finish(self) -> None:
+        """Write down what changed, and forget changes that are too old to be asked for."""
+        if not self._changed:
+            return
+        generation = self.generation + 1
+        self._txn.put(b"generation", META_GENERATION.pack(generation), db=self._db[b"meta"])
+        self._txn.put(CHANGE_KEY.pack(generation), b"".join(self._changed), db=self._db[b"changes"])
+        cursor = self._txn.cursor(self._db[b"changes"])
+        while cursor.first() and CHANGE_KEY.unpack(cursor.key())[0] + CHANGES_KEPT <= generation:
+            cursor.delete()
+
+
+class LMDBBackend(Backend):
+    """Pages in an LMDB environment.
+
+    Parameters
+    ----------
+    path
+        A directory; created, readable by its owner only, if it is not there.
+    max_bytes
+        The budget; the file stays within `FILE_FACTOR` times this.
+    read_only
+        Open an existing store and never write to it.
+
+    Raises
+    ------
+    LocationError
+        If the path is a file, cannot be written, or holds no store to read.
+    IncompatibleError
+        If the path holds something else, or a newer format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
+        self._path = Path(path).expanduser().absolute()
+        self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
+        self._read_only = read_only
+        self._closed = False
+        self._environment: Environment | None = None
+        self.after_fork()
+        self._prepare_directory()
+        self._open()
+
+    def _prepare_directory(self) -> None:
+        try:
+            if not self._read_only:
+                make_directory(self._path)
+            if not self._path.is_dir():
+                raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
+        except (FileExistsError, NotADirectoryError):
+            raise LocationError(f"{self._path} is a file; an LMDB store is a directory of its own") from None
+        except OSError as error:
+            raise LocationError(f"{self._path} cannot be created: {error.strerror}; choose another location") from error
+        needed = os.R_OK | os.X_OK | (0 if self._read_only else os.W_OK)
+        if not os.access(self._path, needed):
+            raise LocationError(
+                f"{self._path} is not writable for this user; choose another location, or read_only=True"
+            )
+
+    def _open(self) -> Environment:
+        """The shared environment of this process, opened if need be."""
+        with self._opening:
+            if self._closed:
+                raise UnavailableError(f"{self._path} is closed")
+            if self._environment is None:
+                self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
+            return self._environment
+
+    def _writable(self) -> Environment:
+        environment = self._open()
+        if self._read_only:
+            raise UnavailableError(f"{self._path} is open read-only")
+        return environment
+
+    @property
+    def location(self) -> str:
+        return f"lmdb://{self._path}"
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        environment = self._open()
+        with environment.begin(write=False) as txn:
+            yield _View(txn, environment.databases)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        environment = self._writable()
+        with environment.begin(write=True) as txn:
+            change = _Change(txn, environment.databases)
+            yield change
+            change.finish()
+
+    def sync(self) -> None:
+        environment = self._open()
+        # within a transaction, because the map is not replaced, nor the process forked, before it has ended
+        with environment.begin(write=False):
+            environment.env.sync(True)
+
+    def reclaim(self) -> None:
+        """Let LMDB reuse what was deleted: dead readers go, and two commits pass (it keeps two states back)."""
+        environment = self._open()
+        environment.env.reader_check()
+        for _ in range(2):
+            with environment.begin(write=True) as txn:
+                passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
+                txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+
+    def scrub(self) -> None:
+        """Write zeros over all that is free in the file, page by page and inside of pages.
+
+        Servers go on meanwhile. They write through new handles from now on, because LMDB's buffers of the old ones hold
+        what they have written. A snapshot of what was deleted must end first, for which this waits some seconds.
+        """
+        environment = self._writable()
+        with environment.begin(write=True) as txn:
+            scrubs = int.from_bytes(txn.get(SCRUBS, default=b"", db=environment.databases[b"meta"]), "little")
+            txn.put(SCRUBS, (scrubs + 1).to_bytes(8, "little"), db=environment.databases[b"meta"])
+        self._clear_free_space(erase, gaps=True)
+
+    def compact(self) -> int:
+        """Give the free pages of the file back to the disk; how many bytes.
+
+        The file keeps its length, and has holes. Raises `UnavailableError` where there are no such files.
+        """
+        return self._clear_free_space(punch, gaps=False)
+
+    def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
+        """Have `clear(handle, start, end)` done to all bytes that nothing refers to; the sum of what it returns."""
+        environment = self._writable()
+        # now neither of the two states that LMDB keeps refers to what was deleted before
+        self.reclaim()
+        self.sync()
+        path = self._path / "data.mdb"
+        left: list[tuple[int, int]] | None = None
+        cleared = 0
+        handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        try:
+            while left is None or left:
+                # others wait for this transaction: it is a short one, and what it left is looked at anew
+                with self._alone_with_the_newest(environment):
+                    layout = read_layout(path)
+                    inside = layout.gaps if gaps and left is None else []
+                    now, left = split(layout.free if left is None else common(left, layout.free), CLEARED_AT_ONCE)
+                    cleared += sum(clear(handle, start, end) for start, end in (*inside, *now))
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        return cleared
+
+    @contextmanager
+    def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
+        """The write lock, while nobody reads an older state than the one committed last, and that one is durable."""
+        deadline = time.monotonic() + READERS_WITHIN
+        while True:
+            with environment.begin(write=True) as txn:
+                newest = txn.id() - 1
+                behind = [pid for pid, transaction in environment.readers().items() if transaction < newest]
+                if not behind:
+                    # until it is on the disk, a loss of power brings back the state before, which has other free pages
+                    environment.env.sync(True)
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self._path}: process {behind[0]} still reads what was deleted; try again, or end it first"
+                )
+            time.sleep(0.05)
+            environment.env.reader_check()
+
+    def after_fork(self) -> None:
+        self._environment = None
+        self._opening = threading.Lock()
+
+    def close(self) -> None:
+        with self._opening:
+            self._closed = True
+            environment, self._environment = self._environment, None
+        if environment is not None:
+            release(environment)
+
+
+def open_lmdb(location: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:
+    """The store in the directory that a path or a URL names."""
+    return LMDBBackend(path_of(location), max_bytes, read_only=read_only)

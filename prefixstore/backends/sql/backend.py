@@ -1,0 +1,314 @@
+"""Pages in a SQL database.
+
+A page is a row, its payload rows of 1 MiB. Whatever a process writes is one transaction of the database, and one row of
+the table of changes for each key. How many pages there are and what they weigh is written with it: nobody counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
+
+from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.sql.database import Database, translated
+from prefixstore.backends.sql.schema import (
+    CHANGES,
+    META,
+    NAMESPACES,
+    NOTES,
+    PAGES,
+    PIECES,
+    RECORD_COLUMNS,
+    USAGE_COLUMNS,
+    pieces_of,
+    readable,
+    record_of,
+    require_format,
+    row_of,
+    usage_of,
+    usage_row,
+)
+from prefixstore.engine.budget import Used
+from prefixstore.errors import StorageError
+from prefixstore.format.record import Buffer, Record, Usage
+
+__all__ = ["SQLBackend"]
+
+CHANGES_KEPT = 4096
+# of a walk through the location, at a time
+ROWS = 1000
+
+_META = select(META.c.format, META.c.generation, META.c.entries, META.c.bytes).where(META.c.id == 1)
+_RECORD = select(*RECORD_COLUMNS).where(PAGES.c.key == bindparam("page"))
+_USAGE = select(*USAGE_COLUMNS).where(PAGES.c.key == bindparam("page"))
+_PIECES = select(PIECES.c.data).where(PIECES.c.page == bindparam("page")).order_by(PIECES.c.number)
+_CHANGES = (
+    select(CHANGES.c.generation, CHANGES.c.key)
+    .where(CHANGES.c.generation > bindparam("since"))
+    .order_by(CHANGES.c.generation, CHANGES.c.number)
+)
+_NOTE = select(NOTES.c.value).where(NOTES.c.name == bindparam("note"))
+_NAMESPACES = select(NAMESPACES.c.key, NAMESPACES.c.settings)
+_SCAN = select(*RECORD_COLUMNS).where(PAGES.c.key > bindparam("after")).order_by(PAGES.c.key).limit(ROWS)
+_PAYLOAD_KEYS = (
+    select(PIECES.c.page)
+    .where(PIECES.c.page > bindparam("after"), PIECES.c.number == 0)
+    .order_by(PIECES.c.page)
+    .limit(ROWS)
+)
+_DELETE = (
+    delete(PAGES)
+    .where(PAGES.c.key == bindparam("page"))
+    .returning(PAGES.c.stored_bytes, func.length(PAGES.c.tokens).label("token_bytes"))
+)
+_TOUCH = (
+    update(PAGES)
+    .where(PAGES.c.key == bindparam("page"))
+    .values({column.name: bindparam(f"new_{column.name}") for column in USAGE_COLUMNS})
+)
+_FORGET = delete(CHANGES).where(CHANGES.c.generation <= bindparam("until"))
+
+
+class _View(Snapshot):
+    def __init__(self, database: Database, connection: Connection, *, retry: bool) -> None:
+        self._database = database
+        self._connection = connection
+        # whether nothing that was read so far binds what is read next to this connection
+        self._retry = retry
+        self._known: Row[Any] | None = None
+
+    def _rows(self, statement: Executable, **parameters: Any) -> Sequence[Row[Any]]:
+        return self._database.rows(self._connection, statement, parameters, retry=self._retry)
+
+    def _meta(self) -> Row[Any]:
+        """The one row about the whole; read once."""
+        if self._known is None:
+            self._known = require_format(self._rows(_META), self._database.location)
+        return self._known
+
+    @property
+    def generation(self) -> int:
+        return int(self._meta().generation)
+
+    def changes(self, since: int) -> list[bytes] | None:
+        now = self.generation
+        if since >= now:
+            return [] if since == now else None
+        rows = self._rows(_CHANGES, since=since)
+        # each generation has changed something: where one is missing it was forgotten
+        return [bytes(row.key) for row in rows] if rows and rows[0].generation == since + 1 else None
+
+    def _walk(self, statement: Executable, key: str) -> Iterator[Row[Any]]:
+        """All rows of a table, by key."""
+        if self._retry:
+            self._database.fix(self._connection)
+            self._retry = False
+        after = b""
+        while rows := self._rows(statement, after=after):
+            yield from rows
+            after = bytes(rows[-1]._mapping[key])  # noqa: SLF001 - that is how SQLAlchemy names it, for all to use
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        for row in self._walk(_SCAN, "key"):
+            yield bytes(row.key), *readable(row)
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return (bytes(row.page) for row in self._walk(_PAYLOAD_KEYS, "page"))
+
+    def record(self, key: bytes) -> Record | None:
+        rows = self._rows(_RECORD, page=key)
+        return record_of(rows[0]) if rows else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        rows = self._rows(_USAGE, page=key)
+        return usage_of(rows[0]) if rows else None
+
+    def payload(self, key: bytes) -> Buffer | None:
+        pieces = [row.data for row in self._rows(_PIECES, page=key)]
+        return b"".join(pieces) if pieces else None
+
+    def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
+        if not keys:
+            return {}
+        rows = self._rows(self._database.RECORDS, **self._database.keys(keys))
+        return {bytes(row.key): readable(row) for row in rows}
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        return self._database.fetch(self._connection, keys, retry=self._retry)
+
+    def deepest(self, keys: Sequence[bytes]) -> int:
+        if not keys:
+            return 0
+        rows = self._rows(self._database.THERE, **self._database.keys(keys))
+        there = {row.position for row in rows}
+        return next((i for i in range(len(keys)) if i not in there), len(keys))
+
+    def note(self, name: bytes) -> bytes | None:
+        rows = self._rows(_NOTE, note=name)
+        return bytes(rows[0].value) if rows else None
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return {bytes(row.key): bytes(row.settings) for row in self._rows(_NAMESPACES)}
+
+    @property
+    def used(self) -> Used:
+        meta = self._meta()
+        return Used(self._database.used(self._connection, meta.entries, meta.bytes), meta.entries)
+
+
+class _Change(_View, Transaction):
+    def __init__(self, database: Database, connection: Connection) -> None:
+        super().__init__(database, connection, retry=False)
+        # written in one go, when something else is asked or at the end
+        self._touched: dict[bytes, Usage] = {}
+        meta = require_format(self._rows(_META.with_for_update()), database.location)
+        self._known = meta
+        self._entries, self._bytes = meta.entries, meta.bytes
+        self._changed: list[bytes] = []
+        self._settings: Mapping[bytes, bytes] | None = None
+
+    def _run(self, statement: Executable, rows: list[dict[str, Any]]) -> None:
+        with translated(self._database.location):
+            self._connection.execute(statement, rows)
+
+    def _rows(self, statement: Executable, **parameters: Any) -> Sequence[Row[Any]]:
+        touched, self._touched = self._touched, {}
+        if touched:
+            self._run(
+                _TOUCH,
+                [
+                    {"page": key} | {f"new_{name}": value for name, value in usage_row(usage).items()}
+                    for key, usage in touched.items()
+                ],
+            )
+        return super()._rows(statement, **parameters)
+
+    def usage(self, key: bytes) -> Usage | None:
+        # asked of page after page, each of which is touched then
+        rows = super()._rows(_USAGE, page=key)
+        return self._touched.get(key) or usage_of(rows[0]) if rows else None
+
+    @property
+    def used(self) -> Used:
+        return Used(self._database.used(self._connection, self._entries, self._bytes), self._entries)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        return self._database.cost(record, n_bytes)
+
+    def payload(self, key: bytes) -> Buffer | None:
+        # what is asked for in here is whether it is damaged
+        self._database.read_anew(self._connection)
+        return super().payload(key)
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        self._remove(key)
+        row = row_of(key, record, usage)
+        self._run(insert(PAGES), [row])
+        self._run(insert(PIECES), pieces_of(key, payload))
+        self._entries += 1
+        self._bytes += record.stored_bytes + len(record.tokens)
+        self._changed.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        found = self._remove(key)
+        if found:
+            self._changed.append(key)
+        return found
+
+    def _remove(self, key: bytes) -> bool:
+        rows = self._rows(_DELETE, page=key)
+        for row in rows:
+            self._entries -= 1
+            self._bytes -= row.stored_bytes + row.token_bytes
+        return bool(rows)
+
+    def touch(self, key: bytes, usage: Usage) -> None:
+        self._touched[key] = usage
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        if self._settings is None:
+            # asked once in a transaction: a batch of pages has one namespace
+            self._settings = self.namespaces()
+        if self._settings.get(key) != settings:
+            self.drop_namespace(key)
+            self._run(insert(NAMESPACES), [{"key": key, "settings": settings}])
+
+    def drop_namespace(self, key: bytes) -> None:
+        self._run(delete(NAMESPACES).where(NAMESPACES.c.key == bindparam("namespace")), [{"namespace": key}])
+        self._settings = None
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        self._run(delete(NOTES).where(NOTES.c.name == bindparam("note")), [{"note": name}])
+        if value is not None:
+            self._run(insert(NOTES), [{"name": name, "value": value}])
+
+    def finish(self) -> None:
+        """Write down what changed, and forget changes that are too old to be asked for."""
+        if self._touched:
+            self._rows(_META)
+        if not self._changed:
+            return
+        generation = self.generation + 1
+        changes = [{"generation": generation, "number": i, "key": key} for i, key in enumerate(self._changed)]
+        self._run(insert(CHANGES), changes)
+        self._run(_FORGET, [{"until": generation - CHANGES_KEPT}])
+        counts = {"generation": generation, "entries": self._entries, "bytes": self._bytes}
+        self._run(update(META).where(META.c.id == 1), [counts])
+
+
+class SQLBackend(Backend):
+    """Pages in a SQL database.
+
+    Parameters
+    ----------
+    database
+        Closed with the backend.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @property
+    def database(self) -> Database:
+        """The connections."""
+        return self._database
+
+    @property
+    def location(self) -> str:
+        return self._database.location
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        with self._database.reading() as connection:
+            yield _View(self._database, connection, retry=True)
+
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        with self._database.writing() as connection:
+            change = _Change(self._database, connection)
+            yield change
+            change.finish()
+
+    def sync(self) -> None:
+        self._database.sync()
+
+    def reclaim(self) -> None:
+        self._database.reclaim()
+
+    def scrub(self) -> None:
+        self._database.scrub()
+
+    def compact(self) -> int:
+        # what writes all anew leaves nothing free
+        before = self._database.disk_bytes()
+        self._database.scrub()
+        return max(before - self._database.disk_bytes(), 0)
+
+    def after_fork(self) -> None:
+        self._database.after_fork()
+
+    def close(self) -> None:
+        self._database.close()

@@ -1,0 +1,328 @@
+"""What the two SQL databases have in common: connections, turns, retries, and what their errors mean."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, exists, literal_column, select
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from prefixstore.backends.sql.schema import PAGES, RECORD_COLUMNS
+from prefixstore.errors import (
+    CorruptError,
+    FullError,
+    IncompatibleError,
+    InvalidParameterError,
+    LocationError,
+    StorageError,
+    UnavailableError,
+)
+from prefixstore.format.record import Buffer, Record
+
+__all__ = ["Database", "Gate", "again", "parse_url", "translate", "translated"]
+
+T = TypeVar("T")
+# a connection that the server has closed is known to be dead within so many seconds
+AT_ONCE = 1.0
+# SQLSTATE of PostgreSQL, or the beginning of one
+_STATES: tuple[tuple[str, type[StorageError]], ...] = (
+    ("53100", FullError),
+    ("XX001", CorruptError),
+    ("XX002", CorruptError),
+    ("42501", LocationError),  # no privilege
+    ("28", LocationError),  # no such user, wrong password
+    ("3D", LocationError),  # no such database
+    ("42", IncompatibleError),  # tables or columns that are not as they should be
+)
+# what SQLite says (it has codes from Python 3.11 on only), and libpq where it has no state: while it connects
+_TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
+    ("is full", FullError),
+    ("is not a database", IncompatibleError),
+    ("malformed", CorruptError),
+    ("Could not decode", CorruptError),  # text where bytes were written
+    ("unable to open", LocationError),
+    ("readonly", LocationError),
+    ("no such table", IncompatibleError),
+    ("no such column", IncompatibleError),
+    ("unsupported file format", IncompatibleError),
+    ("authentication failed", LocationError),
+    ("no password supplied", LocationError),
+    ('" does not exist', LocationError),
+)
+
+
+def parse_url(location: str) -> URL:
+    """The URL of a location.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is none. The message does not repeat it: it may hold a password.
+    """
+    try:
+        return make_url(location)
+    except (ArgumentError, ValueError):
+        raise InvalidParameterError(
+            'location is no database URL; write "sqlite:////var/cache/kv.db" or "postgresql+psycopg://user@host/db"'
+        ) from None
+
+
+def translate(error: Exception, where: str) -> StorageError:
+    """The error of our tree that says what a database's error means for the caller."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    text = " ".join(str(cause).split())
+    state = getattr(cause, "sqlstate", None) or ""
+    for beginning, kind in _STATES:
+        if state.startswith(beginning):
+            return kind(f"{where}: {text}")
+    if not state:
+        for part, kind in _TEXTS:
+            if part in text:
+                return kind(f"{where}: {text}")
+    return UnavailableError(f"{where}: {text}")
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Errors of the database are of our tree when they leave the block."""
+    try:
+        yield
+    except (SQLAlchemyError, sqlite3.Error) as error:
+        raise translate(error, where) from error
+
+
+def again(connection: Connection, work: Callable[[], T]) -> T:
+    """Do something that nothing on this connection precedes; if the connection turns out to be dead, on a new one.
+
+    Not if it took long to turn out: somebody waits, and the next one would not answer either.
+    """
+    started = time.monotonic()
+    try:
+        return work()
+    except DBAPIError as error:
+        if not error.connection_invalidated or time.monotonic() - started > AT_ONCE:
+            raise
+    # the server has closed it while it was idle, or was started anew: SQLAlchemy connects again
+    connection.rollback()
+    return work()
+
+
+class Gate:
+    """Counts who is inside, by thread, so that somebody who wants to be alone can wait until all have left."""
+
+    def __init__(self) -> None:
+        self._inside: Counter[int] = Counter()
+        self._wanted_still = 0
+        self._turnstile = threading.Condition()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside."""
+        me = threading.get_ident()
+        with self._turnstile:
+            # who wants it still comes first, or would wait for ever; but who is inside already must go on
+            self._turnstile.wait_for(lambda: not self._wanted_still or me in self._inside)
+            self._inside[me] += 1
+        try:
+            yield
+        finally:
+            with self._turnstile:
+                self._inside[me] -= 1
+                self._inside += Counter()  # forgets those that are zero
+                self._turnstile.notify_all()
+
+    def hold_still(self) -> None:
+        """Wait until nobody is inside, and let nobody in until `go_on`."""
+        self._turnstile.acquire()
+        self._wanted_still += 1
+        self._turnstile.wait_for(lambda: not self._inside)
+
+    def go_on(self) -> None:
+        """Let them in again."""
+        self._wanted_still -= 1
+        self._turnstile.notify_all()
+        self._turnstile.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else is inside."""
+        self.hold_still()
+        try:
+            yield
+        finally:
+            self.go_on()
+
+
+class Database(ABC):
+    """Connections to one store, and the statements that differ from database to database.
+
+    All connections commit each statement by itself; a transaction is a BEGIN of ours. So nothing is sent that is not
+    seen here: the drivers would begin transactions of their own otherwise.
+    """
+
+    # what begins a transaction that writes
+    BEGIN: str
+    # records and usage of those of the wanted pages that are there; and the positions of these
+    RECORDS: Executable
+    THERE: Executable
+
+    def __init_subclass__(cls) -> None:
+        wanted = cls.wanted()
+        cls.RECORDS = select(*RECORD_COLUMNS).where(PAGES.c.key.in_(select(wanted.c.key)))
+        there = exists(select(literal_column("1")).where(PAGES.c.key == wanted.c.key))
+        cls.THERE = select(wanted.c.position).where(there)
+
+    def __init__(self, location: str, *, read_only: bool) -> None:
+        self.location = location
+        self.read_only = read_only
+        self._closed = False
+        self._gate = Gate()
+        self._writing = threading.Lock()
+        self._engine = self.connect()
+
+    @abstractmethod
+    def connect(self) -> Engine:
+        """A new pool of connections."""
+
+    @property
+    def engine(self) -> Engine:
+        """The pool of connections."""
+        return self._engine
+
+    def open(self) -> None:
+        """Make sure that there is a store that this version reads. Closes everything if there is none."""
+        try:
+            self.prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """`open`, without the care for failures."""
+
+    @abstractmethod
+    def revision(self) -> str | None:
+        """The revision of the schema; None if there is no store yet."""
+
+    @abstractmethod
+    def upgrade(self) -> None:
+        """Bring the schema to the newest revision, under a lock; create the store if there is none."""
+
+    @abstractmethod
+    def statements(self, revision: str | None) -> str:
+        """What `upgrade` runs on a schema of this revision, as text; empty if there is nothing to do."""
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """A connection out of the pool; what is not committed on it when the block is left, is taken back."""
+        with self._gate.entered():
+            if self._closed:
+                raise UnavailableError(f"{self.location} is closed")
+            with translated(self.location):
+                connection = self._engine.connect()
+            try:
+                yield connection
+            finally:
+                with translated(self.location):
+                    connection.close()
+
+    @abstractmethod
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A connection for a snapshot."""
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A connection in a transaction, one at a time in this process; it is committed if the block is left well."""
+        if self.read_only:
+            raise UnavailableError(f"{self.location} is open read-only")
+        with self.connection() as connection, self._writing:
+            with translated(self.location):
+                self.begin(connection)
+            yield connection
+            with translated(self.location):
+                connection.exec_driver_sql("COMMIT")
+
+    def begin(self, connection: Connection) -> None:
+        """Begin a transaction that writes."""
+        connection.exec_driver_sql(self.BEGIN)
+
+    def rows(
+        self,
+        connection: Connection,
+        statement: Executable,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        retry: bool = False,
+    ) -> Sequence[Row[Any]]:
+        """What a statement returns. With `retry` it may be sent again on another connection."""
+        with translated(self.location):
+            if not retry:
+                return connection.execute(statement, parameters).all()
+            return again(connection, lambda: connection.execute(statement, parameters).all())
+
+    @staticmethod
+    @abstractmethod
+    def wanted() -> FromClause:
+        """A table with the columns ``key`` and ``position`` (from 0) out of the parameters that `keys` makes.
+
+        Many keys are one parameter so: a list of thousands takes longer to bind than to look up.
+        """
+
+    @staticmethod
+    def keys(keys: Sequence[bytes]) -> dict[str, Any]:
+        """The parameters for `wanted`; at least one key."""
+        return {"keys": b"".join(keys), "last": len(keys) - 1}
+
+    @abstractmethod
+    def fix(self, connection: Connection) -> None:
+        """From here on everything that a snapshot reads is of one moment."""
+
+    @abstractmethod
+    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
+        """`Snapshot.fetch`."""
+
+    def read_anew(self, connection: Connection) -> None:  # noqa: B027 - a server has its own way
+        """What is read next on this connection comes from where others read it, and is not remembered."""
+
+    @abstractmethod
+    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
+        """Bytes that the location takes with so many pages of so many bytes (payloads and tokens)."""
+
+    @abstractmethod
+    def cost(self, record: Record, n_bytes: int) -> int:
+        """`Transaction.cost`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """`Backend.sync`."""
+
+    @abstractmethod
+    def reclaim(self) -> None:
+        """`Backend.reclaim`."""
+
+    @abstractmethod
+    def scrub(self) -> None:
+        """`Backend.scrub`."""
+
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """How large the files or tables are."""
+
+    @abstractmethod
+    def after_fork(self) -> None:
+        """`Backend.after_fork`."""
+
+    def close(self) -> None:
+        """Close all connections, when nobody uses them any more."""
+        with self._gate.alone():
+            self._closed = True
+            self._engine.dispose()

@@ -1,0 +1,302 @@
+"""A store in a PostgreSQL database.
+
+A round trip is what costs here. A snapshot sends nothing until it is asked, and each question is one statement that
+commits by itself; only who walks through the whole location gets a transaction, so that it is of one moment. As such a
+question depends on nothing before it, it is asked again on a new connection if the server has closed the old one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import psycopg
+from psycopg.pq import Format
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Engine,
+    Executable,
+    FromClause,
+    Integer,
+    LargeBinary,
+    bindparam,
+    column,
+    create_engine,
+    event,
+    func,
+    select,
+)
+
+from prefixstore.backends.sql.database import Database, Gate, again, parse_url, translated
+from prefixstore.backends.sql.revisions import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
+from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
+from prefixstore.format.record import Buffer, Record
+
+__all__ = ["PostgreSQL"]
+
+# of payloads in one answer, which lies in memory twice for a moment
+ANSWER_BYTES = 64 << 20
+LOCK_SECONDS = 30
+# a process that stops in the middle of a transaction keeps the others waiting no longer than this
+IDLE_SECONDS = 60
+CONNECT_SECONDS = 5
+# From a server that is there something comes within so many seconds: to who reads, and to who writes and may wait for a
+# lock. Otherwise the connection is given up; TCP alone would wait for a quarter of an hour, or for ever.
+SILENT_READING = 5.0
+SILENT_WRITING = 60.0
+# of the advisory lock under which the schema changes
+UPGRADE_LOCK = APPLICATION_ID
+# What a page takes beside its bytes, at most: rows, keys, the last chunk of each kind, its changes; measured.
+ENTRY_BYTES = 5120
+BASE_BYTES = 256 << 10
+
+# of a forked child's parent: never closed, because that would end the parent's sessions
+_inherited: list[Engine] = []
+
+
+class _Cursor(psycopg.Cursor[Any]):
+    """Asks for binary answers: as text, each byte of a payload is two digits, which takes four times as long."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.format = Format.BINARY
+
+
+class _Connection(psycopg.Connection[Any]):
+    """Is given up when nothing comes from the server for too long."""
+
+    silence: float | None = SILENT_READING
+
+    def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().wait(_heard(gen, self.silence) if self.silence is not None else gen, *arguments, **options)
+        except _SilenceError:
+            self.close()
+            raise
+
+
+class _SilenceError(psycopg.OperationalError):
+    """The server does not answer."""
+
+
+def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
+    """What psycopg does with a socket, as long as it is ready now and then; psycopg looks ten times in a second."""
+    heard = time.monotonic()
+    try:
+        wanted = next(gen)
+        while True:
+            ready = yield wanted
+            if ready:
+                heard = time.monotonic()
+            elif time.monotonic() - heard > silence:
+                raise _SilenceError(f"the server has not answered for {silence:.0f} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        return end.value
+
+
+def _accept_silence(connection: Connection, seconds: float | None) -> None:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, _Connection)
+    driver.silence = seconds
+
+
+class PostgreSQL(Database):
+    """Connections to a PostgreSQL database.
+
+    Parameters
+    ----------
+    location
+        ``"postgresql+psycopg://user@host/db"``. What libpq knows may be given behind a question mark, and passwords in
+        ``~/.pgpass``.
+    read_only
+        Never write to it.
+
+    Raises
+    ------
+    LocationError
+        If there is no such database, or no store in it.
+    IncompatibleError
+        If the store is of another version.
+    UnavailableError
+        If the server cannot be reached.
+    """
+
+    BEGIN = "BEGIN"
+
+    def __init__(self, location: str, *, read_only: bool) -> None:
+        url = parse_url(location)
+        if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
+            raise InvalidParameterError(
+                "location: the driver is not known; write postgresql+psycopg://user@host/db (psycopg 3)"
+            )
+        self._url = url.set(drivername="postgresql+psycopg")
+        super().__init__(self._url.render_as_string(hide_password=True), read_only=read_only)
+
+    def prepare(self) -> None:
+        require_head(self.revision(), self.location)
+
+    def revision(self) -> str | None:
+        with self.connection() as connection, translated(self.location):
+            return revision_of(connection, self.location)
+
+    def upgrade(self) -> None:
+        with self.writing() as connection, translated(self.location):
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
+            # another process may have been quicker
+            if revision_of(connection, self.location) != HEAD:
+                _accept_silence(connection, None)
+                upgrade_connection(connection)
+
+    def statements(self, revision: str | None) -> str:
+        return sql_between(revision, "postgresql")
+
+    def connect(self) -> Engine:
+        given = self._url.query
+        options = given.get("options", "")
+        settings = {
+            "lock_timeout": f"{LOCK_SECONDS}s",
+            "idle_in_transaction_session_timeout": f"{IDLE_SECONDS}s",
+            "default_transaction_read_only": "on" if self.read_only else "off",
+        }
+        ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
+        defaults: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore"}
+        arguments = {name: value for name, value in defaults.items() if name not in given}
+        arguments |= {"cursor_factory": _Cursor, "options": f"{options} {ours}".strip()}
+        engine = create_engine(
+            self._url,
+            connect_args=arguments,
+            isolation_level="AUTOCOMMIT",
+            use_native_hstore=False,
+            max_overflow=-1,
+            hide_parameters=True,
+        )
+        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))
+        return engine
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with self.connection() as connection:
+            _accept_silence(connection, SILENT_READING)
+            yield connection
+
+    def begin(self, connection: Connection) -> None:
+        again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
+        _accept_silence(connection, SILENT_WRITING)
+
+    @staticmethod
+    def wanted() -> FromClause:
+        positions = (
+            func.generate_series(0, bindparam("last", type_=Integer))
+            .table_valued(column("position", Integer), name="positions")
+            .render_derived()
+        )
+        key = func.substring(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        return select(positions.c.position, key.label("key")).subquery("wanted")
+
+    def fix(self, connection: Connection) -> None:
+        with translated(self.location):
+            again(connection, lambda: connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+
+    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
+        left = list(keys)
+        while left:
+            rows = self.rows(connection, _FETCH, self.keys(left) | {"limit": ANSWER_BYTES}, retry=retry)
+            if not rows:
+                return
+            n_pages = 0
+            for _, group in groupby(rows, key=lambda row: row.position):
+                pieces = list(group)
+                n_pages += 1
+                yield record_of(pieces[0]), _joined(pieces[0].key, [row.data for row in pieces])
+            del left[:n_pages]
+
+    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
+        # its own files shrink when the server cleans them up, and not before; what is counted is what will be left
+        return BASE_BYTES + _weight(entries, n_bytes)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        return _weight(1, n_bytes + len(record.tokens)) + 1
+
+    def sync(self) -> None:
+        """A commit is flushed by the server, unless it is told not to; then a flushed one flushes those before it."""
+        if self.read_only:
+            return
+        with self.connection() as connection, translated(self.location):
+            self.begin(connection)
+            connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
+            # a transaction that has written nothing is not flushed, whatever number it has
+            connection.exec_driver_sql("SELECT pg_logical_emit_message(true, 'prefixstore', '')").all()
+            connection.exec_driver_sql("COMMIT")
+
+    def reclaim(self) -> None:
+        """Have the server find what is deleted, now."""
+        self._vacuum("VACUUM")
+
+    def disk_bytes(self) -> int:
+        sizes = " + ".join(f"pg_total_relation_size('{name}')" for name in sorted(METADATA.tables))
+        with self.connection() as connection, translated(self.location):
+            return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
+
+    def scrub(self) -> None:
+        """Have the server write all tables anew; everybody waits. Its log and its backups are its own affair."""
+        self._vacuum("VACUUM FULL")
+
+    def _vacuum(self, command: str) -> None:
+        if self.read_only:
+            raise UnavailableError(f"{self.location} is open read-only")
+        tables = ", ".join(sorted(METADATA.tables))
+        with self.connection() as connection, translated(self.location):
+            _accept_silence(connection, None)
+            again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+
+    def after_fork(self) -> None:
+        _inherited.append(self._engine)
+        self._gate = Gate()
+        self._writing = threading.Lock()
+        self._engine = self.connect()
+
+
+def _fetch() -> Executable:
+    """Pages with their payloads: up to the first that is not there, and as many as the limit allows; one at least."""
+    wanted = PostgreSQL.wanted()
+    place = wanted.c.position
+    before = func.sum(PAGES.c.stored_bytes).over(order_by=place) - PAGES.c.stored_bytes
+    found = (
+        select(
+            *RECORD_COLUMNS,
+            place,
+            before.cast(BigInteger).label("before"),
+            func.row_number().over(order_by=place).label("rank"),
+        )
+        .join_from(wanted, PAGES, PAGES.c.key == wanted.c.key)
+        .subquery("found")
+    )
+    return (
+        select(found, PIECES.c.data)
+        .join_from(found, PIECES, PIECES.c.page == found.c.key, isouter=True)
+        .where(found.c.rank == found.c.position + 1, found.c.before < bindparam("limit", type_=BigInteger))
+        .order_by(found.c.position, PIECES.c.number)
+    )
+
+
+_FETCH = _fetch()
+
+
+def _weight(entries: int, n_bytes: int) -> int:
+    # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
+    return entries * ENTRY_BYTES + n_bytes + n_bytes // 16
+
+
+def _joined(key: bytes, pieces: list[bytes | None]) -> Buffer:
+    """A payload out of its pieces, in one piece."""
+    if pieces[0] is None:
+        raise CorruptError(f"page {key.hex()} has no payload")
+    parts = [piece for piece in pieces if piece is not None]
+    return parts[0] if len(parts) == 1 else b"".join(parts)

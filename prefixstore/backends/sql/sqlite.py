@@ -1,0 +1,396 @@
+"""A store in one SQLite file.
+
+A forked child must not have connections of its parent: SQLite remembers locks by process, and a child that inherits
+this memory believes that it holds them. So the connections are closed before a fork, when nobody uses them.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from itertools import chain
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import (
+    Connection,
+    Engine,
+    FromClause,
+    LargeBinary,
+    bindparam,
+    create_engine,
+    func,
+    literal_column,
+    select,
+)
+from sqlalchemy.dialects import sqlite as dialect
+from sqlalchemy.pool import QueuePool
+
+from prefixstore.backends.files import sync_path
+from prefixstore.backends.sql.database import Database, translated
+from prefixstore.backends.sql.revisions import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.schema import (
+    APPLICATION_ID,
+    HEAD,
+    PIECE_BYTES,
+    PIECES,
+    readable,
+)
+from prefixstore.backends.sql.sqlite_file import (
+    BUSY_SECONDS,
+    PAGE_BYTES,
+    READ_SECONDS,
+    connect,
+    create,
+    path_of_url,
+    recognize,
+)
+from prefixstore.buffers import Buffers
+from prefixstore.errors import (
+    CorruptError,
+    LocationError,
+    StorageError,
+    UnavailableError,
+)
+from prefixstore.format.record import Buffer, Record
+
+__all__ = ["SQLite"]
+
+# a store without a page in it, and some room for more tables
+EMPTY_BYTES = 20 * PAGE_BYTES
+# what SQLite maps at most, unless it was built with another limit; what lies behind is read
+MAP_BYTES = 0x7FFF0000
+LOG_BYTES = 64 << 20
+OLDEST = (3, 35, 0)
+
+_PIECES = str(
+    select(PIECES.c.data)
+    .where(PIECES.c.page == bindparam("key"))
+    .order_by(PIECES.c.number)
+    .compile(dialect=dialect.dialect())
+)
+_ROWS = str(
+    select(literal_column("rowid"))
+    .select_from(PIECES)
+    .where(PIECES.c.page == bindparam("key"))
+    .order_by(PIECES.c.number)
+    .compile(dialect=dialect.dialect())
+)
+_SIZES = (
+    "SELECT page_count, freelist_count, page_size FROM pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
+)
+
+# while a file is made, looked at or upgraded
+_opening = threading.RLock()
+_databases: weakref.WeakSet[SQLite] = weakref.WeakSet()
+_held: list[SQLite] = []
+# pools whose file is gone
+_abandoned: list[Engine] = []
+
+
+class SQLite(Database):
+    """Connections to a SQLite file.
+
+    Parameters
+    ----------
+    location
+        ``"sqlite:////absolute/path.db"``. The file is created, for its owner only, if it is not there, and so is its
+        directory.
+    read_only
+        Open an existing store and never write to it.
+
+    Raises
+    ------
+    LocationError
+        If there is no such file, or it cannot be opened.
+    IncompatibleError
+        If it is not ours, or of another version.
+    """
+
+    BEGIN = "BEGIN IMMEDIATE"
+
+    def __init__(self, location: str, *, read_only: bool) -> None:
+        self.path = path_of_url(location)
+        super().__init__(f"sqlite:///{self.path}", read_only=read_only)
+        if sqlite3.sqlite_version_info < OLDEST:
+            raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
+        self._buffers = Buffers(1 << 62)
+        self._identity: tuple[int, int] | None = None
+        _databases.add(self)
+
+    def connect(self) -> Engine:
+        return create_engine(
+            "sqlite+pysqlite://", creator=self._new, poolclass=QueuePool, max_overflow=-1, isolation_level="AUTOCOMMIT"
+        )
+
+    def _new(self) -> sqlite3.Connection:
+        found = self._found()
+        if self._identity not in (None, found):
+            raise sqlite3.OperationalError("the file was replaced")
+        self._identity = found
+        connection = connect(self.path, "mode=ro" if self.read_only else "mode=rw")
+        try:
+            for pragma in (
+                "foreign_keys=ON",
+                "synchronous=NORMAL",
+                f"mmap_size={MAP_BYTES}",
+                f"journal_size_limit={LOG_BYTES}",
+                # Debian's SQLite writes zeros over everything that is deleted
+                "secure_delete=OFF",
+                "trusted_schema=OFF",
+                f"query_only={self.read_only:d}",
+            ):
+                connection.execute(f"PRAGMA {pragma}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        if not self.read_only:
+            self.upgrade()
+            return
+        revision = self.revision()
+        if revision is None:
+            raise LocationError(f"{self.path} is not there, and read_only=True creates nothing")
+        require_head(revision, self.location)
+
+    def revision(self) -> str | None:
+        with _opening:
+            if not self._exists():
+                return None
+            recognize(self.path)
+            with self.connection() as connection, translated(self.location):
+                return revision_of(connection, self.location)
+
+    def upgrade(self) -> None:
+        with _opening:
+            if not self._exists():
+                create(self.path)
+            if self.revision() != HEAD:
+                with self.writing() as connection, translated(self.location):
+                    # another process may have been quicker
+                    if revision_of(connection, self.location) != HEAD:
+                        upgrade_connection(connection)
+            with self.connection() as connection, translated(self.location):
+                # it is so since it was made, unless somebody has changed it
+                connection.exec_driver_sql("PRAGMA journal_mode=WAL").all()
+
+    def statements(self, revision: str | None) -> str:
+        text = sql_between(revision, "sqlite")
+        if revision is not None:
+            return text
+        return (
+            f"PRAGMA page_size={PAGE_BYTES};\nPRAGMA application_id={APPLICATION_ID};\n{text}PRAGMA journal_mode=WAL;\n"
+        )
+
+    def _exists(self) -> bool:
+        try:
+            if self.path.exists() and not self.path.is_file():
+                raise LocationError(f"{self.path} is no file; a SQLite store is a file of its own")
+            return self.path.exists()
+        except OSError as error:
+            raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
+
+    def _found(self) -> tuple[int, int] | None:
+        """Which file is there now; None for none."""
+        try:
+            found = os.stat(self.path)  # noqa: PTH116 - a microsecond for each snapshot
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return self._identity  # what is open can still be used
+        return found.st_dev, found.st_ino
+
+    def _follow_the_file(self) -> None:
+        """If the file was deleted, or another one put in its place: nobody would see what is written into the old one.
+
+        Its connections are left open. Closing them would delete the log of the new one, which has the same name.
+        """
+        if self._identity is None or self._found() == self._identity:
+            return
+        with self._gate.alone():
+            if self._found() != self._identity:
+                self._identity = None
+                _abandoned.append(self._engine)
+                self._engine = self.connect()
+        self.prepare()
+
+    # -- what it does its own way -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        self._follow_the_file()
+        with super().connection() as connection:
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        with self.connection() as connection:
+            with translated(self.location):
+                wait_for_locks(connection, READ_SECONDS)
+                connection.exec_driver_sql("BEGIN")
+            yield connection
+
+    def begin(self, connection: Connection) -> None:
+        wait_for_locks(connection, BUSY_SECONDS)
+        super().begin(connection)
+
+    @staticmethod
+    def wanted() -> FromClause:
+        # not every SQLite has generate_series
+        first = select(literal_column("0").label("position")).cte("positions", recursive=True)
+        position = first.c.position
+        positions = first.union_all(select(position + 1).where(position < bindparam("last")))
+        key = func.substr(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        return select(positions.c.position, key.label("key")).subquery("wanted")
+
+    def fix(self, connection: Connection) -> None:
+        """It is of one moment anyhow."""
+
+    def read_anew(self, connection: Connection) -> None:
+        # each connection has a cache of its own: what another one saw go bad on the disk is good in here
+        with translated(self.location):
+            connection.exec_driver_sql("PRAGMA shrink_memory")
+
+    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
+        # no round trips here, but copies: pieces go from the map to their place one by one, while they are in the cache
+        rows = {bytes(row.key): row for row in self.rows(connection, self.RECORDS, self.keys(keys))} if keys else {}
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        for key in keys:
+            if key not in rows:
+                return
+            record, _ = readable(rows[key])
+            if isinstance(record, StorageError):
+                raise record
+            yield record, self._payload(driver, key, record)
+
+    def _payload(self, driver: sqlite3.Connection, key: bytes, record: Record) -> Buffer:
+        with translated(self.location), closing(_pieces(driver, key)) as pieces:
+            first = next(pieces, None)
+            if first is None:
+                raise CorruptError(f"page {key.hex()} has no payload")
+            if len(first) == record.stored_bytes:
+                return first
+            payload, filled = self._lend(record.stored_bytes), 0
+            for piece in chain((first,), pieces):
+                end = filled + len(piece)
+                if end > len(payload):
+                    raise CorruptError(f"page {key.hex()}: more bytes stored than the {len(payload)} written")
+                # of NumPy's, which lets other threads run meanwhile
+                payload[filled:end] = np.frombuffer(piece, np.uint8)
+                filled = end
+            return cast("Buffer", payload[:filled].data)
+
+    def _lend(self, size: int) -> npt.NDArray[np.uint8]:
+        """A buffer, which is used again when nobody holds a view of it any more: fresh memory is slower by half."""
+        try:
+            lease = self._buffers.lease(size, wait=True)
+        except (MemoryError, ValueError) as error:
+            raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
+        assert lease is not None, "it waits until there is one"
+        array = np.asarray(lease.view)
+        weakref.finalize(array, lease.release).atexit = False
+        return array
+
+    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
+        with translated(self.location):
+            pages, free, size = connection.exec_driver_sql(_SIZES).one()
+            # pages that every tree has, even an empty one, are counted as if nothing fitted into them
+            return max(int((pages - free) * size), EMPTY_BYTES + n_bytes)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        # a row that is larger than a page has pages of its own behind a part that stays in the tree; and each of the
+        # trees (pages, pieces, changes, namespaces, and their keys) may split a leaf and the branch above it
+        usable = PAGE_BYTES - 4
+        pieces = n_bytes // PIECE_BYTES + 1
+        return (-(-n_bytes // usable) + 2 * pieces + -(-len(record.tokens) // usable) + 14) * PAGE_BYTES
+
+    def sync(self) -> None:
+        if self.read_only:
+            return
+        with self.connection() as connection:
+            with translated(self.location):
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").all()
+            # what readers keep it from moving into the file is safe in the log
+            with suppress(FileNotFoundError):
+                sync_path(Path(f"{self.path}-wal"))
+            sync_path(self.path.parent)
+
+    def reclaim(self) -> None:
+        """Nothing to do: what a transaction deletes is free for what it writes next."""
+
+    def disk_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def scrub(self) -> None:
+        """Write the whole file anew, without what is free; this takes as much room again while it goes on."""
+        if self.read_only:
+            raise UnavailableError(f"{self.location} is open read-only")
+        with self.connection() as connection, self._writing, translated(self.location):
+            connection.exec_driver_sql("VACUUM")
+            busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
+        if busy:
+            raise UnavailableError(
+                f"{self.location}: somebody still reads what was deleted; try again, or end it first"
+            )
+
+    def after_fork(self) -> None:
+        self._writing = threading.Lock()
+        self._buffers = Buffers(1 << 62)
+
+    def hold_still(self) -> None:
+        """Before a fork: no connection is open."""
+        self._gate.hold_still()
+        self._engine.dispose()
+
+    def go_on(self) -> None:
+        """After a fork."""
+        self._gate.go_on()
+
+
+def wait_for_locks(connection: Connection, seconds: float) -> None:
+    """How long the statements of a connection wait for others."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
+
+
+def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, None]:
+    """The pieces of a payload."""
+    if sys.version_info >= (3, 11):
+        # a value that is selected is copied once more
+        for (row,) in driver.execute(_ROWS, (key,)).fetchall():
+            with driver.blobopen(PIECES.name, "data", row, readonly=True) as piece:
+                yield piece.read()
+    else:
+        with closing(driver.execute(_PIECES, (key,))) as selected:
+            for (data,) in selected:
+                yield data
+
+
+def _before_fork() -> None:
+    _opening.acquire()
+    _held.extend(_databases)
+    for database in _held:
+        database.hold_still()
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().go_on()
+    _opening.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

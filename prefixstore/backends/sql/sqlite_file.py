@@ -1,0 +1,114 @@
+"""The file of a SQLite store: how it is made, and how it is told from others.
+
+It is made under another name and linked to its own when it is whole, so nobody ever sees half of one. What is not ours
+is recognized by the application id in the file's header, which is read before anything may be written.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import quote
+
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
+
+from prefixstore.backends.files import make_directory, publish
+from prefixstore.backends.sql.database import parse_url, translate, translated
+from prefixstore.backends.sql.revisions import upgrade_connection
+from prefixstore.backends.sql.schema import APPLICATION_ID
+from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
+
+__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "READ_SECONDS", "connect", "create", "path_of_url", "recognize"]
+
+PAGE_BYTES = 16 << 10
+# who writes waits for others, a completion that looks something up does not
+BUSY_SECONDS = 60.0
+READ_SECONDS = 1.0
+
+
+def path_of_url(location: str) -> Path:
+    """The file that a SQLite URL names.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it names none, or has options.
+    """
+    url = parse_url(location)
+    if url.drivername not in ("sqlite", "sqlite+pysqlite"):
+        raise InvalidParameterError(f"location={location!r}: the driver is not known; write sqlite:////path")
+    if url.query:
+        raise InvalidParameterError(f"location={location!r}: options in the URL are not known")
+    if url.host or not url.database or url.database == ":memory:":
+        raise InvalidParameterError(
+            f'location={location!r} names no file; write "sqlite:////absolute/path.db" or "sqlite:///relative.db"; '
+            'for a store in memory write "memory:"'
+        )
+    return Path(url.database).expanduser().absolute()
+
+
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection that begins no transactions by itself; `mode` is what SQLite takes in a URI."""
+    return sqlite3.connect(
+        f"file:///{quote(path.as_posix().lstrip('/'))}?{mode}",
+        uri=True,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def create(path: Path) -> None:
+    """Make a store under another name; it is there when it is whole, or another one is."""
+    try:
+        make_directory(path.parent)
+        # mode 0600
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".new")
+        os.close(handle)
+    except OSError as error:
+        raise LocationError(f"{path} cannot be created: {error.strerror}; choose another location") from error
+    new = Path(name)
+    try:
+        with translated(str(path)):
+            engine = create_engine(
+                "sqlite+pysqlite://",
+                creator=lambda: connect(new, "mode=rw"),
+                poolclass=NullPool,
+                isolation_level="AUTOCOMMIT",
+            )
+            with engine.connect() as connection:
+                connection.exec_driver_sql(f"PRAGMA page_size={PAGE_BYTES}")
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                connection.exec_driver_sql(f"PRAGMA application_id={APPLICATION_ID}")
+                upgrade_connection(connection)
+                connection.exec_driver_sql("COMMIT")
+                connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+        publish(new, path)
+    finally:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            Path(f"{new}{suffix}").unlink(missing_ok=True)
+
+
+def recognize(path: Path) -> None:
+    """Refuse what is not ours. Immutable: no lock is taken, no log read, nothing created or repaired.
+
+    The file is not opened but by SQLite: closing it would drop the locks of other connections of this process.
+    """
+    foreign = f"{path} is not a store of prefixstore; choose another location"
+    try:
+        with closing(connect(path, "mode=ro&immutable=1")) as connection:
+            # the log is not read: until it was moved into a file that has grown, the header promises more pages than
+            # there are, which SQLite calls malformed unless it is told so
+            connection.execute("PRAGMA writable_schema=ON")
+            found = connection.execute("PRAGMA application_id").fetchone()[0]
+    except sqlite3.Error as error:
+        translation = translate(error, str(path))
+        if isinstance(translation, (IncompatibleError, CorruptError)):
+            raise IncompatibleError(f"{foreign} ({error})") from error
+        raise translation from error
+    if found != APPLICATION_ID:
+        raise IncompatibleError(foreign)

@@ -1,0 +1,1 @@
+"""Which pages are found, read, written and evicted. Knows no llama.cpp."""

@@ -1,0 +1,320 @@
+"""The trie of pages in memory: longest stored prefix, to the token. Derived state, rebuilt from any backend."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+import numpy as np
+
+from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.format.record import PAGE, SNAPSHOT, Record, Usage
+
+__all__ = ["Index", "Page", "Path"]
+
+GLANCE = 64
+
+
+@dataclass(slots=True, eq=False)
+class Page:
+    """One stored page or snapshot: a node of the trie, with what eviction asks about it.
+
+    Attributes
+    ----------
+    key, parent
+        Boundary hash of the page and of the page before it (of the namespace for a first page), 16 bytes each.
+    namespace
+        Key of the namespace, 16 bytes.
+    start
+        Position of the first token.
+    tokens
+        The tokens, little-endian int32 bytes.
+    raw_bytes, stored_bytes
+        Size of the state, and of what the codec made of it.
+    compute_us
+        Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
+    created, last_used
+        Nanoseconds since the epoch.
+    hits
+        How often the page was restored.
+    pinned
+        Whether eviction passes the page by.
+    priority
+        Pages of lower priority go first, under the policy of this name.
+    expires
+        Nanoseconds since the epoch; 0 for never.
+    form
+        `PAGE`, or `SNAPSHOT`: what is needed to go on behind its tokens, which are those since the page before. Nothing
+        hangs on a snapshot.
+    note
+        What the policy of eviction has noted, in this process.
+    """
+
+    key: bytes
+    parent: bytes
+    namespace: bytes
+    start: int
+    tokens: bytes
+    raw_bytes: int
+    stored_bytes: int
+    compute_us: int
+    created: int
+    last_used: int
+    hits: int = 0
+    pinned: bool = False
+    priority: int = 0
+    expires: int = 0
+    form: int = PAGE
+    note: object = field(default=None, repr=False)
+    child_tokens: list[bytes] = field(default_factory=list, repr=False)
+    children: list[Page] = field(default_factory=list, repr=False)
+    snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
+        """The node of a page that a backend has."""
+        return cls(
+            key,
+            record.parent,
+            record.namespace,
+            record.start,
+            record.tokens,
+            record.raw_bytes,
+            record.stored_bytes,
+            record.compute_us,
+            record.created,
+            usage.last_used,
+            usage.hits,
+            usage.pinned,
+            usage.priority,
+            usage.expires,
+            form=record.form,
+        )
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens in the page."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def end(self) -> int:
+        """The boundary: position behind the last token."""
+        return self.start + self.n_tokens
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no stored page depends on this one."""
+        return not self.children and not self.snapshots
+
+    @property
+    def dependents(self) -> list[Page]:
+        """What is directly behind this page."""
+        return [*self.children, *self.snapshots.values()]
+
+    def cut_off(self) -> None:
+        """Forget what is behind this page."""
+        self.child_tokens, self.children, self.snapshots = [], [], {}
+
+
+@dataclass(frozen=True)
+class Path:
+    """Pages from the start of a sequence on, and how many of its tokens they cover."""
+
+    pages: tuple[Page, ...]
+    n_tokens: int
+
+
+class Index:
+    """Pages by key and by what they follow.
+
+    A page is in the index only if its parent is, so whatever is found can be restored. The children of a page are
+    ordered by their tokens: the sibling with the longest common prefix is a neighbour of where the wanted tokens
+    would stand, so a bisection finds it. No page's tokens are a prefix of a sibling's (see `superseded_by`). Snapshots
+    are kept apart from them, by their tokens.
+    """
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, Page] = {}
+        self._roots: dict[bytes, Page] = {}
+        self.raw_bytes = 0
+        self.stored_bytes = 0
+        self.held: Counter[bytes] = Counter()  # by namespace: stored bytes and tokens
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.pages
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter(list(self.pages.values()))
+
+    def get(self, key: bytes) -> Page | None:
+        """The page with this key."""
+        return self.pages.get(key)
+
+    def has_parent_of(self, page: Page) -> bool:
+        """Whether the page before `page` is here; the first page of a sequence needs none."""
+        return page.parent == page.namespace or page.parent in self.pages
+
+    def add(self, page: Page) -> bool:
+        """Add a page behind its parent; False, and nothing changes, if it is known, or no page ends where it starts."""
+        if page.key in self.pages or not self.has_parent_of(page):
+            return False
+        parent = self._behind(page.parent, page.namespace)
+        if (page.start, page.namespace, PAGE) != (parent.end, parent.namespace, parent.form):
+            return False
+        if page.form == SNAPSHOT:
+            parent.snapshots[page.tokens] = page
+        else:
+            at = bisect_left(parent.child_tokens, page.tokens)
+            parent.child_tokens.insert(at, page.tokens)
+            parent.children.insert(at, page)
+        self.pages[page.key] = page
+        self._count(page, 1)
+        return True
+
+    def remove(self, key: bytes) -> list[Page]:
+        """Remove a page and all that depends on it; the removed pages, deepest first."""
+        page = self.pages.get(key)
+        if page is None:
+            return []
+        subtree = [page]
+        for node in subtree:
+            subtree.extend(node.dependents)
+        parent = self._behind(page.parent, page.namespace)
+        if page.form == SNAPSHOT:
+            del parent.snapshots[page.tokens]
+        else:
+            at = parent.children.index(page, bisect_left(parent.child_tokens, page.tokens))
+            del parent.child_tokens[at], parent.children[at]
+        if page.parent == page.namespace and parent.is_leaf:
+            del self._roots[page.namespace]
+        for gone in subtree:
+            del self.pages[gone.key]
+            self._count(gone, -1)
+        return subtree[::-1]
+
+    def resize(self, page: Page, stored_bytes: int) -> None:
+        """Note how many bytes the codec made of a page."""
+        self._count(page, -1)
+        page.stored_bytes = stored_bytes
+        self._count(page, 1)
+
+    def _count(self, page: Page, sign: int) -> None:
+        self.raw_bytes += sign * page.raw_bytes
+        self.stored_bytes += sign * page.stored_bytes
+        self.held[page.namespace] += sign * (page.stored_bytes + len(page.tokens))
+        if not self.held[page.namespace]:
+            del self.held[page.namespace]
+
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """The longest stored prefix of `tokens`; its last page may reach beyond the prefix."""
+        node = self._roots.get(namespace)
+        raw = tokens.tobytes()
+        step = page_tokens * TOKEN_BYTES
+        pages: list[Page] = []
+        at = 0
+        while node is not None:
+            wanted = raw[at : at + step]
+            i = bisect_left(node.child_tokens, wanted)
+            if len(wanted) == step and i < len(node.child_tokens) and node.child_tokens[i] == wanted:
+                node = node.children[i]
+                pages.append(node)
+                at += step
+                continue
+            shared, nearest = max(
+                ((_shared_tokens(wanted, node.child_tokens[j]), j) for j in (i, i - 1) if 0 <= j < len(node.children)),
+                default=(0, -1),
+            )
+            if shared:
+                pages.append(node.children[nearest])
+            return Path(tuple(pages), at // TOKEN_BYTES + shared)
+        return Path((), 0)
+
+    def standing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[Path]:
+        """The snapshots whose tokens are all in `tokens`, the deepest first, each at the end of its path."""
+        node = self._roots.get(namespace)
+        raw = tokens.tobytes()
+        step = page_tokens * TOKEN_BYTES
+        pages: list[Page] = []
+        found: list[Path] = []
+        while node is not None:
+            at = len(pages) * step
+            here = _prefixes(node.snapshots, raw[at : at + step])
+            found += [Path((*pages, page), page.end) for page in sorted(here, key=lambda page: page.end)]
+            wanted = raw[at : at + step]
+            i = bisect_left(node.child_tokens, wanted)
+            if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
+                break
+            node = node.children[i]
+            pages.append(node)
+        return found[::-1]
+
+    def branches(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
+        """The positions along `tokens` at which stored sequences go different ways, to the token."""
+        node = self._roots.get(namespace)
+        raw = tokens.tobytes()
+        step = page_tokens * TOKEN_BYTES
+        at = 0
+        found: list[int] = []
+        while node is not None:
+            wanted = raw[at : at + step]
+            # a glance: where there are many, they begin to differ in few places
+            others = islice(chain(node.child_tokens, node.snapshots), GLANCE)
+            found += [
+                at // TOKEN_BYTES + _shared_tokens(wanted, other) for other in others if not _agree(other, wanted)
+            ]
+            i = bisect_left(node.child_tokens, wanted)
+            if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
+                break
+            node, at = node.children[i], at + step
+        return found
+
+    def superseded_by(self, page: Page) -> Page | None:
+        """The sibling whose tokens are a proper prefix of those of `page`: the tail that `page` continues."""
+        if page.form == SNAPSHOT:
+            return None
+        node = self._node(page.parent, page.namespace)
+        at = bisect_left(node.child_tokens, page.tokens) - 1 if node is not None else -1
+        if node is None or at < 0 or not page.tokens.startswith(node.child_tokens[at]):
+            return None
+        return node.children[at]
+
+    def covers(self, page: Page) -> bool:
+        """Whether a sibling already holds all tokens of `page`."""
+        if page.form == SNAPSHOT:
+            return False
+        node = self._node(page.parent, page.namespace)
+        at = bisect_left(node.child_tokens, page.tokens) if node is not None else 0
+        return node is not None and at < len(node.children) and node.child_tokens[at].startswith(page.tokens)
+
+    def _node(self, parent: bytes, namespace: bytes) -> Page | None:
+        return self._roots.get(namespace) if parent == namespace else self.pages.get(parent)
+
+    def _behind(self, parent: bytes, namespace: bytes) -> Page:
+        """The node with this key; the root of a namespace comes into being when it is needed."""
+        if parent == namespace and namespace not in self._roots:
+            self._roots[namespace] = Page(namespace, b"", namespace, 0, b"", 0, 0, 0, 0, 0)
+        node = self._node(parent, namespace)
+        assert node is not None
+        return node
+
+
+def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:
+    """The snapshots whose tokens are a prefix of `wanted`."""
+    if len(snapshots) * TOKEN_BYTES <= len(wanted):
+        return [page for tokens, page in snapshots.items() if wanted.startswith(tokens)]
+    starts = (wanted[:n] for n in range(0, len(wanted) + 1, TOKEN_BYTES))
+    return [snapshots[tokens] for tokens in starts if tokens in snapshots]
+
+
+def _agree(a: bytes, b: bytes) -> bool:
+    return a.startswith(b) or b.startswith(a)
+
+
+def _shared_tokens(a: bytes, b: bytes) -> int:
+    return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))

@@ -1,0 +1,1 @@
+"""What the bytes at rest are. Pure: nothing here opens a file."""

@@ -1,0 +1,1 @@
+"""A location without a model: inspect, repair, move, verify, measure."""

@@ -1,0 +1,165 @@
+"""How fast this location is on this machine, and from which length on restoring a prompt beats computing it."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefixstore.errors import FullError, StorageError
+from prefixstore.format.codec import decode
+from prefixstore.format.keys import boundary_hash
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import Record, Usage, checksum
+from prefixstore.maintenance.archive import Archive
+from prefixstore.store import PrefixStore
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+__all__ = ["BreakEven", "Rates", "measure_break_even", "measure_rates"]
+
+# of a page that is written to measure, if there is none whose size could be taken; and of all of them
+PAGE_BYTES = 8 << 20
+SCRATCH_BYTES = 64 << 20
+READ_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes of states in a second: verified and unpacked out of the location, and into it, durably. None: no room."""
+
+    read: float | None
+    written: float | None
+
+
+def measure_rates(archive: Archive) -> Rates:
+    """Write a few pages into a namespace of their own, read them and others, and delete them again.
+
+    Nothing is evicted for it: where there is no room, only reading is measured.
+    """
+    pages = archive.pages()
+    size = round(sum(page.stored_bytes for page in pages) / len(pages)) if pages else PAGE_BYTES
+    settings = Namespace({"label": f"bench-{uuid.uuid4().hex}", "salt": None})
+    try:
+        written = _write(archive, settings, min(max(size, 1), SCRATCH_BYTES))
+        read = _read(archive)
+    finally:
+        _forget(archive, settings)
+    return Rates(read, written)
+
+
+def _forget(archive: Archive, settings: Namespace) -> None:
+    if any(holding.key == settings.key for holding in archive.holdings()):
+        archive.purge(namespace=settings.key.hex())
+
+
+def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
+    payload = np.random.default_rng(0).bytes(size)
+    n = max(min(SCRATCH_BYTES // size, 64), 1)
+    now = time.time_ns()
+    started = time.perf_counter()
+    try:
+        for i in range(n):
+            tokens = np.array([i, i], "<i4").tobytes()
+            record = Record(settings.key, settings.key, 0, tokens, 0, size, size, checksum(payload), 0, now)
+            with archive.backend.transaction() as transaction:
+                transaction.put_namespace(settings.key, settings.canonical)
+                transaction.put(boundary_hash(settings.key, tokens), record, Usage(now), payload)
+        archive.backend.sync()
+    except FullError:
+        return None
+    return n * size / (time.perf_counter() - started)
+
+
+def _read(archive: Archive) -> float | None:
+    """The pages used last are those a server reads."""
+    pages = sorted(archive.pages(), key=lambda page: -page.last_used)
+    size = 0
+    started = time.perf_counter()
+    with archive.backend.snapshot() as snapshot:
+        for page in pages:
+            if size > READ_BYTES:
+                break
+            try:
+                record, payload = snapshot.record(page.key), snapshot.payload(page.key)
+                if record is not None and payload is not None:
+                    size += len(decode(record, payload))
+            except StorageError:
+                continue
+    return size / (time.perf_counter() - started) if size else None
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Seconds for prompts of some lengths, computed and restored.
+
+    Attributes
+    ----------
+    lengths, computed, restored
+        Tokens, and seconds for each.
+    n_tokens
+        From which length on restoring is faster; None if it is not for any of these.
+    """
+
+    lengths: tuple[int, ...]
+    computed: tuple[float, ...]
+    restored: tuple[float, ...]
+
+    @property
+    def n_tokens(self) -> int | None:
+        faster = [warm < cold for warm, cold in zip(self.restored, self.computed, strict=True)]
+        if not faster or not faster[-1]:
+            return None
+        # the last length at which computing is faster, and the one behind it
+        i = max((i for i, is_faster in enumerate(faster) if not is_faster), default=-1) + 1
+        if i == 0:
+            return self.lengths[0]
+        before = self.restored[i - 1] - self.computed[i - 1]
+        behind = self.computed[i] - self.restored[i]
+        return round(self.lengths[i - 1] + (self.lengths[i] - self.lengths[i - 1]) * before / (before + behind))
+
+
+def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:
+    """Compute and restore prompts of growing length, and delete what was stored for it.
+
+    Parameters
+    ----------
+    llm
+        The model. Its context is used up.
+    store
+        Attached to it, with a salt of its own: its namespace is deleted at the end.
+    archive
+        The same location.
+    longest
+        Tokens of the longest prompt.
+    """
+    lengths = [n for n in (2**i for i in range(5, 20)) if n < longest] + [longest]
+    rng = np.random.default_rng(int.from_bytes(os.urandom(4), "little"))
+    prompts = [rng.integers(llm.n_vocab() // 4, llm.n_vocab() // 2, n).tolist() for n in lengths]
+    computed, restored = [], []
+    try:
+        llm.eval(prompts[0])  # the first one of a context is slow
+        for tokens in prompts:
+            llm.reset()
+            started = time.perf_counter()
+            llm.eval(tokens)
+            computed.append(time.perf_counter() - started)
+            store.capture()
+        store.flush()
+        for tokens in prompts:
+            llm.reset()
+            started = time.perf_counter()
+            live = store.restore(tokens, always=True)
+            llm.eval(tokens[live:])
+            restored.append(time.perf_counter() - started)
+    finally:
+        namespace = store.namespace
+        store.detach()
+        store.flush()
+        _forget(archive, namespace)
+    return BreakEven(tuple(lengths), tuple(computed), tuple(restored))

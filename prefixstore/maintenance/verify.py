@@ -1,0 +1,96 @@
+"""Stored states against computed ones, by what they are for: the logits of the next token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefixstore.engine.index import Page
+from prefixstore.maintenance.archive import Archive
+from prefixstore.store import PrefixStore
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+__all__ = ["BOUND", "Comparison", "sample_leaves", "verify"]
+
+# Largest difference of two logits, as a share of the distance between the largest and the smallest one. The same tokens
+# in other batches, as a server computes them, differ by rounding; a state of other tokens differs by tenths.
+BOUND = 0.05
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One stored sequence, restored and computed.
+
+    Attributes
+    ----------
+    page
+        Key of its last page, as hexadecimal digits.
+    n_tokens, restored
+        Its length in tokens, and how many of them came from the store: all but the last one, which is evaluated.
+    difference
+        The largest difference of two logits.
+    share
+        The same, as a share of the distance between the largest and the smallest logit.
+    same_token
+        Whether the most likely next token is the same.
+    """
+
+    page: str
+    n_tokens: int
+    restored: int
+    difference: float
+    share: float
+    same_token: bool
+
+    def is_within(self, bound: float) -> bool:
+        """Whether all was restored, and the difference is no larger than rounding makes it."""
+        return self.restored == self.n_tokens - 1 and self.share <= bound
+
+
+def sample_leaves(archive: Archive, namespace: bytes, n: int, seed: int = 0) -> list[Page]:
+    """At most `n` pages that end a stored sequence, picked at random."""
+    leaves = [page for page in archive.pages(namespace) if page.is_leaf and page.end > 1]
+    return random.Random(seed).sample(leaves, min(n, len(leaves)))
+
+
+def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0) -> Iterator[Comparison]:
+    """Compute stored sequences anew, and compare.
+
+    Parameters
+    ----------
+    llm
+        The model. Its context is used up.
+    store
+        Attached to it; it is detached, so that nothing of what is computed here is stored.
+    archive
+        The same location.
+    n
+        How many sequences.
+    seed
+        Picks them.
+    """
+    from prefixstore.llama.vocabulary import logits_after  # noqa: PLC0415 - the extra "llama"
+
+    namespace = store.namespace.key
+    store.detach()
+    for page in sample_leaves(archive, namespace, n, seed):
+        stored = b"".join(one.tokens for one in archive.path(page))
+        tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
+        llm.reset()
+        restored = store.restore(tokens, llm, always=True)
+        warm = logits_after(llm, tokens[restored:])
+        llm.reset()
+        llm.eval(tokens[:-1])
+        cold = logits_after(llm, tokens[-1:])
+        difference = float(np.abs(warm - cold).max())
+        distance = float(cold.max() - cold.min())
+        share = difference / distance if distance else float(difference > 0)
+        same = int(warm.argmax()) == int(cold.argmax())
+        yield Comparison(page.key.hex(), len(tokens), restored, difference, share, same)
+    llm.reset()

@@ -1,0 +1,1 @@
+"""Lists of prompts into a store, each shared prefix computed once."""

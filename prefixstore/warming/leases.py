@@ -1,0 +1,182 @@
+"""Leases: notes in a store by which jobs divide work among themselves, and which end with their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from prefixstore.errors import StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Leases", "Notes", "Owner"]
+
+PREFIX = b"lease:"
+# How long a lease is good for without being renewed. The clocks of machines that share a store may differ by less.
+SECONDS = 30.0
+RENEWALS = 3  # within that time
+
+
+class Notes(Protocol):
+    """What keeps the leases: `prefixstore.engine.engine.Engine`."""
+
+    def note(self, name: bytes) -> bytes | None:
+        """The note of this name."""
+
+    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
+        """Replace a note by what `change` makes of it, with nobody in between."""
+
+
+def _machine() -> str:
+    """A name for what process ids are good in: containers on one host may have the same name and other processes."""
+    spaces = ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"]
+    known = [platform.node()]
+    with contextlib.suppress(OSError):
+        known += [Path(spaces[0]).read_text().strip(), os.readlink(spaces[1])]  # noqa: PTH115 - it names no path
+    return ":".join(known)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lease.
+
+    Attributes
+    ----------
+    id
+        Random: one process may have several jobs.
+    machine
+        The host and the process namespace in which `pid` is meant.
+    pid
+        Of the process.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    machine: str = field(default_factory=_machine)
+    pid: int = field(default_factory=os.getpid)
+
+    def is_dead(self) -> bool:
+        """Whether the process is known to be gone; False for one on another machine, about which nothing is known."""
+        if os.name != "posix" or self.machine != _machine():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
+class Leases:
+    """The leases of one job, renewed by a thread as long as the block lasts.
+
+    Parameters
+    ----------
+    notes
+        Keeps them for all.
+    seconds
+        How long a lease holds if its owner does not renew it.
+    owner
+        This job.
+
+    Notes
+    -----
+    A lease is advice. A job that was stopped for longer than `seconds` may find that another has taken over: then both
+    do the same work, and the store keeps it once. The same happens in a store that keeps no notes.
+    """
+
+    def __init__(self, notes: Notes, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
+        self._notes = notes
+        self._seconds = seconds
+        self.owner = owner or Owner()
+        self._held: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="prefixstore-leases", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.set()
+        self._thread.join()
+        for name in list(self._held):
+            # what cannot be given back expires
+            with contextlib.suppress(StorageError):
+                self.release(name)
+
+    def is_free(self, name: bytes) -> bool:
+        """Whether nobody else holds a lease, as far as it can be seen without asking for it. Raises `StorageError`."""
+        return not self._is_held_by_another(self._notes.note(PREFIX + name))
+
+    def acquire(self, name: bytes) -> bool:
+        """Take a lease; False if another job that is alive holds it. Raises `StorageError`."""
+        got = False
+
+        def change(value: bytes | None) -> bytes | None:
+            nonlocal got
+            got = not self._is_held_by_another(value)
+            return self._value() if got else value
+
+        with self._lock:
+            self._notes.change_note(PREFIX + name, change)
+            if got:
+                self._held.add(name)
+        return got
+
+    def release(self, name: bytes) -> None:
+        """Give a lease back. Raises `StorageError`."""
+        with self._lock:
+            self._held.discard(name)
+            self._notes.change_note(PREFIX + name, lambda value: None if self._is_mine(value) else value)
+
+    def _renew(self) -> None:
+        while not self._ending.wait(self._seconds / RENEWALS):
+            for name in list(self._held):
+                with self._lock:
+                    if name in self._held:
+                        # a store that cannot be reached now may be at the next turn
+                        with contextlib.suppress(StorageError):
+                            self._notes.change_note(
+                                PREFIX + name, lambda value: self._value() if self._is_mine(value) else value
+                            )
+
+    def _value(self) -> bytes:
+        owner = self.owner
+        value = {"owner": owner.id, "machine": owner.machine, "pid": owner.pid, "until": time.time() + self._seconds}
+        return json.dumps(value).encode()
+
+    def _is_mine(self, value: bytes | None) -> bool:
+        known = _parse(value)
+        return known is not None and known[0].id == self.owner.id
+
+    def _is_held_by_another(self, value: bytes | None) -> bool:
+        known = _parse(value)
+        if known is None or known[0].id == self.owner.id:
+            return False
+        owner, until = known
+        # a time further ahead than any lease goes was written by a clock that is wrong
+        return 0 < until - time.time() <= 2 * max(self._seconds, SECONDS) and not owner.is_dead()
+
+
+def _parse(value: bytes | None) -> tuple[Owner, float] | None:
+    """The owner of a lease, and until when it holds; None for no lease, or one that cannot be read."""
+    try:
+        known = json.loads(value or b"null")
+        return Owner(str(known["owner"]), str(known["machine"]), int(known["pid"])), float(known["until"])
+    except (ValueError, KeyError, TypeError):
+        return None

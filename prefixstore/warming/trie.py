@@ -1,0 +1,191 @@
+"""Prompts to the trie of their tokens, and the trie to parts that warming jobs share among themselves.
+
+The prompts are sorted by their tokens. Then a walk through the list is a walk through the trie, depth first: what a
+prompt shares with any before it, it shares with the one just before it, and the rest is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
+
+__all__ = ["Part", "Plan"]
+
+# Parts of about a 64th of the work: two jobs end at about the same time, and claims cost nothing beside the work.
+SHARE = 64
+SMALLEST_PART = 256
+# What several parts begin with is a part of its own if it has so many tokens more than the next shorter one: a 16th of
+# a part is the most that could be computed twice.
+STEM_SHARE = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the work that one job does.
+
+    Attributes
+    ----------
+    first, end
+        The prompts, by their place in the list: from `first` on, before `end`.
+    depth
+        If the part is what several other parts begin with: how many tokens of prompt `first` it has.
+    needs
+        Which parts (by index) have to be stored before this one is begun.
+    name
+        16 bytes that stand for the tokens of the part.
+    """
+
+    first: int
+    end: int
+    depth: int | None
+    needs: tuple[int, ...]
+    name: bytes
+
+
+class Plan:
+    """The trie of prompts.
+
+    Parameters
+    ----------
+    prompts
+        Token arrays, and where each comes from. They are kept, each once, four bytes a token; a prompt that another
+        one begins with is not: to store the longer is to store both.
+    min_tokens
+        Prompts shorter than this cannot be stored.
+
+    Attributes
+    ----------
+    prompts, prompt_tokens
+        How many there were, duplicates included, and their tokens.
+    short
+        How many of them are too short to be stored.
+    shared
+        For each prompt of the list the number of tokens that it has in common with the one before.
+    """
+
+    def __init__(self, prompts: Iterable[tuple[Tokens, str]], min_tokens: int) -> None:
+        self.prompts = self.prompt_tokens = self.short = 0
+        self._min_tokens = min_tokens
+        kept: dict[bytes, str] = {}
+        for tokens, where in prompts:
+            self.prompts += 1
+            self.prompt_tokens += len(tokens)
+            if len(tokens) < min_tokens:
+                self.short += 1
+            else:
+                # big-endian bytes are in the order of the tokens
+                kept.setdefault(tokens.astype(">i4").tobytes(), where)
+        self._keys: list[bytes] = []
+        self._where: list[str] = []
+        self._ends: list[tuple[int, ...]] = []
+        ordered = sorted(kept)
+        ends: list[int] = []
+        for i, key in enumerate(ordered):
+            if i + 1 < len(ordered) and ordered[i + 1].startswith(key):
+                ends.append(len(key) // TOKEN_BYTES)
+                continue
+            self._keys.append(key)
+            self._where.append(kept[key])
+            self._ends.append(tuple(ends))
+            ends = []
+        self.shared = [0] * len(self._keys)
+        for i in range(1, len(self._keys)):
+            self.shared[i] = common_prefix(self._raw(i - 1), self._raw(i))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def _raw(self, i: int) -> Tokens:
+        return np.frombuffer(self._keys[i], ">i4")
+
+    def tokens(self, i: int) -> Tokens:
+        """The tokens of prompt `i` of the list."""
+        return self._raw(i).astype("<i4")
+
+    def length(self, i: int) -> int:
+        """The number of tokens of prompt `i`."""
+        return len(self._keys[i]) // TOKEN_BYTES
+
+    def where(self, i: int) -> str:
+        """Where prompt `i` comes from."""
+        return self._where[i]
+
+    @property
+    def unique_tokens(self) -> int:
+        """The number of nodes of the trie: what a walk evaluates that finds nothing stored."""
+        return sum(self.length(i) - self.shared[i] for i in range(len(self)))
+
+    def stops(self, i: int, start: int, end: int) -> tuple[int, ...]:
+        """Positions of prompt `i` between `start` and `end`, ascending, at which other prompts leave it or end.
+
+        A walk that cannot cut its context has to stop there, and keep what it has.
+        """
+        found = set(self._ends[i])
+        for others in (range(i + 1, len(self)), range(i - 1, -1, -1)):
+            common = end
+            for j in others:
+                # what is shared with a prompt further on is shared with all between
+                common = min(common, self.shared[j + (j < i)])
+                if common <= start:
+                    break
+                found |= {common, *(n for n in self._ends[j] if n <= common)}
+        return tuple(sorted(n for n in found if start < n < end))
+
+    # -- dividing -----------------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        """The work in parts; jobs with the same list get the same ones.
+
+        A part is a run of prompts. What the last prompt of one run has in common with the first of the next is a part
+        of its own, a stem, before both: nothing is computed in two parts.
+        """
+        if not len(self):
+            return []
+        size = max(SMALLEST_PART, self.unique_tokens // SHARE)
+        starts = list(self._run_starts(size))
+        stems = self._stems(starts[1:], max(self._min_tokens, size // STEM_SHARE))
+        parts: list[Part] = []
+        place: dict[bytes, int] = {}
+        for first, end in zip(starts, [*starts[1:], len(self)], strict=True):
+            needed = [
+                stem for stem in stems if self._keys[first].startswith(stem) or self._keys[end - 1].startswith(stem)
+            ]
+            for stem in needed:
+                if stem not in place:
+                    before = tuple(place[other] for other in place if stem.startswith(other))
+                    at = first if self._keys[first].startswith(stem) else end - 1
+                    place[stem] = len(parts)
+                    parts.append(Part(at, at + 1, len(stem) // TOKEN_BYTES, before, _name([stem])))
+            needs = tuple(sorted(place[stem] for stem in needed))
+            parts.append(Part(first, end, None, needs, _name(self._keys[first:end])))
+        return parts
+
+    def _run_starts(self, size: int) -> Iterator[int]:
+        held = size
+        for i in range(len(self)):
+            if held >= size:
+                yield i
+                held = 0
+            held += self.length(i) - self.shared[i]
+
+    def _stems(self, starts: list[int], longer_by: int) -> list[bytes]:
+        """What prompts at these places have in common with the one before, shortest first."""
+        found = {self._keys[i][: self.shared[i] * TOKEN_BYTES] for i in starts}
+        stems: list[bytes] = []
+        for stem in sorted(found, key=len):
+            before = max((len(other) for other in stems if stem.startswith(other)), default=0)
+            if len(stem) - before >= longer_by * TOKEN_BYTES:
+                stems.append(stem)
+        return stems
+
+
+def _name(keys: list[bytes]) -> bytes:
+    hasher = xxhash.xxh3_128()
+    for key in keys:
+        hasher.update(len(key).to_bytes(8, "little") + key)
+    return hasher.digest()

@@ -1,0 +1,347 @@
+"""After a scrub nothing of what was deleted can be read from the file of an LMDB store."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.lmdb import backend as lmdb_module
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.scrub import common, read_layout, split
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.check import violations
+from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+
+MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+# inside of a leaf, on a page of its own, just over a page, on many
+SIZES = (100, 1500, 3000, 5000, 20_000, 50_000)
+
+
+def page(number):
+    """A page with tokens and a state that occur nowhere else."""
+    rng = np.random.default_rng(number)
+    tokens = rng.integers(1 << 24, 1 << 30, (3, 256, 700)[number % 3]).tolist()
+    payload = rng.bytes(SIZES[number % len(SIZES)])
+    return *make_page(payload, tokens), payload
+
+
+def write(backend, numbers):
+    for some in range(0, len(numbers), 8):
+        with backend.transaction() as transaction:
+            for number in numbers[some : some + 8]:
+                key, record, payload = page(number)
+                transaction.put_namespace(record.namespace, b"{}")
+                transaction.put(key, record, Usage(number), payload)
+
+
+def delete(backend, numbers):
+    with backend.transaction() as transaction:
+        for number in numbers:
+            assert transaction.delete(page(number)[0])
+
+
+def secrets_of(numbers):
+    """Every eight bytes of the tokens and the states, at every second offset, but those that are mostly alike."""
+    windows = []
+    for number in numbers:
+        _, record, payload = page(number)
+        for text in (record.tokens, payload):
+            windows += [
+                np.frombuffer(text[offset : offset + (len(text) - offset) // 8 * 8], "<u8") for offset in (0, 2, 4, 6)
+            ]
+    return np.unique(np.concatenate(windows))
+
+
+def readable(path, numbers):
+    """How many eight bytes of these pages are in the file."""
+    raw = (Path(path) / "data.mdb").read_bytes()
+    secrets = secrets_of(numbers)
+    count = 0
+    for offset in (0, 2, 4, 6):
+        windows = np.frombuffer(raw[offset : offset + (len(raw) - offset) // 8 * 8], "<u8")
+        windows = windows[windows != 0]
+        count += int((secrets[np.searchsorted(secrets, windows) % len(secrets)] == windows).sum())
+    return count
+
+
+def contents(backend):
+    with backend.snapshot() as snapshot:
+        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}
+
+
+def check(backend):
+    with backend.snapshot() as snapshot:
+        return violations(snapshot, Budget(1 << 40))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_that_was_deleted_is_in_the_file_and_the_rest_is_bit_by_bit_the_same(tmp_path, seed):
+    rng = random.Random(seed)
+    numbers = rng.sample(range(10_000), 120)
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, numbers)
+        rng.shuffle(numbers)
+        older, gone, kept = numbers[:20], numbers[20:70], numbers[70:]
+        delete(backend, older)
+        write(backend, [number + 20_000 for number in range(10)])  # into the pages of the older ones
+        delete(backend, gone)
+        before = contents(backend)
+        assert readable(tmp_path, gone) > 1000
+        backend.scrub()
+        assert readable(tmp_path, [*older, *gone]) == 0
+        assert contents(backend) == before
+        assert {page(number)[0] for number in kept} < before.keys()
+        assert check(backend) == []
+        # every byte that LMDB does not use is zero
+        raw = (tmp_path / "data.mdb").read_bytes()
+        layout = read_layout(tmp_path / "data.mdb")
+        assert sum(end - start for start, end in layout.free) > MIB // 2
+        assert not any(raw[start:end].strip(b"\0") for start, end in layout.free)
+        write(backend, gone)
+        assert check(backend) == []
+        assert len(contents(backend)) == 110
+
+
+def test_an_empty_store_and_one_that_becomes_empty_are_scrubbed(tmp_path):
+    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend:
+        backend.scrub()
+        write(backend, range(20))
+        delete(backend, range(20))
+        backend.scrub()
+        assert readable(tmp_path, range(20)) == 0
+        assert contents(backend) == {}
+
+
+def test_a_read_only_store_is_not_scrubbed(tmp_path):
+    LMDBBackend(tmp_path, MIB).close()
+    with closing(LMDBBackend(tmp_path, MIB, read_only=True)) as backend, pytest.raises(UnavailableError):
+        backend.scrub()
+
+
+SERVER = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from tests.backends.test_lmdb_scrub import MIB, contents, page, write
+backend = LMDBBackend(sys.argv[1], 64 * MIB)
+write(backend, range(60))
+print("written", flush=True)
+sys.stdin.readline()
+# its buffers have seen all of it
+for number in range(200, 260):
+    write(backend, [number])
+print(len(contents(backend)), flush=True)
+"""
+
+
+def server(path):
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+def test_a_server_that_wrote_it_and_goes_on_writing_brings_nothing_back(tmp_path):
+    with server(tmp_path) as other:
+        assert other.stdout.readline() == "written\n"
+        with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+            delete(backend, range(10, 60))
+            assert readable(tmp_path, range(10, 60)) > 1000
+            backend.scrub()
+            assert readable(tmp_path, range(10, 60)) == 0
+            before = contents(backend)
+            assert other.communicate("\n")[0] == "70\n"
+            assert readable(tmp_path, range(10, 60)) == 0
+            assert before.items() <= contents(backend).items()
+            assert check(backend) == []
+
+
+def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, monkeypatch):
+    monkeypatch.setattr(lmdb_module, "CLEARED_AT_ONCE", 100_000)  # many rounds, with writes in between
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend, closing(LMDBBackend(tmp_path, 64 * MIB)) as second:
+        write(backend, range(60))
+        stop = threading.Event()
+
+        def serve():
+            number = 1000
+            while not stop.is_set():
+                write(second, [number])
+                if number % 3:
+                    delete(second, [number])
+                number += 1
+                time.sleep(0.001)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            delete(backend, range(10, 60))
+            backend.scrub()
+        finally:
+            stop.set()
+            thread.join()
+        assert readable(tmp_path, range(10, 60)) == 0
+        assert check(backend) == []
+
+
+def test_a_snapshot_of_what_was_deleted_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(12))
+        held, leave = threading.Event(), threading.Event()
+
+        def read():
+            with backend.snapshot() as snapshot:
+                payload = snapshot.payload(page(5)[0])
+                held.set()
+                leave.wait(30)
+                assert payload == page(5)[2]
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        held.wait(30)
+        delete(backend, range(12))
+        # it has the handle open too, which may not be replaced under it
+        threading.Timer(1.0, leave.set).start()
+        started = time.monotonic()
+        backend.scrub()
+        assert time.monotonic() - started > 0.5
+        thread.join()
+        assert readable(tmp_path, range(12)) == 0
+
+
+READER = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from tests.backends.test_lmdb_scrub import MIB, page
+backend = LMDBBackend(sys.argv[1], 64 * MIB)
+with backend.snapshot() as snapshot:
+    payload = snapshot.payload(page(5)[0])
+    print("held", flush=True)
+    sys.stdin.readline()
+    assert payload == page(5)[2]
+"""
+
+
+def test_a_scrub_gives_up_on_a_process_that_reads_what_was_deleted_and_leaves_it_intact(tmp_path, monkeypatch):
+    monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(12))
+        command = [sys.executable, "-c", READER, str(tmp_path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+            assert other.stdout.readline() == "held\n"
+            delete(backend, range(12))
+            with pytest.raises(UnavailableError, match=f"process {other.pid} still reads"):
+                backend.scrub()
+            other.communicate("\n")
+            assert other.returncode == 0
+        backend.scrub()
+        assert readable(tmp_path, range(12)) == 0
+
+
+def test_what_a_dead_reader_held_is_scrubbed(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(12))
+        command = [sys.executable, "-c", READER, str(tmp_path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+            assert other.stdout.readline() == "held\n"
+            other.kill()
+        delete(backend, range(12))
+        backend.scrub()
+        assert readable(tmp_path, range(12)) == 0
+
+
+SCRUBBER = """
+import sys
+from prefixstore.backends.lmdb import backend as lmdb
+from tests.backends.test_lmdb_scrub import MIB
+lmdb.CLEARED_AT_ONCE = 50_000
+backend = lmdb.LMDBBackend(sys.argv[1], 64 * MIB)
+print("go", flush=True)
+backend.scrub()
+"""
+
+
+def test_a_killed_scrub_harms_nothing_and_is_done_again(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(60))
+        delete(backend, range(10, 60))
+        before = contents(backend)
+        for after in (0.0, 0.005, 0.02):
+            command = [sys.executable, "-c", SCRUBBER, str(tmp_path)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+                assert other.stdout.readline() == "go\n"
+                time.sleep(after)
+                other.kill()
+            assert check(backend) == []
+            assert contents(backend) == before
+        backend.scrub()
+        assert readable(tmp_path, range(10, 60)) == 0
+
+
+def test_a_file_that_cannot_be_walked_is_left_alone(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(30))
+        delete(backend, range(10, 30))
+        file = tmp_path / "data.mdb"
+        layout = read_layout(file)
+        start, _ = layout.gaps[-1]
+        with file.open("r+b") as opened:
+            # the number of a page in its own header
+            opened.seek(start // 4096 * 4096)
+            number = opened.read(8)
+            opened.seek(start // 4096 * 4096)
+            opened.write(bytes(8))
+        with pytest.raises(CorruptError, match="damaged"):
+            read_layout(file)
+        with file.open("r+b") as opened:
+            opened.seek(start // 4096 * 4096)
+            opened.write(number)
+        assert read_layout(file) == layout
+
+
+def test_a_file_of_another_version_is_left_alone(tmp_path):
+    file = tmp_path / "data.mdb"
+    LMDBBackend(tmp_path, MIB).close()
+    raw = file.read_bytes()
+    file.write_bytes(raw[:20] + b"\2" + raw[21:])
+    with pytest.raises(UnavailableError, match="version 2"):
+        read_layout(file)
+    file.write_bytes(raw[:4096] + bytes(100))
+    with pytest.raises((CorruptError, UnavailableError)):
+        read_layout(file)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files with holes in the middle")
+def test_compaction_gives_the_disk_back_what_is_free(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        write(backend, range(120))
+        delete(backend, range(10, 120))
+        before, taken = contents(backend), (tmp_path / "data.mdb").stat().st_blocks * 512
+        try:
+            given = backend.compact()
+        except UnavailableError as error:
+            pytest.skip(str(error))
+        assert given > MIB
+        assert (tmp_path / "data.mdb").stat().st_blocks * 512 < taken - given * 0.9
+        assert contents(backend) == before
+        assert check(backend) == []
+        write(backend, range(10, 120))
+        assert check(backend) == []
+
+
+def test_ranges_are_cut_and_compared():
+    assert common([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == [(5, 10), (20, 25), (28, 30)]
+    assert common([(0, 4)], []) == []
+    assert common([(0, 4), (6, 8)], [(4, 6)]) == []
+    assert common([(0, 3), (4, 9)], [(1, 2), (2, 3), (8, 12)]) == [(1, 2), (2, 3), (8, 9)]
+    assert split([(0, 10), (20, 30)], 15) == ([(0, 10), (20, 25)], [(25, 30)])
+    assert split([(0, 10)], 10) == ([(0, 10)], [])

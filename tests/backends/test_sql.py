@@ -1,0 +1,887 @@
+"""The contract for SQLite and PostgreSQL; and what they have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sqlalchemy import event, func, select, text, update
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import backend as sql_backend
+from prefixstore.backends.sql import postgresql, sqlite
+from prefixstore.backends.sql.schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
+from prefixstore.buffers import Buffers
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.check import violations
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.new_page import NewPage
+from prefixstore.errors import (
+    CorruptError,
+    FullError,
+    IncompatibleError,
+    InvalidParameterError,
+    MissingExtraError,
+    PrefixStoreError,
+    UnavailableError,
+)
+from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.keys import boundary_hash
+from prefixstore.format.record import FORMAT_VERSION, Usage
+from prefixstore.stats import Counters
+from prefixstore.testing import PersistentBackendContract, make_page
+
+MIB = 1 << 20
+NAMESPACE = bytes(range(16))
+
+
+class TestSQLite(PersistentBackendContract):
+    def open_backend(self, tmp_path):
+        return open_backend(f"sqlite:///{tmp_path}/kv.db", max_bytes=64 * MIB)
+
+
+class TestPostgreSQL(PersistentBackendContract):
+    @pytest.fixture(autouse=True)
+    def _database(self, new_database):
+        self.url = new_database()
+
+    def open_backend(self, tmp_path):
+        return open_backend(self.url, max_bytes=64 * MIB)
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """A new store in either database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/kv.db"
+    return request.getfixturevalue("new_database")()
+
+
+def opened(url, **options):
+    return closing(open_backend(url, max_bytes=64 * MIB, **options))
+
+
+def page(number, size=1000, parent=NAMESPACE, start=0):
+    payload = np.random.default_rng(number).bytes(size)
+    return *make_page(payload, [number, number], parent=parent, start=start), payload
+
+
+def put(backend, *pages):
+    with backend.transaction() as transaction:
+        transaction.put_namespace(NAMESPACE, b"{}")
+        for key, record, payload in pages:
+            transaction.put(key, record, Usage(1), payload)
+    return [key for key, _, _ in pages]
+
+
+def chain(n, size):
+    """Pages that follow each other."""
+    pages, parent = [], NAMESPACE
+    for i in range(n):
+        pages.append(page(i, size, parent, 2 * i))
+        parent = pages[-1][0]
+    return pages
+
+
+def keys_of(backend):
+    with backend.snapshot() as snapshot:
+        return {key for key, _, _ in snapshot.scan()}
+
+
+def everything(backend):
+    with backend.snapshot() as snapshot:
+        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}, dict(
+            snapshot.namespaces()
+        )
+
+
+@contextmanager
+def statements(backend):
+    """What is sent to the database in the block."""
+    sent = []
+
+    def note(connection, cursor, statement, parameters, context, executemany):
+        sent.append(statement)
+
+    engine = backend.database.engine
+    event.listen(engine, "before_cursor_execute", note)
+    try:
+        yield sent
+    finally:
+        event.remove(engine, "before_cursor_execute", note)
+
+
+def change(backend, statement):
+    """Something that no store of ours does to its tables."""
+    with backend.database.writing() as connection:
+        connection.execute(statement)
+
+
+def refusal(url, **options):
+    try:
+        open_backend(url, max_bytes=MIB, **options).close()
+    except PrefixStoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+def python(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+# -- the location ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite://host/x", "sqlite:///x.db?mode=ro", "sqlite+other:///x",
+     "postgresql+asyncpg://h/x", "postgresql://h:port/x"],
+)  # fmt: skip
+def test_a_location_that_names_no_database_is_refused(location):
+    with pytest.raises(InvalidParameterError, match="location"):
+        open_backend(location, max_bytes=MIB)
+
+
+def test_a_location_in_memory_is_referred_to_the_backend_that_is():
+    assert 'write "memory:"' in refusal("sqlite://")
+
+
+def test_a_relative_path_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with opened("sqlite:///kv.db") as backend:
+        assert backend.location == f"sqlite:///{tmp_path}/kv.db"
+    with opened(f"sqlite+pysqlite:////{tmp_path}/a%b ü?.db".replace("?", "%3F")):
+        pass
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".db", ".db"]
+
+
+@pytest.mark.parametrize("scheme", ["postgres", "postgresql", "postgresql+psycopg"])
+def test_postgresql_is_known_by_three_names(new_database, scheme):
+    url = new_database()
+    with opened(scheme + url[url.index("://") :]) as backend:
+        assert backend.location.startswith("postgresql+psycopg://")
+
+
+def test_a_password_is_in_no_message_and_in_no_location(new_database, caplog):
+    caplog.set_level(logging.DEBUG)
+    for url in (
+        "postgresql://joe:hushhush@127.0.0.1:1/x",
+        new_database(empty=True).replace("postgres@", "postgres:hushhush@"),
+        "postgresql://joe:hushhush@h:port/x",
+        "postgresql+asyncpg://joe:hushhush@h/x",
+    ):
+        with pytest.raises(PrefixStoreError) as caught:
+            open_backend(url, max_bytes=MIB)
+        assert "hushhush" not in str(caught.value)
+    url = new_database().replace("postgres@", "postgres:hushhush@")
+    with opened(url) as backend:
+        assert "hushhush" not in backend.location
+        assert "***" in backend.location
+        put(backend, page(1))
+    assert "hushhush" not in caplog.text
+
+
+def test_a_server_that_is_not_there_is_worth_a_retry():
+    assert refusal("postgresql://127.0.0.1:1/x").startswith("UnavailableError: postgresql+psycopg://127.0.0.1:1/x: ")
+
+
+def test_a_database_that_is_not_there_is_not_worth_one(new_database):
+    url = new_database()
+    name = url.split("?")[0].rsplit("/", 1)[1]
+    assert refusal(url.replace(name, "nothing_of_this_name")).startswith("LocationError: ")
+
+
+@pytest.mark.parametrize(
+    ("location", "module", "extra"),
+    [
+        ("sqlite:///x.db", "sqlalchemy", "sql"),
+        ("sqlite:///x.db", "alembic", "sql"),
+        ("postgresql://h/x", "psycopg", "postgres"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(location, module, extra):
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from prefixstore.backends import open_backend\n"
+        "try: open_backend(sys.argv[1], max_bytes=1 << 20)\n"
+        "except ImportError as error: print(type(error).__name__, error)"
+    )
+    with python(code, location) as process:
+        printed = process.stdout.read()
+    assert printed.startswith(MissingExtraError.__name__)
+    assert f"prefixstore[{extra}]" in printed
+
+
+def test_a_newer_format_is_refused_with_both_versions(url):
+    with opened(url) as backend:
+        change(backend, update(META).values(format=FORMAT_VERSION + 1))
+    with opened(url) as backend, pytest.raises(IncompatibleError, match=f"format {FORMAT_VERSION + 1}.*up to"):
+        put(backend, page(1))
+
+
+def test_read_only_writes_nothing(url):
+    with opened(url) as backend:
+        keys = put(backend, *chain(2, 2 * MIB))
+        for _ in range(2):
+            with opened(url, read_only=True) as reader:
+                assert keys_of(reader) == set(keys)
+                with reader.snapshot() as snapshot:
+                    assert len(list(snapshot.fetch(keys))) == 2
+                for work in (lambda: put(reader, page(9)), reader.scrub):
+                    with pytest.raises(UnavailableError, match="read-only"):
+                        work()
+                reader.sync()
+                with reader.database.connection() as connection, pytest.raises(Exception, match=r"read-?only"):
+                    connection.execute(update(META).values(generation=0))
+    with opened(url, read_only=True) as reader:
+        assert keys_of(reader) == set(keys)
+
+
+def test_a_closed_backend_says_so(url):
+    backend = open_backend(url, max_bytes=MIB)
+    backend.close()
+    for use in (backend.snapshot, backend.transaction):
+        with pytest.raises(UnavailableError, match="closed"), use():
+            raise AssertionError("it opened")
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def test_payloads_are_stored_in_pieces_of_a_mebibyte(url):
+    with opened(url) as backend:
+        key, *_ = put(backend, page(1, 3 * MIB + 5))
+        with backend.database.connection() as connection:
+            sizes = connection.execute(
+                select(func.length(PIECES.c.data)).where(PIECES.c.page == key).order_by(PIECES.c.number)
+            )
+            assert sizes.scalars().all() == [MIB, MIB, MIB, 5]
+
+
+def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_database):
+    """Out of each into the next one, and at last into the first kind again."""
+    locations = [
+        "memory:",
+        str(tmp_path / "lmdb"),
+        f"sqlite:///{tmp_path}/a.db",
+        new_database(),
+        f"sqlite:///{tmp_path}/b.db",
+        str(tmp_path / "again"),
+    ]
+    pages = [*chain(4, 1_300_000), page(9, 0), page(10, 17)]
+    with closing(open_backend(locations[0], max_bytes=64 * MIB)) as backend:
+        with backend.transaction() as transaction:
+            transaction.put_namespace(NAMESPACE, b'{"label":"x"}')
+            for i, (key, record, payload) in enumerate(pages):
+                usage = Usage(2**62 + i, 2**32 - 1 - i, pinned=i % 2 == 0, priority=(-1) ** i * 2**14, expires=i)
+                transaction.put(key, record, usage, payload)
+        expected = everything(backend)
+        source = backend
+        for location in locations[1:]:
+            copy = open_backend(location, max_bytes=64 * MIB)
+            with source.snapshot() as snapshot, copy.transaction() as transaction:
+                for key, settings in snapshot.namespaces().items():
+                    transaction.put_namespace(key, settings)
+                for key, record, usage in snapshot.scan():
+                    transaction.put(key, record, usage, snapshot.payload(key))
+            source.close()
+            source = copy
+            assert everything(copy) == expected, location
+            with copy.snapshot() as snapshot:
+                keys = [key for key, _, _ in pages]
+                assert [(record, bytes(payload)) for record, payload in snapshot.fetch(keys)] == [
+                    (record, payload) for _, record, payload in pages
+                ]
+        source.close()
+
+
+WRONG = {
+    "codec": 1, "start": 1, "compute_us": 7, "raw_bytes": 7, "stored_bytes": 7, "created": 7, "namespace": bytes(16),
+    "parent": bytes(16), "checksum": bytes(16), "tokens": bytes(8), "seal": bytes(8), "version": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("column", sorted(WRONG))
+def test_a_row_with_a_changed_column_is_damaged(url, column):
+    with opened(url) as backend:
+        (key,) = put(backend, page(1))
+        change(backend, update(PAGES).values({column: WRONG[column]}))
+        with backend.snapshot() as snapshot:
+            with pytest.raises(CorruptError, match=key.hex()):
+                snapshot.record(key)
+            with pytest.raises(CorruptError, match=key.hex()):
+                list(snapshot.fetch([key]))
+            assert isinstance(snapshot.records([key])[key][0], CorruptError)
+            assert [type(record) for _, record, _ in snapshot.scan()] == [CorruptError]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tokens": "text"}, {"start": -1}, {"seal": b""}, {"namespace": b"short"}, {"codec": 256}, {"codec": None}],
+)
+def test_a_row_with_what_no_record_holds_is_damaged_in_sqlite(tmp_path, wrong):
+    """There any column may hold anything."""
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        (key,) = put(backend, page(1))
+    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
+        (name, value), *_ = wrong.items()
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+        connection.execute("PRAGMA writable_schema=RESET")
+        connection.execute(f"UPDATE prefixstore_pages SET {name} = ?", (value,))
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.snapshot() as snapshot:
+        with pytest.raises(CorruptError):
+            snapshot.record(key)
+        assert isinstance(snapshot.records([key])[key][0], CorruptError)
+
+
+def test_a_row_under_another_key_is_damaged(url):
+    with opened(url) as backend:
+        put(backend, page(1, 10))
+        change(backend, PIECES.delete())
+        change(backend, update(PAGES).values(key=bytes(16)))
+        with backend.snapshot() as snapshot, pytest.raises(CorruptError, match="another page"):
+            snapshot.record(bytes(16))
+
+
+def test_a_row_of_a_newer_version_is_left_to_it(url):
+    with opened(url) as backend:
+        (key,) = put(backend, page(1))
+        change(backend, update(PAGES).values(version=FORMAT_VERSION + 1, seal=b"whatever"))
+        with backend.snapshot() as snapshot:
+            with pytest.raises(IncompatibleError, match="upgrade"):
+                snapshot.record(key)
+            assert isinstance(snapshot.records([key])[key][0], IncompatibleError)
+
+
+def test_a_row_whose_version_alone_is_damaged_is_damaged(url):
+    with opened(url) as backend:
+        (key,) = put(backend, page(1))
+        change(backend, update(PAGES).values(version=FORMAT_VERSION + 1))
+        with backend.snapshot() as snapshot, pytest.raises(CorruptError, match="seal"):
+            snapshot.record(key)
+
+
+def test_a_payload_whose_pieces_are_missing_or_too_many_is_damaged(url):
+    pages = chain(3, 2 * MIB)
+    with opened(url) as backend:
+        keys = put(backend, *pages)
+        change(backend, PIECES.delete().where(PIECES.c.page == keys[1]))
+        with backend.snapshot() as snapshot:
+            fetched = snapshot.fetch(keys)
+            assert next(fetched)[0] == pages[0][1]
+            with pytest.raises(CorruptError, match="no payload"):
+                next(fetched)
+        change(backend, PIECES.delete().where(PIECES.c.page == keys[2], PIECES.c.number == 0))
+        with backend.snapshot() as snapshot:
+            ((_, payload),) = snapshot.fetch([keys[2]])
+            assert len(payload) == MIB  # the codec sees that it is too short
+        change(backend, PIECES.insert().values(page=keys[0], number=2, data=b"more"))
+        with backend.snapshot() as snapshot:
+            with suppress(CorruptError):
+                ((_, payload),) = snapshot.fetch([keys[0]])
+                assert len(payload) == 2 * MIB + 4
+            assert [v.rule for v in violations(snapshot, Budget(64 * MIB))] == ["payload"] * 3
+
+
+def test_a_fetched_payload_stays_as_it_is_while_any_view_of_it_is_held(tmp_path):
+    pages = chain(5, 3 * MIB + 1)
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, *pages)
+        buffers = backend.database._buffers
+        with backend.snapshot() as snapshot:
+            held = [memoryview(payload)[7:] for _, payload in snapshot.fetch(keys)]
+            again = [memoryview(payload)[7:] for _, payload in snapshot.fetch(keys)]
+            for i, (_, _, payload) in enumerate(pages):
+                assert held[i] == again[i] == payload[7:]
+            assert buffers.leased == 10 * len(pages[0][2])
+            del held, again
+            assert buffers.leased == 0
+            for _, payload in snapshot.fetch(keys):
+                # one that is used, and one that is read
+                assert buffers.leased <= 2 * len(payload)
+
+
+def test_without_blob_handles_payloads_are_the_same(tmp_path, monkeypatch):
+    """As on Python 3.10."""
+    pages = chain(3, 3 * MIB + 1)
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, *pages)
+        monkeypatch.setattr(sys, "version_info", (3, 10))
+        with backend.snapshot() as snapshot:
+            assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [payload for _, _, payload in pages]
+
+
+def test_changes_that_are_too_old_are_forgotten(url, monkeypatch):
+    monkeypatch.setattr(sql_backend, "CHANGES_KEPT", 3)
+    with opened(url) as backend:
+        written = [put(backend, page(10 * i), page(10 * i + 1)) for i in range(6)]
+        with backend.snapshot() as snapshot:
+            known = [snapshot.changes(since) for since in range(7)]
+        assert known == [None] * 3 + [[key for keys in written[since:] for key in keys] for since in range(3, 7)]
+        with backend.database.connection() as connection:
+            assert connection.execute(select(func.count()).select_from(CHANGES)).scalar() == 6
+
+
+def test_a_walk_reads_some_rows_at_a_time_and_misses_none(url):
+    n = sql_backend.ROWS + 10
+    with opened(url) as backend:
+        keys = put(backend, *(page(i, 4) for i in range(n)))
+        with backend.snapshot() as snapshot:
+            assert sorted(key for key, _, _ in snapshot.scan()) == sorted(keys)
+            assert sorted(snapshot.payload_keys()) == sorted(keys)
+            assert snapshot.used.entries == n
+
+
+def test_uses_are_written_together(url):
+    with opened(url) as backend:
+        keys = put(backend, *(page(i, 4) for i in range(50)))
+        with backend.transaction() as transaction, statements(backend) as sent:
+            for i, key in enumerate([*keys, bytes(16)]):
+                transaction.touch(key, Usage(i))
+            transaction.record(bytes(16))
+        assert sum("UPDATE prefixstore_pages" in statement for statement in sent) == 1
+        with backend.snapshot() as snapshot:
+            assert [snapshot.usage(key).last_used for key in keys] == list(range(50))
+            assert snapshot.usage(bytes(16)) is None
+
+
+# -- round trips and plans ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_lookup_asks_is_one_round_trip_each(new_database):
+    pages = chain(40, 1000)
+    with opened(new_database()) as backend:
+        keys = put(backend, *pages[:30])
+        every = [key for key, _, _ in pages]
+        unknown = [bytes([i % 256, i // 256]) * 8 for i in range(5000)]
+        asked = {
+            "is anything new": lambda snapshot: snapshot.generation and snapshot.changes(snapshot.generation) == [],
+            "the deepest boundary": lambda snapshot: snapshot.deepest(every) == 30,
+            "of thousands": lambda snapshot: snapshot.deepest(keys + unknown) == 30,
+            "pages": lambda snapshot: len(list(snapshot.fetch(keys))) == 30,
+            "records": lambda snapshot: len(snapshot.records(every)) == 30,
+            "what is used": lambda snapshot: snapshot.used.entries == 30,
+        }
+        for what, ask in asked.items():
+            with statements(backend) as sent, backend.snapshot() as snapshot:
+                assert ask(snapshot), what
+            assert len(sent) == 1, what
+
+
+def test_thousands_of_keys_are_one_question_in_sqlite_too(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, *chain(10, 100))
+        unknown = [i.to_bytes(16, "big") for i in range(100_000)]
+        with backend.snapshot() as snapshot, statements(backend) as sent:
+            assert snapshot.deepest(keys + unknown) == 10
+            assert len(snapshot.records(unknown + keys)) == 10
+        assert len(sent) == 2
+
+
+def test_pages_beyond_what_one_answer_holds_come_with_the_next(new_database, monkeypatch):
+    monkeypatch.setattr(postgresql, "ANSWER_BYTES", 10_000)
+    pages = chain(9, 4000)
+    with opened(new_database()) as backend:
+        keys = put(backend, *pages)
+        with backend.snapshot() as snapshot, statements(backend) as sent:
+            assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [payload for _, _, payload in pages]
+        assert len(sent) == 3
+        with backend.snapshot() as snapshot:
+            assert len(list(snapshot.fetch([*keys[:5], bytes(16), *keys[5:]]))) == 5
+
+
+def explained(backend, statement, parameters):
+    """The plan of a statement that was sent."""
+    with backend.database.connection() as connection:
+        cursor = connection.connection.cursor()
+        with closing(cursor):
+            is_sqlite = backend.location.startswith("sqlite")
+            cursor.execute(("EXPLAIN QUERY PLAN " if is_sqlite else "EXPLAIN ") + statement, parameters)
+            return "\n".join(str(row[-1]) for row in cursor.fetchall())
+
+
+def test_whatever_runs_for_a_lookup_or_an_eviction_uses_an_index(url):
+    with opened(url) as backend:
+        # as long as pages are: a few short rows are read faster than an index
+        keys = put(backend, *((*make_page(b"page", [i] * 256), b"page") for i in range(3000)))
+        for i in range(3):
+            put(backend, page(10_000 + i))
+        with backend.database.connection() as connection:
+            connection.execute(text("ANALYZE"))
+        sent = []
+
+        def note(connection, cursor, statement, parameters, context, executemany):
+            sent.append((statement, parameters[0] if executemany else parameters))
+
+        event.listen(backend.database.engine, "before_cursor_execute", note)
+        with backend.snapshot() as snapshot:
+            assert snapshot.changes(1) is not None
+            snapshot.record(keys[0])
+            snapshot.usage(keys[0])
+            snapshot.payload(keys[0])
+            snapshot.records(keys[:20])
+            snapshot.deepest(keys[:20])
+            list(snapshot.fetch(keys[:20]))
+        with backend.transaction() as transaction:
+            transaction.touch(keys[0], Usage(1))
+            transaction.delete(keys[1])
+        event.remove(backend.database.engine, "before_cursor_execute", note)
+        plans = {
+            statement: explained(backend, statement, parameters)
+            for statement, parameters in sent
+            if statement.split()[0] in ("SELECT", "WITH", "UPDATE", "DELETE") and "pragma" not in statement
+        }
+        assert len(plans) >= 9
+        for statement, plan in plans.items():
+            print(statement, plan, sep="\n")
+            if "prefixstore_meta" not in statement:  # one row
+                assert "SCAN prefixstore" not in plan, statement
+                assert "Seq Scan" not in plan, statement
+        # what the cascade of a deletion looks for
+        assert "ndex" in explained(backend, f"SELECT 1 FROM prefixstore_pieces WHERE page = {'?' if 'sqlite' in url else '%s'}", (keys[0],)).replace("INDEX", "Index")  # fmt: skip # noqa: E501
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def new_engine(backend, max_bytes=64 * MIB, **terms):
+    counters = Counters()
+    return Engine(backend, Budget(max_bytes), POLICIES["lru"](), FixedCodec("raw"), counters, **terms), counters
+
+
+def new_page(buffers, number, size, parent=NAMESPACE, start=0):
+    lease = buffers.lease(size)
+    lease.view[:] = np.random.default_rng(number).bytes(size)
+    return NewPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, lease)
+
+
+def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new_database):
+    url = new_database()
+    with opened(url) as backend, opened(url) as other:
+        (first,) = put(backend, page(1))
+
+        def kill_writer():
+            with other.database.connection() as connection:
+                connection.execute(
+                    text(
+                        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+                        "WHERE datname = current_database() AND state = 'idle in transaction'"
+                    )
+                ).all()
+
+        key, record, payload = page(2, 3 * MIB)
+
+        def write(*, then_ask):
+            with backend.transaction() as transaction:
+                transaction.put(key, record, Usage(1), payload)
+                kill_writer()
+                if then_ask:
+                    transaction.usage(key)
+
+        for then_ask in (True, False):  # it fails in the middle, or at the commit
+            with pytest.raises(UnavailableError):
+                write(then_ask=then_ask)
+            assert keys_of(backend) == keys_of(other) == {first}
+        assert put(backend, page(2, 3 * MIB)) == [key]
+        assert keys_of(other) == {first, key}
+
+
+def test_the_engine_goes_on_when_a_connection_drops_in_mid_write(new_database):
+    url = new_database()
+    with opened(url) as other:
+        engine, counters = new_engine(open_backend(url, max_bytes=64 * MIB))
+        buffers = Buffers(64 * MIB)
+        with closing(engine):
+            new = new_page(buffers, 1, 2 * MIB)
+            assert engine.announce(new)
+            inner = engine._backend
+            put_really = sql_backend._Change.put
+
+            def put_and_die(change, *arguments):
+                put_really(change, *arguments)
+                with other.database.connection() as connection:
+                    connection.execute(
+                        text(
+                            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                        )
+                    ).all()
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sql_backend._Change, "put", put_and_die)
+                assert engine.commit([new]) == 0
+            assert counters.group("dropped") == {"unavailable": 1}
+            assert keys_of(inner) == set()
+            again = new_page(buffers, 1, 2 * MIB)
+            assert engine.announce(again)
+            assert engine.commit([again]) == 1
+            assert keys_of(inner) == {again.page.key}
+            assert engine.check() == []
+
+
+def test_idle_connections_that_the_server_closed_are_not_noticed(new_database):
+    url = new_database()
+    pages = chain(3, 1000)
+    with opened(url) as backend, opened(url) as other:
+        keys = put(backend, *pages)
+
+        def kill_idle():
+            with other.database.connection() as connection:
+                connection.execute(
+                    text(
+                        "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+                        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                    )
+                ).all()
+
+        for use in (
+            lambda snapshot: snapshot.generation,
+            lambda snapshot: list(snapshot.scan()),
+            lambda snapshot: list(snapshot.fetch(keys)),
+            lambda snapshot: snapshot.deepest(keys),
+        ):
+            kill_idle()
+            with backend.snapshot() as snapshot:
+                assert use(snapshot)
+        kill_idle()
+        put(backend, page(9))
+        kill_idle()
+        backend.sync()
+        assert len(keys_of(backend)) == 4
+
+
+def test_a_server_that_was_started_anew_is_found_again(request):
+    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
+        pytest.skip("the server is not ours to stop")
+    server = request.getfixturevalue("postgres_server")
+    url = request.getfixturevalue("new_database")()
+    with opened(url) as backend:
+        keys = put(backend, page(1))
+        backend.sync()
+        server.stop()
+        for use in (backend.snapshot, backend.transaction):
+            with pytest.raises(UnavailableError), use() as view:
+                assert view.generation
+        server.start()
+        assert keys_of(backend) == set(keys)
+        put(backend, page(2))
+        assert len(keys_of(backend)) == 2
+
+
+@pytest.mark.parametrize("where", ["sqlite", "postgresql"])
+def test_who_holds_the_lock_for_too_long_makes_others_give_up(where, request, tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(postgresql, "LOCK_SECONDS", 1)
+    url = f"sqlite:///{tmp_path}/kv.db" if where == "sqlite" else request.getfixturevalue("new_database")()
+    with opened(url) as one, opened(url) as two:
+        failures = []
+
+        def write():
+            try:
+                put(two, page(2))
+            except UnavailableError as error:
+                failures.append(error)
+
+        with one.transaction() as transaction:
+            key, record, payload = page(1)
+            transaction.put(key, record, Usage(1), payload)
+            thread = threading.Thread(target=write)
+            thread.start()
+            thread.join()
+        assert len(failures) == 1
+        assert "lock" in str(failures[0])
+        put(two, page(3))
+        assert len(keys_of(one)) == 2
+
+
+def test_snapshots_go_on_while_somebody_writes(url):
+    with opened(url) as backend, opened(url) as other:
+        keys = put(backend, page(1))
+        with backend.transaction() as transaction:
+            key, record, payload = page(2, 3 * MIB)
+            transaction.put(key, record, Usage(1), payload)
+            assert keys_of(other) == set(keys)
+        assert keys_of(other) == {*keys, key}
+
+
+KILLED = """
+import sys
+from tests.backends.test_sql import chain, open_backend, page, put
+backend = open_backend(sys.argv[1], max_bytes=64 << 20)
+for number in range(10_000):
+    put(backend, page(1000 * int(sys.argv[2]) + number, 300_000))
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_a_store_that_is_whole(url):
+    for attempt in range(2):
+        process = python(KILLED, url, attempt)
+        with process:
+            for _ in range(5 + 3 * attempt):
+                assert process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+            written = 5 + 3 * attempt + len(process.stdout.readlines())
+        with opened(url) as backend:
+            with backend.snapshot() as snapshot:
+                assert violations(snapshot, Budget(64 * MIB)) == []
+                assert snapshot.used.entries in (written, written + 1)
+            with backend.transaction() as transaction:
+                for key, _, _ in list(transaction.scan()):
+                    transaction.delete(key)
+
+
+def test_a_full_disk_is_an_error_that_leaves_no_trace(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, page(1, MIB))
+        with backend.database.connection() as connection:
+            connection.exec_driver_sql("PRAGMA max_page_count=200").all()
+        with pytest.raises(FullError):
+            put(backend, page(2, 4 * MIB))
+        assert keys_of(backend) == set(keys)
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+EVICTING = """
+import sys
+from tests.backends.test_sql import Buffers, MIB, closing, new_engine, new_page, open_backend
+engine, counters = new_engine(open_backend(sys.argv[1], max_bytes=6 * MIB), 6 * MIB)
+buffers = Buffers(MIB)
+with closing(engine):
+    for number in range(80):
+        new = new_page(buffers, 1000 * int(sys.argv[2]) + number, 50_000 + 3000 * (number % 50))
+        assert engine.announce(new)
+        assert engine.commit([new]) == 1
+        new.lease.release()
+        assert engine.used()[0].bytes <= 6 * MIB
+print("done", counters.group("dropped"))
+"""
+
+
+def test_two_processes_keep_the_budget_together(url):
+    with opened(url):
+        pass
+    processes = [python(EVICTING, url, number + 1) for number in range(2)]
+    for process in processes:
+        with process:
+            assert process.stdout.read() == "done {}\n"
+    engine, _ = new_engine(open_backend(url, max_bytes=6 * MIB), 6 * MIB)
+    with closing(engine):
+        used, *_ = engine.used()
+        assert 3 * MIB < used.bytes <= 6 * MIB
+        assert engine.check() == []
+
+
+def test_what_is_used_is_what_postgresql_says_or_more(new_database):
+    sizes = "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relname LIKE 'prefixstore%'"
+    for pages in ([page(i, 10) for i in range(500)], [page(i, 2500) for i in range(300)], chain(6, 3 * MIB)):
+        with opened(new_database()) as backend:
+            put(backend, *pages)
+            with backend.snapshot() as snapshot, backend.database.connection() as connection:
+                taken = connection.execute(text(sizes)).scalar()
+                print(len(pages), "pages:", taken, "of", snapshot.used.bytes)
+                assert taken <= snapshot.used.bytes
+
+
+def test_what_is_used_is_what_the_sqlite_file_takes(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        pages = chain(20, MIB)
+        keys = put(backend, *pages)
+        backend.sync()
+        with backend.snapshot() as snapshot:
+            assert 0 <= snapshot.used.bytes - (tmp_path / "kv.db").stat().st_size < 100_000
+        with backend.transaction() as transaction:
+            for key in reversed(keys[2:]):
+                transaction.delete(key)
+            assert transaction.used.bytes < 3 * MIB
+        # what was freed is used again: the file does not grow
+        before = (tmp_path / "kv.db").stat().st_size
+        for _ in range(3):
+            put(backend, *pages[2:])
+            backend.sync()
+            with backend.transaction() as transaction:
+                for key in reversed(keys[2:]):
+                    transaction.delete(key)
+        backend.sync()
+        assert (tmp_path / "kv.db").stat().st_size <= before + MIB
+
+
+def test_many_threads_evict_and_fetch_at_once(url):
+    engine, counters = new_engine(open_backend(url, max_bytes=8 * MIB), 8 * MIB)
+    buffers = Buffers(64 * MIB)
+    failures = []
+    with closing(engine):
+
+        def work(number):
+            try:
+                for i in range(15):
+                    parent, start = NAMESPACE, 0
+                    for depth in range(3):
+                        new = new_page(buffers, 10_000 * number + 10 * i + depth, 200_000, parent, start)
+                        if not engine.announce(new):
+                            break
+                        engine.commit([new])
+                        new.lease.release()
+                        parent, start = boundary_hash(parent, new.page.tokens), start + 4
+                    path = engine.match(NAMESPACE, np.frombuffer(new.page.tokens, np.int32), 4)
+                    with engine.fetching(path.pages) as states:
+                        for state in states:
+                            assert len(state) == 200_000
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert engine.check() == []
+    assert not counters.group("dropped").keys() - {"orphan"}
+
+
+# -- scrubbing ---------------------------------------------------------------------------------------------------------
+
+
+def test_after_a_scrub_nothing_of_a_deleted_page_is_in_the_files(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        secret = b"the secret of a tenant" * 2000
+        key, record = make_page(secret, [123_456_789, 987_654_321])
+        kept = put(backend, page(1, MIB), (key, record, secret))
+        backend.sync()
+
+        def files():
+            return b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+        assert b"secret of a tenant" in files()
+        with backend.transaction() as transaction:
+            transaction.delete(key)
+        backend.scrub()
+        assert b"secret of a tenant" not in files()
+        assert record.tokens not in files()
+        assert keys_of(backend) == {kept[0]}
+        with closing(sqlite3.connect(tmp_path / "kv.db")) as connection:
+            assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -1,0 +1,483 @@
+"""The schema of SQL stores and its migrations; the file of a SQLite store; ``prefixstore migrate``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, inspect, text
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import migrations as migrate
+from prefixstore.backends.sql import revisions as sql_revisions
+from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, REVISIONS, VERSION_TABLE
+from prefixstore.cli import main
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.check import violations
+from prefixstore.errors import IncompatibleError, LocationError, PrefixStoreError
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+
+MIB = 1 << 20
+NAMESPACE = bytes(range(16))
+DATA = Path(__file__).parents[1] / "data"
+OLD = REVISIONS[:-1]
+
+
+def opened(url, **options):
+    return closing(open_backend(url, max_bytes=64 * MIB, **options))
+
+
+def put(backend, number, size=1000):
+    payload = np.random.default_rng(number).bytes(size)
+    key, record = make_page(payload, [number])
+    with backend.transaction() as transaction:
+        transaction.put_namespace(NAMESPACE, b"{}")
+        transaction.put(key, record, Usage(1), payload)
+    return key
+
+
+def keys_of(backend):
+    with backend.snapshot() as snapshot:
+        return {key for key, _, _ in snapshot.scan()}
+
+
+def refusal(url, **options):
+    try:
+        open_backend(url, max_bytes=MIB, **options).close()
+    except PrefixStoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+def write_old(url, revision):
+    """A store as a version of that revision has left it."""
+    if url.startswith("sqlite"):
+        path = url.removeprefix("sqlite:///")
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript((DATA / f"sqlite-{revision}.sql").read_text())
+            connection.execute("PRAGMA journal_mode=WAL")
+        Path(path).chmod(0o600)
+    else:
+        engine = create_engine(url)
+        with engine.begin() as connection:
+            connection.connection.cursor().execute((DATA / f"postgresql-{revision}.sql").read_text())
+        engine.dispose()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request, tmp_path):
+    """Where no store is."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/kv.db"
+    return request.getfixturevalue("new_database")(empty=True)
+
+
+def holds_the_old_pages(backend, revision):
+    assert revision == "0001"
+    sizes = [700, 900, 0]
+    with backend.snapshot() as snapshot:
+        parent, keys = NAMESPACE, []
+        for i, size in enumerate(sizes):
+            payload = np.random.default_rng(i).bytes(size)
+            key, record = make_page(payload, [i, i + 1, i + 2, i + 3], parent=parent, start=4 * i)
+            assert snapshot.record(key) == record
+            assert snapshot.usage(key) == Usage(1000 + i, i, pinned=i == 1)
+            assert bytes(snapshot.payload(key)) == payload
+            parent = key
+            keys.append(key)
+        assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [
+            np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)
+        ]
+        assert snapshot.deepest(keys) == 3
+        assert snapshot.generation == 3
+        assert snapshot.changes(1) == keys[1:]
+        assert snapshot.used.entries == 3
+        assert violations(snapshot, Budget(64 * MIB)) == []
+    with backend.transaction() as transaction:
+        transaction.touch(keys[0], Usage(1, priority=5, expires=6))
+        assert transaction.delete(keys[2])
+    with backend.snapshot() as snapshot:
+        assert snapshot.usage(keys[0]) == Usage(1, priority=5, expires=6)
+        assert snapshot.used.entries == 2
+        with backend.database.connection() as connection:
+            counted = connection.execute(
+                text("SELECT entries, bytes, (SELECT sum(stored_bytes + length(tokens)) FROM prefixstore_pages) "
+                     "FROM prefixstore_meta")
+            ).one()  # fmt: skip
+        assert tuple(counted) == (2, 700 + 900 + 32, 700 + 900 + 32)
+
+
+# -- revisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_revisions_in_the_code_are_those_of_the_migrations():
+    scripts = ScriptDirectory(str(sql_revisions.migrations_directory()))
+    assert tuple(script.revision for script in scripts.walk_revisions())[::-1] == REVISIONS
+    assert scripts.get_current_head() == HEAD
+
+
+def test_each_earlier_revision_has_a_store_to_test_with():
+    expected = {f"{dialect}-{revision}.sql" for dialect in ("sqlite", "postgresql") for revision in OLD}
+    assert {path.name for path in DATA.glob("*.sql")} == expected
+
+
+def test_the_models_are_what_the_migrations_make(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    try:
+        with engine.connect() as connection:
+            context = MigrationContext.configure(
+                connection, opts={"version_table": VERSION_TABLE, "compare_type": True, "compare_server_default": True}
+            )
+            assert compare_metadata(context, METADATA) == []
+            tables = inspect(connection)
+            for table in METADATA.sorted_tables:
+                primary = tables.get_pk_constraint(table.name)["constrained_columns"]
+                assert primary == [column.name for column in table.primary_key]
+                assert all(key["options"].get("ondelete") == "CASCADE" for key in tables.get_foreign_keys(table.name))
+    finally:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("revision", OLD)
+def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_as_it_opens(tmp_path, revision):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    write_old(url, revision)
+    assert migrate.check(url) == migrate.Status(revision, HEAD)
+    with opened(url) as backend:
+        holds_the_old_pages(backend, revision)
+    assert migrate.check(url).is_current
+
+
+@pytest.mark.parametrize("revision", OLD)
+def test_a_sqlite_store_of_an_earlier_revision_is_not_upgraded_by_one_who_only_reads(tmp_path, revision):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    write_old(url, revision)
+    message = refusal(url, read_only=True)
+    assert message.startswith("IncompatibleError: ")
+    assert f'prefixstore migrate "{url}"' in message
+    assert migrate.check(url).revision == revision
+
+
+@pytest.mark.parametrize("revision", OLD)
+def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new_database, revision):
+    url = new_database(empty=True)
+    write_old(url, revision)
+    message = refusal(url)
+    assert message.startswith("IncompatibleError: ")
+    assert f"schema {revision}" in message
+    command = message[message.index("prefixstore migrate") :].split('"')[1]
+    assert migrate.check(url).revision == revision
+    # the URL in the message is one that can be used
+    assert migrate.upgrade(command).revision == revision
+    with opened(url) as backend:
+        holds_the_old_pages(backend, revision)
+
+
+@pytest.mark.parametrize("revision", OLD)
+def test_the_printed_statements_do_what_the_command_does(empty_url, revision):
+    write_old(empty_url, revision)
+    statements = migrate.upgrade_sql(empty_url)
+    assert migrate.check(empty_url).revision == revision
+    run_by_hand(empty_url, statements)
+    assert migrate.check(empty_url).is_current
+    with opened(empty_url) as backend:
+        holds_the_old_pages(backend, revision)
+    assert migrate.upgrade_sql(empty_url) == ""
+
+
+def run_by_hand(url, statements):
+    if url.startswith("sqlite"):
+        with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+            connection.executescript(statements)
+    else:
+        engine = create_engine(url, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.connection.cursor().execute(statements)
+        engine.dispose()
+
+
+def test_the_printed_statements_make_a_new_store_too(empty_url):
+    run_by_hand(empty_url, migrate.upgrade_sql(empty_url))
+    with opened(empty_url) as backend:
+        key = put(backend, 1)
+        assert keys_of(backend) == {key}
+
+
+def test_processes_that_upgrade_at_once_all_get_it(tmp_path):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    write_old(url, OLD[0])
+    open_at_once(url)
+    with opened(url) as backend, backend.snapshot() as snapshot:
+        assert snapshot.used.entries == 3 + 4
+
+
+def open_at_once(url):
+    code = """
+import sys
+from tests.backends.test_sql_schema import opened, put
+sys.stdin.read()  # until all are ready
+with opened(sys.argv[1]) as backend:
+    put(backend, 100 + int(sys.argv[2]))
+"""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, url, str(i)], stdin=subprocess.PIPE, cwd=DATA.parents[1])
+        for i in range(4)
+    ]
+    for process in processes:
+        process.stdin.close()
+    assert [process.wait(60) for process in processes] == [0] * 4
+
+
+def test_a_newer_schema_is_refused_and_untouched(empty_url):
+    migrate.upgrade(empty_url)
+    engine = create_engine(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+    engine.dispose()
+    for use in (refusal, lambda url: refusal(url, read_only=True)):
+        message = use(empty_url)
+        assert message.startswith("IncompatibleError: ")
+        assert f"schema 9999, this prefixstore knows up to {HEAD}" in message
+    for use in (migrate.check, migrate.upgrade, migrate.upgrade_sql):
+        with pytest.raises(IncompatibleError, match="9999"):
+            use(empty_url)
+
+
+def test_the_migrations_are_found_beside_the_package_or_in_it(tmp_path, monkeypatch):
+    assert sql_revisions.migrations_directory() == DATA.parents[1] / "migrations"
+    module = tmp_path / "prefixstore" / "backends" / "sql_revisions.py"
+    monkeypatch.setattr(sql_revisions, "__file__", str(module))
+    with pytest.raises(LocationError, match="install"):
+        sql_revisions.migrations_directory()
+    shutil.copytree(DATA.parents[1] / "migrations", tmp_path / "prefixstore" / "migrations")
+    assert sql_revisions.migrations_directory() == tmp_path / "prefixstore" / "migrations"
+
+
+# -- PostgreSQL: the location ------------------------------------------------------------------------------------------
+
+
+def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_database):
+    url = new_database(empty=True)
+    for options in ({}, {"read_only": True}):
+        message = refusal(url, **options)
+        assert message.startswith("LocationError: ")
+        assert "prefixstore migrate" in message
+    assert migrate.check(url) == migrate.Status(None, HEAD)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == []
+    engine.dispose()
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        "CREATE TABLE prefixstore_meta (mine text)",
+        "CREATE TABLE prefixstore_schema (mine text)",
+        (
+            "CREATE TABLE prefixstore_meta (magic text); CREATE TABLE prefixstore_schema (version_num text); "
+            "INSERT INTO prefixstore_schema VALUES ('0001'); INSERT INTO prefixstore_meta VALUES ('mine')"
+        ),
+        "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
+    ],
+)
+def test_tables_of_our_names_that_are_not_ours_are_refused_and_untouched(new_database, tables):
+    url = new_database(empty=True)
+    run_by_hand(url, tables)
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        before = inspect(connection).get_table_names()
+    assert refusal(url).startswith("IncompatibleError: ")
+    assert "another application" in refusal(url)
+    with pytest.raises(IncompatibleError, match="another application"):
+        migrate.upgrade(url)
+    with engine.connect() as connection:
+        assert inspect(connection).get_table_names() == before
+    engine.dispose()
+
+
+def test_a_store_may_share_its_database_with_others(new_database):
+    url = new_database(empty=True)
+    run_by_hand(url, "CREATE TABLE pages (mine text); INSERT INTO pages VALUES ('still here')")
+    migrate.upgrade(url)
+    with opened(url) as backend:
+        put(backend, 1)
+        backend.scrub()
+        backend.reclaim()
+        with backend.database.connection() as connection:
+            assert connection.execute(text("SELECT mine FROM pages")).scalars().all() == ["still here"]
+
+
+# -- SQLite: the file --------------------------------------------------------------------------------------------------
+
+
+def test_the_file_and_its_directory_are_for_their_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        with opened(f"sqlite:///{tmp_path}/new/kv.db") as backend:
+            put(backend, 1, 3 * MIB)
+            modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == {"kv.db": 0o600, "kv.db-wal": 0o600, "kv.db-shm": 0o600}
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_connection_has_the_settings_that_are_documented(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.database.connection() as connection:
+        pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout", "secure_delete", "page_size")
+        found = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in pragmas}
+        assert connection.exec_driver_sql("PRAGMA application_id").scalar() == APPLICATION_ID
+    assert found == {
+        "journal_mode": "wal",
+        "synchronous": 1,
+        "foreign_keys": 1,
+        "busy_timeout": 60_000,
+        "secure_delete": 0,
+        "page_size": 16_384,
+    }
+
+
+def not_ours(path, kind):
+    if kind == "text":
+        path.write_bytes(b"something else " * 1000)
+    elif kind == "empty":
+        path.touch()
+    elif kind == "header":
+        path.write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    elif kind == "cut":
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("CREATE TABLE mine (a)")
+        path.write_bytes(path.read_bytes()[:50])
+    else:
+        # a log that is not in the file yet, as a killed process leaves it
+        script = (
+            "import os, sqlite3, sys\n"
+            "connection = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
+            f"connection.execute('PRAGMA journal_mode={kind}')\n"
+            "connection.execute('CREATE TABLE mine (a)')\n"
+            "connection.execute('BEGIN')\n"
+            "connection.execute('INSERT INTO mine VALUES (zeroblob(5000000))')\n"
+            "if sys.argv[2] == 'WAL': connection.execute('COMMIT')\n"
+            "os._exit(0)\n"
+        )
+        subprocess.run([sys.executable, "-c", script, path, kind], check=True)
+
+
+@pytest.mark.parametrize("kind", ["text", "empty", "header", "cut", "WAL", "DELETE"])
+def test_a_file_that_is_not_ours_is_refused_and_untouched(tmp_path, kind):
+    path = tmp_path / "theirs.db"
+    not_ours(path, kind)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert kind not in ("WAL", "DELETE") or len(before) > 1
+    for options in ({}, {"read_only": True}):
+        message = refusal(f"sqlite:///{path}", **options)
+        assert message.startswith("IncompatibleError: "), message
+        assert "not a store of prefixstore" in message
+    with pytest.raises(IncompatibleError):
+        migrate.upgrade(f"sqlite:///{path}")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
+    assert refusal(f"sqlite:///{tmp_path}").startswith(f"LocationError: {tmp_path} is no file")
+    (tmp_path / "file").write_text("x")
+    assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
+    assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_directory_that_cannot_be_written_is_refused():
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o555)
+        reading, writing = os.pipe()
+        if (pid := os.fork()) == 0:
+            with suppress(BaseException):
+                if os.geteuid() == 0:
+                    os.setgid(65534)
+                    os.setuid(65534)
+                os.write(writing, refusal(f"sqlite:///{name}/kv.db").encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(pid, 0)
+        with os.fdopen(reading) as answer:
+            assert answer.read().startswith(f"LocationError: {name}/kv.db cannot be created")
+        Path(name).chmod(0o700)
+
+
+def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    open_at_once(url)
+    with opened(url) as backend:
+        assert len(keys_of(backend)) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
+
+
+def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
+    code = """
+import os, sys
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import sqlite_file
+sqlite_file.publish = lambda *arguments: os._exit(3)
+open_backend(sys.argv[1], max_bytes=1 << 20)
+"""
+    url = f"sqlite:///{tmp_path}/kv.db"
+    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=DATA.parents[1]).returncode == 3
+    assert not (tmp_path / "kv.db").exists()
+    with opened(url) as backend:
+        assert keys_of(backend) == set()
+
+
+def test_a_file_system_without_links_is_one_that_can_be_used(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "link", refuse)
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        put(backend, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
+
+
+def test_a_store_is_read_while_its_directory_cannot_be_written(tmp_path):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    with opened(url) as backend:
+        key = put(backend, 1)
+        with opened(url, read_only=True) as reader:
+            assert keys_of(reader) == {key}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_creates_checks_and_upgrades(empty_url, capsys):
+    assert main(["migrate", empty_url, "--check"]) == 1
+    assert HEAD in capsys.readouterr().out
+    assert main(["migrate", empty_url, "--sql"]) == 0
+    assert "CREATE TABLE prefixstore_pages" in capsys.readouterr().out
+    assert main(["migrate", empty_url, "--check"]) == 1
+    assert main(["migrate", empty_url]) == 0
+    assert main(["migrate", empty_url, "--check"]) == 0
+    assert main(["migrate", empty_url]) == 0
+    capsys.readouterr()
+    assert main(["migrate", empty_url, "--sql"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("url", ["memory:", "/a/path", "lmdb:///x", "postgresql://joe:hushhush@127.0.0.1:1/x"])
+def test_the_command_says_what_it_cannot_do(url, capsys):
+    assert main(["migrate", url]) != 0
+    printed = capsys.readouterr()
+    assert "hushhush" not in printed.out + printed.err

@@ -1,0 +1,413 @@
+"""The commands, as an operator runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.format.record import checksum
+from prefixstore.maintenance.archive import Archive
+from tests.support.models import answer, load, prompt
+from tests.support.places import contents, fill, space
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = (
+    *("stats", "ls", "tree", "show", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
+    *("export", "import", "copy", "migrate", "bench", "demo", "warm"),
+)
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
+MINE, YOURS = space("mine"), space("yours")
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs a command: exit code, stdout, stderr."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments):
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def as_json(run):
+    """Runs a command with --json: exit code, and what it says."""
+
+    def call(*arguments):
+        code, out, _ = run(*arguments, "--json")
+        return code, json.loads(out)
+
+    return call
+
+
+@pytest.fixture(params=["lmdb", "sqlite"])
+def store(request, tmp_path):
+    """A location with two tenants."""
+    location = f"lmdb://{tmp_path}/kv" if request.param == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
+    with Archive(location, create=True) as archive:
+        fill(archive.backend, MINE, SEQUENCES)
+        fill(archive.backend, YOURS, SEQUENCES[:1])
+    return location
+
+
+@pytest.fixture(scope="session")
+def served(models, tmp_path_factory):
+    """A model, its tokens as text, and a location that served some prompts."""
+    location = str(tmp_path_factory.mktemp("served") / "kv")
+    llm = load(models("llama"))
+    with PrefixStore(location, llm) as cache:
+        llm.set_cache(cache)
+        for seed in (1, 2):
+            answer(llm, prompt(600) + prompt(100, seed), 8)
+    return models("llama"), location
+
+
+def process(*arguments, **options):
+    command = [sys.executable, "-m", "prefixstore", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+# -- every command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example_and_json(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"Example: prefixstore {command} " in " ".join(out.split())
+    assert "--json" in out
+
+
+def test_all_commands_are_listed_and_can_be_completed(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted(COMMANDS)
+    assert "--install-completion" in out
+    assert run("--version")[1].strip() == __import__("prefixstore").__version__
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        (2, ["no-such-command"]),
+        (2, ["stats"]),
+        (2, ["stats", "x", "--no-such-option"]),
+        (2, ["stats", "nonsense://x"]),
+        (2, ["evict", "{store}", "--to", "many"]),
+        (2, ["purge", "{store}"]),
+        (2, ["show", "{store}", "ffff"]),
+        (2, ["tree", "{store}", "--containing", "x"]),
+        (2, ["verify", "{store}"]),
+        (2, ["copy", "{store}", "{store}"]),
+        (3, ["stats", "{folder}/none"]),
+        (3, ["stats", "sqlite:///{folder}/none.db"]),
+        (3, ["purge", "{folder}/none", "--everything"]),
+        (3, ["export", "{folder}/none", "--out", "{folder}/f"]),
+        (3, ["export", "{store}", "--out", "{folder}/no/f"]),
+        (3, ["import", "{store}", "{folder}/none"]),
+        (3, ["import", "{store}", __file__]),
+        (1, ["tree", "{store}", "--model", "{folder}/none.gguf"]),
+    ],
+)
+def test_what_cannot_be_done_ends_with_its_code_a_line_on_stderr_and_nothing_new(tmp_path, run, code, arguments):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        fill(archive.backend, MINE, SEQUENCES)
+    given = [argument.format(store=tmp_path / "kv", folder=tmp_path) for argument in arguments]
+    found, out, err = run(*given)
+    assert (found, out) == (code, "")
+    assert "Traceback" not in err
+    assert err.strip()
+    assert [path.name for path in tmp_path.iterdir()] == ["kv"]
+
+
+def test_help_comes_at_once():
+    def seconds(*arguments):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - started
+
+    # what importing the package costs on this machine, as busy as it is, and a little more
+    package = min(seconds("-c", "import prefixstore") for _ in range(3))
+    assert min(seconds("-m", "prefixstore", "--help") for _ in range(3)) < package + max(0.3, package)
+
+
+def test_looking_imports_no_llama(store):
+    code = "import sys; from prefixstore.cli import main; main(sys.argv[1:]); sys.exit('llama_cpp' in sys.modules)"
+    for command in (["stats", store], ["ls", store], ["check", store], ["--help"]):
+        subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_without_typer_the_extra_is_named():
+    code = "import sys; sys.modules['typer'] = None; from prefixstore.cli import main; sys.exit(main(['ls', 'x']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert 'pip install "prefixstore[cli]"' in done.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_command_with_its_code_and_leaves_no_half_of_a_file(store, tmp_path, number, code):
+    # a pipe that nobody reads keeps it busy
+    os.mkfifo(tmp_path / "pipe")
+    with process("import", tmp_path / "new", tmp_path / "pipe") as running:
+        with (tmp_path / "pipe").open("wb"):
+            time.sleep(0.3)
+            running.send_signal(number)
+            running.wait(30)
+        assert running.returncode == code
+    assert not (tmp_path / "new").exists()
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def test_stats_and_ls_count_what_is_there(store, run, as_json):
+    code, found = as_json("stats", store)
+    assert code == 0
+    assert {name: found[name] for name in ("pages", "namespaces", "tenants", "sequences", "stored_bytes")} == {
+        "pages": 9,
+        "namespaces": 2,
+        "tenants": 2,
+        "sequences": 5,
+        "stored_bytes": 9000,
+    }
+    code, found = as_json("ls", store)
+    assert {one["settings"]["salt"]: one["pages"] for one in found} == {"mine": 7, "yours": 2}
+    code, out, _ = run("ls", store)
+    assert code == 0
+    assert re.search(rf"{MINE.key.hex()[:12]}.* mine +7 ", out)
+    assert run("stats", store)[0] == 0
+
+
+def test_tree_and_show_tell_pages(store, run, as_json):
+    code, found = as_json("tree", store)
+    assert (code, len(found)) == (0, 9)
+    code, found = as_json("tree", store, "--namespace", MINE.key.hex())
+    assert len(found) == 7
+    branch = next(page for page in found if page["start"] == 4)
+    code, page = as_json("show", store, branch["page"][:10])
+    assert (code, page["path"][-1], page["damage"]) == (0, branch["page"], None)
+    code, out, _ = run("tree", store, "--namespace", MINE.key.hex())
+    # the first page is one line, and each of its branches another
+    assert [line.count("  ") - 1 for line in out.splitlines()[1:]].count(2) >= 1
+    assert len(out.splitlines()) == 1 + 5
+    assert run("show", store, branch["page"])[0] == 0
+
+
+def test_text_is_shown_and_found_with_a_model(served, run, as_json):
+    model, location = served
+    llm = load(model)
+    tail = llm.detokenize(prompt(100, 2)[20:40]).decode()
+    code, pages = as_json("tree", location, "--model", model)
+    assert code == 0
+    assert "".join(page["text"] for page in pages if page["start"] == 0) == llm.detokenize(
+        prompt(256), special=True
+    ).decode(errors="replace")
+    code, found = as_json("tree", location, "--model", model, "--containing", tail)
+    assert code == 0
+    assert 3 <= len(found) < len(pages)
+    assert run("tree", location, "--model", model)[0] == 0
+    assert as_json("tree", location, "--model", model, "--containing", "no such text") == (1, [])
+
+
+# -- caring -----------------------------------------------------------------------------------------------------------
+
+
+def swap_payloads(location, one, other):
+    """A page with the state of another, and all checksums right."""
+    with Archive(location) as archive, archive.backend.transaction() as transaction:
+        record, usage, payload = transaction.record(one), transaction.usage(one), bytes(transaction.payload(other))
+        donor = transaction.record(other)
+        changed = replace(record, checksum=checksum(payload), codec=donor.codec, stored_bytes=len(payload))
+        transaction.delete(one)
+        transaction.put(one, replace(changed, raw_bytes=donor.raw_bytes), usage, payload)
+
+
+def test_check_finds_what_is_broken_and_repairs_it(store, as_json, run):
+    assert as_json("check", store)[0] == 0
+    with Archive(store) as archive, archive.backend.transaction() as transaction:
+        first = next(key for key, record, _ in transaction.scan() if record.namespace == YOURS.key and not record.start)
+        record, usage = transaction.record(first), transaction.usage(first)
+        transaction.delete(first)
+        transaction.put(first, replace(record, checksum=bytes(16)), usage, bytes(1000))
+    code, found = as_json("check", store)
+    assert code == 1
+    assert [one["rule"] for one in found["violations"]] == ["payload"]
+    assert run("check", store)[0] == 1
+    code, found = as_json("check", store, "--repair")
+    assert (code, found["removed"]["pages"], found["left"]) == (0, 2, [])
+    assert run("check", store, "--repair")[0] == 0
+    assert as_json("check", store, "--max-bytes", "1KiB")[0] == 1
+
+
+def test_verify_compares_logits_and_finds_a_state_of_other_tokens(served, tmp_path, as_json, run):
+    model, location = served
+    code, found = as_json("verify", location, "--model", model, "--n-ctx", 2048)
+    assert code == 0
+    assert len(found["sequences"]) == 2
+    assert found["largest"] < 0.01
+    assert all(one["restored"] == one["n_tokens"] - 1 for one in found["sequences"])
+    code, _, err = run("verify", location, "--model", model, "--n-ctx", 2048, "--salt", "nobody")
+    assert code == 1
+    assert "salt is nobody here, not set in the store" in err
+    # wrong, and nothing that a checksum could tell
+    copy = str(tmp_path / "copy")
+    assert run("copy", location, copy)[0] == 0
+    with Archive(copy) as archive:
+        leaves = [page.key for page in archive.pages() if page.is_leaf]
+        second = [page.key for page in archive.pages() if page.start == 256]
+        first = [page.key for page in archive.pages() if page.start == 0]
+    assert len(leaves) == 2
+    swap_payloads(copy, second[0], first[0])
+    assert as_json("check", copy)[0] == 0
+    code, found = as_json("verify", copy, "--model", model, "--n-ctx", 2048)
+    assert code == 1
+    assert found["beyond"] == 2
+
+
+def test_evict_pin_and_unpin(store, as_json, run):
+    keys = [page["page"] for page in as_json("tree", store)[1] if page["namespace"] == MINE.key.hex()]
+    code, found = as_json("pin", store, keys[1])
+    assert (code, found["changed"]) == (0, 2)
+    code, found = as_json("evict", store, "--to", "1")
+    assert (code, found["pages"], found["removed"]["pages"]) == (1, 2, 7)
+    assert as_json("unpin", store, keys[1])[1]["changed"] == 2
+    code, found = as_json("evict", store, "--to", "10GiB")
+    assert (code, found["pages"]) == (0, 2)
+    assert run("pin", store, keys[1])[0] == 0
+    assert run("evict", store, "--to", "10GiB")[0] == 0
+
+
+def test_after_a_purge_nothing_of_it_can_be_read_from_the_files(store, tmp_path, as_json):
+    with Archive(store) as archive:
+        payloads = {page.namespace: [] for page in archive.pages()}
+        for record, _, payload in contents(archive.backend).values():
+            payloads[record.namespace].append(payload)
+
+    def readable(payload):
+        files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        return any(payload[at : at + 16] in files for at in range(0, 1000 - 16, 16))
+
+    assert all(map(readable, payloads[YOURS.key]))
+    code, found = as_json("purge", store, "--salt", "yours")
+    assert (code, found["removed"]["pages"], found["scrubbed"]) == (0, 2, True)
+    assert not any(map(readable, payloads[YOURS.key]))
+    assert as_json("check", store)[0] == 0
+    assert as_json("stats", store)[1]["pages"] == 7
+    code, found = as_json("purge", store, "--everything")
+    assert not any(map(readable, payloads[MINE.key]))
+    assert as_json("stats", store)[1]["pages"] == 0
+
+
+def test_a_chat_is_purged_by_its_text(served, tmp_path, as_json, run):
+    model, location = served
+    copy = str(tmp_path / "copy")
+    assert run("copy", location, copy)[0] == 0
+    before = as_json("stats", copy)[1]["pages"]
+    text = load(model).detokenize(prompt(30)).decode()
+    code, found = as_json("purge", copy, "--prefix", text, "--model", model)
+    assert (code, found["removed"]["pages"]) == (0, before)
+
+
+def test_compact_gives_room_back(store, run):
+    run("purge", store, "--everything")
+    assert run("compact", store)[0] == 0
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+def test_export_import_and_copy_carry_all_of_it(store, tmp_path, as_json, run):
+    file = tmp_path / "f.pstore"
+    code, found = as_json("export", store, "--out", file)
+    assert (code, found["pages"]) == (0, 9)
+    assert file.stat().st_mode & 0o777 == 0o600
+    code, found = as_json("import", tmp_path / "other", file)
+    assert (code, found["pages"], found["present"]) == (0, 9, 0)
+    code, found = as_json("import", tmp_path / "other", file)
+    assert (code, found["pages"], found["present"]) == (0, 0, 9)
+    code, found = as_json("copy", tmp_path / "other", f"sqlite:///{tmp_path}/third.db")
+    assert (code, found["pages"]) == (0, 9)
+    with Archive(store, read_only=True) as one, Archive(f"sqlite:///{tmp_path}/third.db", read_only=True) as other:
+        assert contents(one.backend) == contents(other.backend)
+    assert as_json("export", store, "--out", file, "--namespace", YOURS.key.hex())[1]["pages"] == 2
+    file.write_bytes(file.read_bytes()[:-10])
+    code, _, err = run("import", tmp_path / "fourth", file)
+    assert code == 1
+    assert "truncated after 2 pages; import again when it is complete" in err
+    assert as_json("stats", tmp_path / "fourth")[1]["pages"] == 2
+
+
+def test_a_pipe_carries_it_too(store, tmp_path, as_json):
+    with process("export", store, "--out", "-") as one:
+        command = [sys.executable, "-m", "prefixstore", "import", str(tmp_path / "other"), "-", "--json"]
+        done = subprocess.run(command, cwd=ROOT, check=False, stdin=one.stdout, capture_output=True, text=True)
+        assert "9 pages exported" in one.stderr.read()
+    assert (done.returncode, json.loads(done.stdout)["pages"]) == (0, 9)
+    assert as_json("check", tmp_path / "other")[0] == 0
+
+
+def test_a_file_that_does_not_fit_the_model_is_refused_with_what_differs(served, tmp_path, run, as_json):
+    model, location = served
+    file = tmp_path / "f.pstore"
+    assert run("export", location, "--out", file)[0] == 0
+    config = tmp_path / "warm.toml"
+    config.write_text(f'[model]\npath = "{model}"\ntype_k = "q8_0"\nflash_attn = true\n')
+    code, _, err = run("import", tmp_path / "new", file, "--config", config)
+    assert code == 3
+    assert "type_k is q8_0 here, f16 in the file" in err
+    assert not (tmp_path / "new").exists()
+    assert as_json("import", tmp_path / "new", file, "--model", model, "--n-ctx", 512)[0] == 0
+
+
+def test_migrate_says_what_there_is_to_do(tmp_path, as_json, run):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    code, found = as_json("migrate", url)
+    assert (code, found["current"]) == (0, True)
+    assert as_json("migrate", url, "--check")[0] == 0
+    assert run("migrate", url, "--sql")[0] == 0
+    assert run("migrate", url, "--sql", "--check")[0] == 2
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_bench_measures_and_leaves_the_store_as_it_was(served, tmp_path, as_json, run):
+    model, location = served
+    copy = str(tmp_path / "copy")
+    assert run("copy", location, copy)[0] == 0
+    with Archive(copy, read_only=True) as archive:
+        before = contents(archive.backend)
+    config = tmp_path / "c.toml"
+    config.write_text(f'[model]\npath = "{model}"\nn_threads = 1\nn_threads_batch = 1\n')
+    code, found = as_json("bench", copy, "--config", config, "--tokens", 300)
+    assert code == 0
+    assert found["read_bytes_per_second"] > 1e6
+    assert found["written_bytes_per_second"] > 1e5
+    assert [one["tokens"] for one in found["prompts"]] == [32, 64, 128, 256, 300]
+    with Archive(copy, read_only=True) as archive:
+        assert contents(archive.backend).keys() == before.keys()
+        assert len(archive.holdings()) == 1
+    assert run("bench", copy)[0] == 0
+
+
+def test_demo_has_json_too(models, as_json):
+    code, found = as_json("demo", "--model", models("llama"))
+    assert code == 0
+    assert found["same_answer"]
+    assert found["warm"]["restored"] == 3072

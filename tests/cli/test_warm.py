@@ -1,0 +1,203 @@
+"""The command ``prefixstore warm``."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from prefixstore import PrefixStore
+from prefixstore.cli import progress as shown_module
+from prefixstore.cli.progress import shown
+from prefixstore.warming.walk import Progress
+from tests.support.models import load, prompt
+from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
+from tests.support.worker import ROOT
+
+PROMPTS = shared_prompts(24)
+UNIQUE = unique_tokens(PROMPTS)
+
+
+@pytest.fixture
+def warm(models, tmp_path):
+    """Runs the command in this process, on a store of its own."""
+
+    def run(*arguments, defaults=True, **more):
+        given = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1]
+        return CliRunner().invoke(app, ["warm", *map(str, given if defaults else ()), *map(str, arguments)], **more)
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in PROMPTS])
+
+
+def test_it_warms_and_tells_one_object(warm, file, tmp_path, models):
+    result = warm(file, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["prompts"] == len(PROMPTS)
+    assert told["prompt_tokens"] == sum(map(len, PROMPTS))
+    assert told["unique_tokens"] == told["evaluated_tokens"] == UNIQUE
+    assert told["stored_bytes"] > 0 < told["seconds"]
+    with PrefixStore(tmp_path / "kv", load(models("llama"))) as store:
+        assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
+    again = json.loads(warm(file, "--json").stdout)
+    assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
+
+
+def test_it_ends_with_a_table_and_tells_on_stderr_how_far_it_is(warm, file):
+    result = warm(file)
+    assert result.exit_code == 0
+    lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
+    assert lines >= {f"prompts {len(PROMPTS)}", f"unique tokens {UNIQUE:,}", f"evaluated {UNIQUE:,}"}
+    assert "reading prompts" in result.stderr
+    assert f"of {UNIQUE:,} tokens" in result.stderr
+
+
+def test_problems_are_told_with_file_and_line_and_the_rest_goes_on(warm, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    lines = [{"prompt": ""}, {"tokens": [1] * 4096}, {"tokens": prompt(300)}]
+    bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
+    result = warm(bad, tmp_path / "nowhere.txt", "--json")
+    assert result.exit_code == 1
+    assert f"{bad}:1: is no JSON" in result.stderr
+    assert f"{bad}:2: there are no tokens in it" in result.stderr
+    assert f"{bad}:3: 4,096 tokens do not fit the context" in result.stderr
+    assert f"{tmp_path / 'nowhere.txt'}: there is no such file" in result.stderr
+    told = json.loads(result.stdout)
+    assert (told["prompts"], told["evaluated_tokens"], len(told["problems"])) == (1, 300, 4)
+    assert "problems" in warm(bad).stdout
+
+
+def test_lines_may_come_from_standard_input(warm):
+    result = warm("-", "--json", input=json.dumps({"tokens": prompt(300)}) + "\n")
+    assert json.loads(result.stdout)["evaluated_tokens"] == 300
+
+
+def test_what_does_not_fit_is_told(warm, file):
+    result = warm(file, "--max-bytes", "4MB")
+    assert result.exit_code == 1
+    assert "not wholly in the store" in result.stderr
+
+
+def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
+    config = tmp_path / "warm.toml"
+    config.write_text(
+        f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\ntype_k = "q8_0"\n'
+        '[store]\nlocation = "kv"\nsalt = "t"\n[warm]\nprompts = ["prompts.jsonl"]\npin = true\n'
+    )
+    first = warm("--config", config, "--json", defaults=False)
+    assert json.loads(first.stdout)["evaluated_tokens"] == UNIQUE
+    second = warm(file, "--type-k", "q8_0", "--salt", "t", "--json")
+    assert json.loads(second.stdout)["evaluated_tokens"] == 0
+    assert "note" not in second.stderr
+    other = warm(file, "--config", config, "--type-k", "f16", "--json", defaults=False)
+    assert json.loads(other.stdout)["evaluated_tokens"] == UNIQUE
+    assert "note: nothing is stored for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
+
+
+def test_a_check_tells_why_a_namespace_differs(warm, file):
+    empty = warm("--check")
+    assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
+    warm(file)
+    same = warm("--check")
+    assert (same.exit_code, "has pages for these settings" in same.stdout) == (0, True)
+    other = warm("--check", "--type-k", "q8_0", "--salt", "t")
+    assert other.exit_code == 1
+    assert "type_k is q8_0 here, f16 in the store" in other.stdout
+    assert "salt is t here, not set in the store" in other.stdout
+    told = json.loads(warm("--check", "--json", "--salt", "t").stdout)
+    assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
+
+
+def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_path):
+    told = json.loads(warm(file, "--dry-run", "--json").stdout)
+    assert not (tmp_path / "kv").exists()
+    assert (told["dry_run"], told["unique_tokens"], told["missing_tokens"]) == (True, UNIQUE, UNIQUE)
+    assert told["bytes"] > 0 < told["seconds"]
+    warm(file)
+    table = warm(file, "--dry-run")
+    assert table.exit_code == 0
+    assert "to evaluate 0" in {" ".join(line.split()) for line in table.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompts are given"),
+        (["--type-k", "q9", "p.txt"], "unknown to llama.cpp"),
+        (["--model", "nowhere.gguf", "p.txt"], "is no file"),
+        (["--config", "nowhere.toml", "p.txt"], "No such file"),
+        (["--ttl", "soon", "p.txt"], "is no time"),
+        (["--page-tokens", "0", "p.txt"], "page_tokens=0"),
+    ],
+)
+def test_misuse_is_told_and_ends_with_2(warm, arguments, message):
+    result = warm(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
+    (tmp_path / "kv").write_text("no directory")
+    assert warm(file).exit_code == 3
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(3000, seed)} for seed in range(120)])
+    arguments = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1, "--batch", 64]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefixstore", "warm", *map(str, arguments), str(file), "--json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if "evaluating" in line:
+            process.send_signal(sent)
+            break
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + sent
+    told = json.loads(stdout)
+    assert told["interrupted"]
+    assert 0 <= told["evaluated_tokens"] < 120 * 3000
+    with PrefixStore(tmp_path / "kv", load(models("llama"))) as store:
+        found = sum(store.match(prompt(3000, seed)).n_tokens for seed in range(120))
+        assert found == told["evaluated_tokens"]
+        assert store.check() == []
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch):
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=140)
+    monkeypatch.setattr(shown_module, "Console", lambda **_: terminal)
+    with shown() as show:
+        show(Progress())
+        show(Progress("evaluating", 5, 2000, 1000, 500, 500, 4000, 1 << 20, 2.0))
+        show(Progress("evaluating", 5, 2000, 1000, 1000, 1000, 4000, 1 << 20, 4.0))
+    text = written.getvalue()
+    assert "1,000 of 1,000 tokens" in text
+    assert "250 tokens/s" in text
+    assert "1.0 MiB stored" in text
+
+
+def test_where_there_is_no_terminal_lines_come_now_and_then(monkeypatch, capsys):
+    times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
+    monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
+    with shown() as show:
+        for phase in ("reading", "evaluating", "evaluating", "evaluating", "waiting"):
+            show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
+    assert "400 of 4,000 tokens, 400 tokens/s, 0:00:09 left" in told[1]

@@ -1,0 +1,69 @@
+"""How long a location may take to answer before it is left alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from prefixstore.engine import breaker as module
+from prefixstore.engine.breaker import Breaker
+from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.stats import Counters
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, moved by hand."""
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def breaker():
+    made = Breaker(lambda page: 0, Counters())
+    yield made
+    made.close()
+    for thread in threading.enumerate():
+        if thread.name == "prefixstore-probe":
+            thread.join()
+
+
+@pytest.mark.parametrize(("n_records", "rests"), [(0, True), (100, True), (10_000, False)])
+def test_reading_many_records_may_take_longer(breaker, clock, n_records, rests):
+    with breaker.asking() as question:
+        clock[0] += 2.0
+        question.n_records = n_records
+    assert breaker.is_resting is rests
+
+
+def test_an_answer_in_time_changes_nothing(breaker, clock):
+    with breaker.asking():
+        clock[0] += module.SLOW_SECONDS
+    assert not breaker.is_resting
+
+
+def ask_in_vain(breaker, clock, error, page=None):
+    with pytest.raises(type(error)):
+        ask(breaker, clock, error, page)
+
+
+def ask(breaker, clock, error, page):
+    with breaker.asking(page):
+        clock[0] += 0.01
+        raise error
+
+
+def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
+    ask_in_vain(breaker, clock, UnavailableError("no"))
+    assert breaker.is_resting
+    with pytest.raises(UnavailableError, match="left alone"), breaker.asking():
+        pytest.fail("nothing is asked")
+    clock[0] += 0.011 * module.REST
+    assert not breaker.is_resting
+
+
+def test_a_damaged_page_is_no_word_against_the_location(breaker, clock):
+    ask_in_vain(breaker, clock, CorruptError("no"), page=object())
+    assert not breaker.is_resting

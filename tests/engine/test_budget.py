@@ -1,0 +1,283 @@
+"""Room: quotas of tenants, pages that expire, priorities."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.buffers import Buffers
+from prefixstore.engine.budget import Budget, Quota, parse_seconds
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.new_page import NewPage
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.codec import pick
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.namespace import Namespace
+from prefixstore.stats import Counters
+
+MIB = 1 << 20
+P = 4  # tokens in a page
+SIZE = 10_000  # bytes of a page
+PAGE = SIZE + 4 * P  # as a quota counts it
+
+
+def tenant(salt, model="m"):
+    return Namespace({"salt": salt, "model": model})
+
+
+class Tenant:
+    """One process of a tenant: its namespace, and an engine of its own on a shared backend."""
+
+    def __init__(self, backend, namespace, *, max_bytes=64 * MIB, quota=None, policy="lru", **terms):
+        self.namespace = namespace
+        self.counters = Counters()
+        budget = Budget(max_bytes, None, quota or Quota())
+        self.engine = Engine(backend, budget, POLICIES[policy](), pick("raw"), self.counters, **terms)
+        self.buffers = Buffers(1 << 30)
+
+    def put(self, tokens, size=SIZE):
+        """Store the pages of a sequence that are missing; how many are stored now."""
+        self.match(tokens)
+        raw, parent, batch = as_tokens(tokens).tobytes(), self.namespace.key, []
+        for start in range(0, len(raw), 4 * P):
+            piece = raw[start : start + 4 * P]
+            lease = self.buffers.lease(size)
+            lease.view[:] = np.random.default_rng(start).bytes(size)
+            new = NewPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, lease)
+            if self.engine.announce(new):
+                batch.append(new)
+            parent = boundary_hash(parent, piece)
+        stored = self.engine.commit(batch)
+        for new in batch:
+            new.lease.release()
+        return stored
+
+    def match(self, tokens):
+        return self.engine.match(self.namespace.key, as_tokens(tokens), P).n_tokens
+
+    def use(self, tokens):
+        path = self.engine.match(self.namespace.key, as_tokens(tokens), P)
+        self.engine.touch(self.namespace.key, path.pages)
+        self.engine.commit([])
+        return path.n_tokens
+
+    def held(self):
+        """How many of the pages of all sequences below are there."""
+        return sum(self.match([i] * P) == P for i in range(1000))
+
+
+@pytest.fixture
+def backend():
+    with closing(MemoryBackend()) as opened:
+        yield opened
+
+
+# -- quotas ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
+    quiet = Tenant(backend, tenant("quiet"), quota=Quota(10 * PAGE))
+    loud = Tenant(backend, tenant("loud"), quota=Quota(10 * PAGE))
+    for i in range(5):
+        quiet.put([i] * P)
+    for i in range(100):
+        loud.put([i] * P)
+    assert (quiet.held(), loud.held()) == (5, 10)
+    assert loud.counters["evictions"] == 90
+    assert loud.engine.check() == []
+
+
+def test_a_full_location_is_first_emptied_of_the_pages_of_the_tenant_who_writes(backend):
+    # without the order among tenants, the oldest pages would go: those of the quiet one
+    room = 12 * (PAGE + 1000)
+    quiet = Tenant(backend, tenant("quiet"), max_bytes=room, quota=Quota(10 * PAGE))
+    loud = Tenant(backend, tenant("loud"), max_bytes=room, quota=Quota(10 * PAGE))
+    for i in range(6):
+        quiet.put([i] * P)
+    for i in range(100):
+        loud.put([i] * P)
+    assert quiet.held() == 6
+    assert loud.held() >= 5
+
+
+def test_a_newcomer_finds_room_in_a_location_that_others_have_filled(backend):
+    room = 12 * (PAGE + 1000)
+    first = Tenant(backend, tenant("first"), max_bytes=room)
+    for i in range(50):
+        first.put([i] * P)
+    second = Tenant(backend, tenant("second"), max_bytes=room, quota=Quota(2 * PAGE))
+    assert second.put([1] * P) == 1
+    assert second.held() == 1
+
+
+def test_all_models_of_a_salt_share_its_quota(backend):
+    quota = Quota(salt=4 * PAGE)
+    small = Tenant(backend, tenant("one", "small"), quota=quota)
+    large = Tenant(backend, tenant("one", "large"), quota=quota)
+    other = Tenant(backend, tenant("other", "large"), quota=quota)
+    for i in range(4):
+        small.put([i] * P)
+        other.put([i] * P)
+    for i in range(3):
+        large.put([i] * P)
+    assert (small.held(), large.held(), other.held()) == (1, 3, 4)
+
+
+def test_a_quota_for_namespaces_holds_for_each_model_alone(backend):
+    small, large = (Tenant(backend, tenant("one", model), quota=Quota(namespace=2 * PAGE)) for model in "ab")
+    for i in range(5):
+        small.put([i] * P)
+        large.put([i] * P)
+    assert (small.held(), large.held()) == (2, 2)
+
+
+def test_without_a_salt_a_quota_for_salts_holds_nobody(backend):
+    alone = Tenant(backend, tenant(None), quota=Quota(salt=PAGE))
+    for i in range(5):
+        alone.put([i] * P)
+    assert alone.held() == 5
+
+
+def test_a_page_larger_than_the_quota_is_refused_and_counted(backend):
+    small = Tenant(backend, tenant("one"), quota=Quota(PAGE - 1))
+    assert small.put([1] * P) == 0
+    assert small.counters.group("dropped") == {"quota": 1}
+
+
+def test_a_quota_is_one_size_or_sizes_by_name():
+    assert Quota.parse("1MiB", 4 * MIB) == Quota(MIB, MIB)
+    assert Quota.parse({"salt": 5}, 6) == Quota(None, 5)
+    assert Quota.parse(None, 6) == Quota()
+
+
+@pytest.mark.parametrize(
+    ("quota", "says"),
+    [
+        (7, "more than max_bytes=6"),
+        ({"tenant": 5}, "quota has 'tenant'"),
+        ({"salt": "much"}, "quota['salt']='much' is no size"),
+        (0, "must be positive"),
+    ],
+)
+def test_a_quota_that_cannot_be_is_named(quota, says):
+    with pytest.raises(InvalidParameterError, match="quota") as raised:
+        Quota.parse(quota, 6)
+    assert says in str(raised.value)
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The time, as the engine sees it."""
+
+    def __init__(self, monkeypatch):
+        self.now = time.time_ns()
+        monkeypatch.setattr("time.time_ns", lambda: self.now)
+
+    def passes(self, seconds):
+        self.now += round(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def test_a_page_that_was_not_used_for_its_time_is_not_found_and_then_deleted(backend, clock):
+    store = Tenant(backend, tenant("a"), ttl=60)
+    store.put([1] * 8)
+    clock.passes(59)
+    assert store.match([1] * 8) == 8
+    clock.passes(2)
+    assert store.match([1] * 8) == 0
+    store.engine.commit([])
+    assert store.counters["expired"] == 2
+    with backend.snapshot() as snapshot:
+        assert list(snapshot.scan()) == []
+
+
+def test_a_use_starts_the_time_anew_for_other_processes_too(backend, clock):
+    store, other = (Tenant(backend, tenant("a"), ttl=60) for _ in range(2))
+    store.put([1] * P)
+    assert other.match([1] * P) == P
+    clock.passes(50)
+    store.use([1] * P)
+    clock.passes(50)
+    other.engine.commit([])
+    assert other.counters["expired"] == 0
+    assert store.match([1] * P) == other.match([1] * P) == P
+
+
+def test_a_page_stays_as_long_as_a_page_behind_it(backend, clock):
+    store = Tenant(backend, tenant("a"), ttl=60)
+    store.put([1] * 4)
+    clock.passes(50)
+    store.put([1] * 8)
+    clock.passes(50)
+    # the first page was not used since, but what follows it needs it
+    store.engine.commit([])
+    assert store.match([1] * 4) == 4
+    assert store.match([1] * 8) == 8
+    clock.passes(50)
+    assert store.match([1] * 8) == 0
+    store.engine.commit([])
+    assert store.counters["expired"] == 2
+    assert store.engine.check() == []
+
+
+def test_pinned_pages_do_not_expire(backend, clock):
+    store = Tenant(backend, tenant("a"), ttl=60)
+    store.put([1] * 8)
+    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=True)
+    clock.passes(1000)
+    store.engine.commit([])
+    assert store.match([1] * 8) == 8
+    store.engine.pin(store.namespace.key, as_tokens([1] * 8), P, pinned=False)
+    store.engine.commit([])
+    assert store.match([1] * 8) == 0
+
+
+def test_what_a_store_without_a_time_has_written_stays(backend, clock):
+    forever, brief = Tenant(backend, tenant("a")), Tenant(backend, tenant("a"), ttl=60)
+    forever.put([1] * 4)
+    brief.put([2] * 4)
+    brief.use([1] * 4)
+    clock.passes(100)
+    brief.engine.commit([])
+    assert (brief.match([1] * 4), brief.match([2] * 4)) == (4, 0)
+
+
+def test_a_time_is_seconds_or_text_or_a_timedelta():
+    from datetime import timedelta
+
+    assert parse_seconds(90, "ttl") == parse_seconds("90s", "ttl") == parse_seconds("1.5m", "ttl") == 90
+    assert parse_seconds("2d", "ttl") == parse_seconds(timedelta(days=2), "ttl") == 172_800
+
+
+@pytest.mark.parametrize("ttl", ["soon", "-1s", 0, -5, float("nan"), float("inf"), True, None, "1 fortnight", [1]])
+def test_a_time_that_is_none_is_named(ttl):
+    with pytest.raises(InvalidParameterError, match="ttl="):
+        parse_seconds(ttl, "ttl")
+
+
+# -- what is remembered of a page --------------------------------------------------------------------------------------
+
+
+def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
+    Tenant(backend, tenant("a"), ttl=60, priority=-3).put([1] * P)
+    with backend.snapshot() as snapshot:
+        ((key, _, usage),) = snapshot.scan()
+    assert (usage.priority, usage.expires) == (-3, clock.now + 60 * 10**9)
+    reader = Tenant(backend, tenant("a"))
+    reader.use([1] * P)
+    reader.engine.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)
+    with backend.snapshot() as snapshot:
+        assert snapshot.usage(key).priority == -3
+        assert snapshot.usage(key).expires == usage.expires
+        assert snapshot.usage(key).hits == 1

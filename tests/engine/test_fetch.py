@@ -1,0 +1,411 @@
+"""States of stored pages: in order, verified, from wherever they are nearest, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.buffers import Buffers
+from prefixstore.engine import read_ahead
+from prefixstore.engine.breaker import Breaker
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.commit import Committer
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.fetch import Fetcher
+from prefixstore.engine.new_page import NewPage
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.format.autocodec import ReadPace, encode
+from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.stats import Counters
+
+NS = b"n" * 16
+P = 4
+SIZE = 30_001
+
+
+def state_of(i: int, size: int = SIZE) -> bytes:
+    return np.random.default_rng(i).standard_normal(size // 2 + 1).astype("<f2").tobytes()[:size]
+
+
+class Snapshot:
+    """Passes everything on, and notices two threads at once, and threads that come too late."""
+
+    def __init__(self, snapshot, watcher):
+        self.snapshot = snapshot
+        self.watcher = watcher
+
+    def fetch(self, keys):
+        inner = self.snapshot.fetch(keys)
+        try:
+            for i, _ in enumerate(keys):
+                with self.watcher.alone():
+                    found = next(inner, None)
+                    self.watcher.before(i)
+                if found is None:
+                    return
+                yield self.watcher.change(i, *found)
+        finally:
+            self.watcher.fetches_closed += 1
+
+    def __getattr__(self, name):
+        return getattr(self.snapshot, name)
+
+
+class Watcher(MemoryBackend):
+    """A backend in memory that can be slow, forge what it returns, or have states at hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = 0
+        self.fetches_closed = 0
+        self.in_use = threading.Lock()
+        self.before = lambda i: None
+        self.change = lambda i, record, payload: (record, payload)
+        self.at_hand = {}
+
+    @contextmanager
+    def alone(self):
+        assert self.in_use.acquire(blocking=False), "two threads use one snapshot"
+        try:
+            assert self.open, "the snapshot is closed"
+            yield
+        finally:
+            self.in_use.release()
+
+    @contextmanager
+    def snapshot(self):
+        with super().snapshot() as snapshot:
+            self.open += 1
+            try:
+                yield Snapshot(snapshot, self)
+            finally:
+                self.open -= 1
+
+    def state(self, key, tokens):
+        return self.at_hand.get((key, tokens))
+
+
+class Store:
+    """A catalog with one sequence of pages in a backend, and a fetcher."""
+
+    def __init__(self, backend, codecs, *, pending=0):
+        self.backend, self.counters = backend, Counters()
+        self.catalog = Catalog(POLICIES["lru"](), self.counters)
+        self.fetcher = Fetcher(backend, self.catalog, self.counters, ReadPace(), Breaker(lambda _: None, self.counters))
+        self.buffers = Buffers(1 << 30)
+        turns = iter(codecs)
+        committer = Committer(
+            backend, self.catalog, Budget(1 << 30, None), lambda _, raw: encode(raw, next(turns)), self.counters
+        )
+        self.news, parent = [], NS
+        for i in range(len(codecs) + pending):
+            tokens = as_tokens([i] * P).tobytes()
+            lease = self.buffers.lease(SIZE)
+            lease.view[:] = state_of(i)
+            new = NewPage.of(NS, b"{}", parent, i * P, tokens, lease)
+            parent = boundary_hash(parent, tokens)
+            assert self.catalog.announce(new)
+            self.news.append(new)
+        assert committer.commit(self.news[: len(codecs)]) == len(codecs)
+        for new in self.news[: len(codecs)]:
+            new.lease.release()
+        self.pages = [new.page for new in self.news]
+
+    @property
+    def leased(self):
+        return self.fetcher._readers.buffers.leased
+
+    def fetch(self, pages=None, **options):
+        """How many states came, each of them right while it was looked at."""
+        n = 0
+        with self.fetcher.fetching(self.pages if pages is None else pages, **options) as states:
+            for i, state in enumerate(states):
+                assert bytes(state) == state_of(i)
+                n += 1
+        assert self.leased == 0
+        return n
+
+
+@contextmanager
+def store_of(codecs, backend=None, **options):
+    store = Store(Watcher() if backend is None else backend, codecs, **options)
+    try:
+        yield store
+    finally:
+        store.fetcher.close()
+        store.backend.close()
+
+
+MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
+
+
+@pytest.fixture(params=[1, 4])
+def workers(request, monkeypatch):
+    """However many cores this machine has."""
+    monkeypatch.setattr(read_ahead, "UNPACKERS", request.param)
+    return request.param
+
+
+# -- what comes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("codecs", [MIXED, ["raw"] * 6, ["planes"] * 20, ["zstd"], []], ids=len)
+def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed):
+    with store_of(codecs) as store:
+        for _ in range(3):
+            assert store.fetch(streamed=streamed) == len(codecs)
+        assert store.counters.group("unreadable") == {}
+        assert store.backend.fetches_closed == (3 if codecs else 0)
+
+
+def test_states_are_there_until_the_block_is_left(workers):
+    with store_of(MIXED) as store, store.fetcher.fetching(store.pages) as states:
+        all_of_them = list(states)
+        with store.fetcher.fetching(store.pages, streamed=True) as others:
+            assert len(list(others)) == len(MIXED)
+        assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
+
+
+def test_streamed_a_few_buffers_are_enough(workers):
+    with store_of(["planes"] * 30) as store:
+        most = 0
+        with store.fetcher.fetching(store.pages, streamed=True) as states:
+            for _ in states:
+                most = max(most, store.leased)
+        # a page for each worker, one that is in use, and what each worker needs to unpack
+        assert SIZE <= most <= SIZE * (2 * workers + 1)
+
+
+def test_a_raw_page_is_not_copied(tmp_path):
+    with store_of(["raw", "planes"], LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
+        with store.backend.snapshot() as snapshot:
+            stored = np.frombuffer(snapshot.payload(store.pages[0].key), np.uint8)
+            with store.fetcher.fetching(store.pages) as states:
+                assert np.frombuffer(next(states), np.uint8).ctypes.data == stored.ctypes.data
+        del stored
+
+
+def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
+    monkeypatch.setattr(read_ahead, "UNPACKERS", 3)
+    together = threading.Barrier(3, timeout=20)
+
+    def unpack(*args):
+        together.wait()
+        return real(*args)
+
+    real = read_ahead.decode_into
+    monkeypatch.setattr(read_ahead, "decode_into", unpack)
+    with store_of(["planes"] * 6) as store:
+        assert store.fetch() == 6
+
+
+def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
+    with store_of(["zstd"] * 20) as store:
+        read = []
+        store.backend.before = read.append
+        with store.fetcher.fetching(store.pages, streamed=True) as states:
+            for i, _ in enumerate(states):
+                time.sleep(0.01)
+                assert len(read) <= i + 1 + workers
+
+
+# -- what needs no work ------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_to_be_written_comes_from_its_buffer():
+    with store_of(MIXED, pending=3) as store:
+        assert store.fetch() == len(MIXED) + 3
+        for new in store.news[-3:]:
+            new.lease.release()
+        assert store.buffers.leased == 0
+
+
+def test_what_the_backend_has_at_hand_is_not_read():
+    with store_of(MIXED) as store:
+        read = []
+        store.backend.before = read.append
+        for i in (0, 3, 4, 9):
+            page = store.pages[i]
+            store.backend.at_hand[page.key, page.tokens] = memoryview(state_of(i))
+        assert store.fetch() == len(MIXED)
+        assert len(read) == len(MIXED) - 4
+        for i, page in enumerate(store.pages):
+            store.backend.at_hand[page.key, page.tokens] = memoryview(state_of(i))
+        assert store.fetch() == len(MIXED)
+        assert len(read) == len(MIXED) - 4
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def forging(at, **changes):
+    def change(i, record, payload):
+        if i != at:
+            return record, payload
+        for name, value in changes.items():
+            if name == "payload":
+                payload = value(payload)
+            else:
+                object.__setattr__(record, name, value)
+        return record, payload
+
+    return change
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
+    with store_of(MIXED) as store:
+        store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
+        assert store.fetch() == at
+        assert store.counters.group("unreadable") == {"corrupt": 1}
+        assert store.catalog.damaged == {store.pages[at].key}
+        assert store.pages[at].key not in store.catalog.index
+
+
+def test_only_the_first_of_several_damaged_pages_is_noted(workers):
+    with store_of(MIXED) as store:
+        store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) if i > 1 else payload)
+        assert store.fetch() == 2
+        assert store.counters.group("unreadable") == {"corrupt": 1}
+        assert store.catalog.damaged == {store.pages[2].key}
+
+
+def test_a_page_of_other_tokens_is_damaged():
+    with store_of(MIXED) as store:
+        store.backend.change = forging(2, tokens=as_tokens([7] * P).tobytes())
+        assert store.fetch() == 2
+        assert store.counters.group("unreadable") == {"corrupt": 1}
+
+
+def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
+    with store_of(MIXED) as store:
+        store.backend.change = forging(3, codec=77)
+        assert store.fetch() == 3
+        assert store.counters.group("unreadable") == {"incompatible": 1}
+        assert not store.catalog.damaged
+        assert store.pages[3].key in store.catalog.index
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "damages"),
+    [
+        (CorruptError("no"), "corrupt", True),
+        (IncompatibleError("no"), "incompatible", False),
+        (UnavailableError("no"), "unavailable", False),
+    ],
+)
+def test_what_the_backend_raises_is_counted_when_the_turn_of_that_page_comes(workers, error, reason, damages):
+    def fail(i):
+        if i == 5:
+            raise error
+
+    with store_of(MIXED) as store:
+        store.backend.before = fail
+        assert store.fetch() == 5
+        assert store.counters.group("unreadable") == {reason: 1}
+        assert bool(store.catalog.damaged) is damages
+
+
+def test_a_page_that_is_gone_ends_the_restore(workers):
+    with store_of(MIXED) as store:
+        with store.backend.transaction() as transaction:
+            for page in store.pages[6:]:
+                transaction.delete(page.key)
+        assert store.fetch() == 6
+        assert store.counters.group("unreadable") == {"vanished": 1}
+        assert not store.catalog.damaged
+
+
+def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
+    with store_of(["planes"] * 3) as store:
+        monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
+        with store.fetcher.fetching(store.pages) as states:
+            assert list(states) == []
+        assert store.counters.group("unreadable") == {"unavailable": 1}
+        assert not store.catalog.damaged
+
+
+def test_a_fault_of_the_program_reaches_the_caller(workers):
+    def fail(i):
+        if i == 2:
+            raise ZeroDivisionError
+
+    with store_of(MIXED) as store:
+        store.backend.before = fail
+        with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages) as states:
+            list(states)
+        assert store.leased == 0
+        store.backend.before = lambda i: None
+        assert store.fetch() == len(MIXED)
+
+
+# -- who leaves early --------------------------------------------------------------------------------------------------
+
+
+class EnoughError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3, 10])
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("slow", [0.0, 0.01])
+@pytest.mark.parametrize("end", [None, EnoughError])
+def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, slow, end):
+    with store_of(MIXED) as store:
+        store.backend.before = lambda i: time.sleep(slow)
+        expected = pytest.raises(end) if end else nullcontext()
+        with expected, store.fetcher.fetching(store.pages, streamed=streamed) as states:
+            for i in range(taken):
+                assert bytes(next(states)) == state_of(i)
+            if end:
+                raise end
+        # the watcher sees it if a thread reads on
+        assert store.backend.open == 0
+        assert store.leased == 0
+        assert next(states, None) is None
+        assert store.fetch() == len(MIXED)
+
+
+def test_many_threads_restore_at_the_same_time(workers):
+    with store_of(MIXED) as store:
+        store.backend.alone = nullcontext  # each has a snapshot of its own
+        failed = []
+
+        def work(seed):
+            try:
+                for turn in range(10):
+                    n = (seed + turn) % (len(MIXED) + 1)
+                    pages = store.pages[:n] if n else store.pages
+                    with store.fetcher.fetching(pages, streamed=bool(turn % 2)) as states:
+                        for i, state in enumerate(states):
+                            assert bytes(state) == state_of(i)
+                            if i == seed % 7:
+                                break
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        with contextlib.ExitStack() as stack:
+            for thread in threads:
+                thread.start()
+                stack.callback(thread.join)
+        assert not failed
+        assert store.leased == 0
+
+
+def test_the_pace_of_the_location_is_noted(monkeypatch):
+    monkeypatch.setattr("prefixstore.format.autocodec.ReadPace.SHORTEST", 1000)
+    with store_of(["raw"] * 5) as store:
+        store.backend.before = lambda i: time.sleep(0.005)
+        assert store.fetch() == 5
+        assert 0.005 < store.fetcher._pace.seconds_per_byte * SIZE < 0.5

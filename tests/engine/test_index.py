@@ -1,0 +1,223 @@
+"""The trie of pages: against brute force, with pages that come and go."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixstore.engine.index import Index, Page
+from prefixstore.format.keys import as_tokens, boundary_hash
+
+P = 3
+NS, OTHER = b"n" * 16, b"o" * 16
+
+sequences = st.lists(st.integers(0, 2), max_size=11)
+# 256 and -1 are neighbours of 1 and 0 in other byte orders than that of tokens
+wide = st.lists(st.sampled_from([0, 1, 256, 65536, -1, 2**31 - 1]), max_size=11)
+
+
+def chain(tokens, namespace=NS):
+    """The pages of a sequence, the tail included."""
+    pages, parent = [], namespace
+    for start in range(0, len(tokens), P):
+        raw = as_tokens(tokens[start : start + P]).tobytes()
+        key = boundary_hash(parent, raw)
+        pages.append(Page(key, parent, namespace, start, raw, 10, 7, 0, 0, 0))
+        parent = key
+    return pages
+
+
+def insert(index, tokens, namespace=NS):
+    """Add what is missing of a sequence, as the catalog does."""
+    for page in chain(tokens, namespace):
+        if page.key in index or index.covers(page):
+            continue
+        older = index.superseded_by(page)
+        if older is not None:
+            index.remove(older.key)
+        assert index.add(page)
+
+
+def path_to(index, page):
+    tokens = list(as_tokens_of(page))
+    while page.parent != page.namespace:
+        page = index.get(page.parent)
+        tokens[:0] = as_tokens_of(page)
+    return tokens
+
+
+def as_tokens_of(page):
+    return [int.from_bytes(page.tokens[i : i + 4], "little", signed=True) for i in range(0, len(page.tokens), 4)]
+
+
+def shared(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def check(index):
+    """Every invariant of the index."""
+    assert index.raw_bytes == 10 * len(index)
+    assert index.stored_bytes == 7 * len(index)
+    for page in index:
+        assert index.has_parent_of(page)
+        parent = index._node(page.parent, page.namespace)
+        assert page in parent.dependents
+        assert page.start == parent.end
+    for node in [*index, *index._roots.values()]:
+        assert node.child_tokens == [child.tokens for child in node.children] == sorted(node.child_tokens)
+        for a, b in zip(node.child_tokens, node.child_tokens[1:], strict=False):
+            assert not b.startswith(a)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from([sequences, wide]))
+def test_a_match_is_the_longest_common_prefix_with_anything_stored(data, kind):
+    index = Index()
+    for tokens in data.draw(st.lists(kind, max_size=12)):
+        insert(index, tokens)
+        check(index)
+    for key in data.draw(st.lists(st.sampled_from(sorted(index.pages)), max_size=3)) if index.pages else []:
+        before = set(index.pages)
+        gone = index.remove(key)
+        assert {page.key for page in gone} | set(index.pages) == before
+        check(index)
+    stored = [path_to(index, page) for page in index]
+    for wanted in data.draw(st.lists(kind, min_size=1, max_size=5)):
+        path = index.match(NS, as_tokens(wanted), P)
+        assert path.n_tokens == max((shared(wanted, tokens) for tokens in stored), default=0)
+        assert len(path.pages) == -(-path.n_tokens // P)
+        covered = [token for page in path.pages for token in as_tokens_of(page)]
+        assert covered[: path.n_tokens] == wanted[: path.n_tokens]
+        assert [page.parent for page in path.pages] == [NS, *(page.key for page in path.pages)][: len(path.pages)]
+        assert index.match(OTHER, as_tokens(wanted), P).pages == ()
+
+
+def test_removed_pages_come_deepest_first():
+    index = Index()
+    insert(index, [1] * 9)
+    insert(index, [1] * 6 + [2] * 3)
+    first = index.match(NS, as_tokens([1]), P).pages[0]
+    gone = index.remove(first.key)
+    assert [page.start for page in gone] == [6, 6, 3, 0]
+    assert len(index) == 0
+    assert index._roots == {}
+    assert index.remove(first.key) == []
+
+
+def test_a_page_without_its_parent_is_not_taken():
+    index = Index()
+    first, second = chain([1] * 6)
+    assert not index.add(second)
+    assert index.add(first)
+    assert not index.add(first)
+    assert index.add(second)
+    assert not first.is_leaf
+    assert second.is_leaf
+
+
+def test_a_page_knows_which_tail_it_continues_and_which_page_covers_it():
+    index = Index()
+    insert(index, [1, 2])
+    insert(index, [3])
+    (longer,), (other,), (shorter,), (same,) = (chain(tokens) for tokens in ([1, 2, 9], [1, 3, 9], [1], [1, 2]))
+    assert index.superseded_by(longer) is index.get(same.key)
+    assert index.superseded_by(other) is None
+    assert index.superseded_by(same) is None
+    assert index.covers(shorter)
+    assert index.covers(same)
+    assert not index.covers(longer)
+    assert not index.covers(other)
+    assert not Index().covers(shorter)
+    assert Index().superseded_by(longer) is None
+
+
+def test_among_thousands_of_siblings_the_nearest_is_found():
+    index = Index()
+    for a in range(60):
+        for b in range(60):
+            insert(index, [a, b, a])
+    for a, b in ((0, 0), (17, 59), (59, 31)):
+        assert index.match(NS, as_tokens([a, b, 99]), P).n_tokens == 2
+        assert index.match(NS, as_tokens([a, 99, a]), P).n_tokens == 1
+        assert index.match(NS, as_tokens([a, b, a, 5]), P).n_tokens == 3
+    assert index.match(NS, as_tokens([99, 0, 0]), P).n_tokens == 0
+
+
+def test_the_size_of_a_page_may_become_known_later():
+    index = Index()
+    insert(index, [1, 2, 3])
+    (page,) = index
+    index.resize(page, 100)
+    assert (index.stored_bytes, page.stored_bytes) == (100, 100)
+    index.remove(page.key)
+    assert index.stored_bytes == 0
+
+
+def snapshot(tokens, namespace=NS):
+    """A snapshot behind these tokens."""
+    full = len(tokens) - len(tokens) % P
+    parent = chain(tokens[:full], namespace)[-1].key if full else namespace
+    raw = as_tokens(tokens[full:]).tobytes()
+    return Page(boundary_hash(parent, raw, 1), parent, namespace, full, raw, 10, 7, 0, 0, 0, form=1)
+
+
+@settings(deadline=None)
+@given(st.lists(sequences.filter(bool), max_size=8), st.lists(sequences.filter(bool), max_size=8), sequences)
+def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, taken, prompt):
+    index = Index()
+    for tokens in stored:
+        insert(index, tokens)
+    expected = set()
+    for tokens in taken:
+        page = snapshot(tokens)
+        if index.add(page) and prompt[: len(tokens)] == tokens:
+            expected.add(len(tokens))
+        assert index.superseded_by(page) is None
+        assert not index.covers(page)
+    found = index.standing(NS, as_tokens(prompt), P)
+    assert [path.n_tokens for path in found] == sorted(expected, reverse=True)
+    for path in found:
+        assert [tuple(as_tokens_of(page)) for page in path.pages[:-1]] == [
+            tuple(prompt[i : i + P]) for i in range(0, path.n_tokens - path.n_tokens % P, P)
+        ]
+        assert path.pages[-1].is_leaf
+        assert path.pages[-1].end == path.n_tokens
+    check(index)
+    # pages are found as if there were no snapshots
+    without = Index()
+    for tokens in stored:
+        insert(without, tokens)
+    assert index.match(NS, as_tokens(prompt), P).n_tokens == without.match(NS, as_tokens(prompt), P).n_tokens
+
+
+def test_a_page_goes_with_the_snapshots_behind_it():
+    index = Index()
+    insert(index, [0] * 6)
+    first, second = chain([0] * 6)
+    late, later = snapshot([0] * 4), snapshot([0] * 6)
+    assert index.add(late)
+    assert index.add(later)
+    assert not index.add(late)
+    assert not index.get(first.key).is_leaf
+    assert index.remove(late.key) == [late]
+    assert not index.get(second.key).is_leaf
+    assert [page.key for page in index.remove(first.key)] == [later.key, second.key, first.key]
+    assert len(index) == index.raw_bytes == 0
+
+
+def test_a_namespace_may_begin_with_a_snapshot():
+    index = Index()
+    assert index.add(snapshot([1, 2]))
+    assert [path.n_tokens for path in index.standing(NS, as_tokens([1, 2, 0]), P)] == [2]
+    assert index.remove(snapshot([1, 2]).key)
+    assert index.standing(NS, as_tokens([1, 2, 0]), P) == []
+
+
+def test_branches_are_where_sequences_go_different_ways():
+    index = Index()
+    for tokens in ([0, 0, 0, 0, 0, 0, 0], [0, 0, 1], [0, 0, 0, 0, 2]):
+        insert(index, tokens)
+    index.add(snapshot([0, 0, 0, 0, 0, 0, 1]))
+    assert sorted(index.branches(NS, as_tokens([0] * 7), P)) == [2, 4, 6]
+    assert index.branches(NS, as_tokens([0, 0, 1]), P) == [2]
+    assert index.branches(OTHER, as_tokens([0]), P) == []

@@ -1,0 +1,179 @@
+"""Raw pages are verified while they are used: what turns out wrong is told before anything else is given out."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from prefixstore import PrefixStore, read_along
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.format.autocodec import encode
+from prefixstore.format.record import checksum
+from prefixstore.llama.memory import Memory
+from tests.engine.test_fetch import forging, state_of, store_of
+from tests.support.models import answer, load, prompt, state_digest
+
+RAW = ["raw"] * 8
+
+
+def take_all(store):
+    """The states that were given out, and how many of them turned out right."""
+    with store.fetcher.fetching(store.pages, streamed=True) as states:
+        return [bytes(state) for state in states], states.verified()
+
+
+@pytest.mark.parametrize("n", [0, 1, 8])
+def test_all_states_come_in_order_and_are_right(n):
+    with store_of(["raw"] * n) as store:
+        given, verified = take_all(store)
+        assert given == [state_of(i) for i in range(n)]
+        assert verified == n
+        assert store.fetcher._pace.seconds_per_byte is None  # these are too small to tell
+
+
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_a_damaged_page_may_be_given_out_and_is_told_before_the_next(at):
+    with store_of(RAW) as store:
+        store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
+        given, verified = take_all(store)
+        assert len(given) == at + 1
+        assert verified == at
+        assert given[:at] == [state_of(i) for i in range(at)]
+        assert store.counters.group("unreadable") == {"corrupt": 1}
+        assert store.catalog.damaged == {store.pages[at].key}
+
+
+def test_a_page_of_another_length_or_other_tokens_is_not_given_out():
+    for changes in ({"payload": lambda payload: bytes(payload[:-1])}, {"tokens": b"1234"}, {"codec": 77}):
+        with store_of(RAW) as store:
+            store.backend.change = forging(3, **changes)
+            given, verified = take_all(store)
+            assert len(given) == verified == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(CorruptError, "corrupt"), (IncompatibleError, "incompatible"), (UnavailableError, "unavailable")],
+)
+def test_what_the_backend_raises_is_no_word_against_the_page_before(error, reason):
+    def fail(i):
+        if i == 5:
+            raise error("no")
+
+    with store_of(RAW) as store:
+        store.backend.before = fail
+        given, verified = take_all(store)
+        assert len(given) == verified == 5
+        assert store.counters.group("unreadable") == {reason: 1}
+
+
+def test_a_page_that_is_gone_ends_it():
+    with store_of(RAW) as store:
+        with store.backend.transaction() as transaction:
+            for page in store.pages[6:]:
+                transaction.delete(page.key)
+        given, verified = take_all(store)
+        assert len(given) == verified == 6
+        assert store.counters.group("unreadable") == {"vanished": 1}
+
+
+def test_a_fault_of_the_program_reaches_the_caller():
+    def fail(i):
+        if i == 2:
+            raise ZeroDivisionError
+
+    with store_of(RAW) as store:
+        store.backend.before = fail
+        with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages, streamed=True) as states:
+            list(states)
+        assert store.backend.open == 0
+
+
+def test_a_page_that_was_written_anew_and_packed_meanwhile_is_unpacked():
+    def packed(i, record, payload):
+        if i != 3:
+            return record, payload
+        number, stored = encode(state_of(3), "planes")
+        for name, value in {"codec": number, "stored_bytes": len(stored), "checksum": checksum(stored)}.items():
+            object.__setattr__(record, name, value)
+        return record, stored
+
+    with store_of(RAW) as store:
+        store.backend.change = packed
+        given, verified = take_all(store)
+        assert given == [state_of(i) for i in range(8)]
+        assert verified == 8
+
+
+def test_what_is_packed_is_verified_before_it_is_given_out():
+    with store_of(["raw", "planes", "raw"]) as store:
+        store.backend.change = forging(2, payload=lambda payload: bytes(payload[:-1]) + b"?")
+        given, verified = take_all(store)
+        assert len(given) == verified == 2
+
+
+def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_path):
+    """The page lies in memory of the snapshot, which must not close under the thread."""
+    begun, go_on, over = threading.Event(), threading.Event(), []
+    real = read_along.verify_checksum
+
+    def slow(*args):
+        begun.set()
+        assert go_on.wait(20)
+        real(*args)
+        over.append(1)
+
+    monkeypatch.setattr(read_along, "verify_checksum", slow)
+    with store_of(RAW, LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
+        with store.fetcher.fetching(store.pages, streamed=True) as states:
+            next(states)
+            assert begun.wait(20)
+            assert not over
+            go_on.set()
+        assert over == [1]
+        assert next(states, None) is None
+
+
+# -- in a context ------------------------------------------------------------------------------------------------------
+
+TOKENS = prompt(1024)
+
+
+@pytest.mark.parametrize("number", [0, 2, 3])
+def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monkeypatch, number):
+    llm = load(models("llama"))
+    cold = answer(llm, TOKENS, 6)
+    with PrefixStore(tmp_path, llm, codec="raw") as store:
+        llm.set_cache(store)
+        llm.reset()
+        answer(llm, TOKENS, 1)
+        store.flush()
+        expected = {}
+        for n in (256, 512, 768):
+            llm.reset()
+            llm.eval(TOKENS[:n])
+            expected[n] = state_digest(llm, n)
+        checks, loaded = [], []
+        real, load_page = read_along.verify_checksum, Memory.load
+
+        def verify(record, view):
+            checks.append(record)
+            if len(checks) == number + 1:
+                raise CorruptError("flipped on purpose")
+            real(record, view)
+
+        monkeypatch.setattr(read_along, "verify_checksum", verify)
+        monkeypatch.setattr(Memory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
+        llm.reset()
+        n = store.restore([*TOKENS, 7])
+        assert len(loaded) == number + 1
+        assert n == number * 256
+        if n:
+            assert state_digest(llm, n) == expected[n]
+        assert store.stats().unreadable == {"corrupt": 1}
+        monkeypatch.undo()
+        llm.reset()
+        assert answer(llm, TOKENS, 6) == cold
+        assert store.check() == []

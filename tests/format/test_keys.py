@@ -1,0 +1,72 @@
+"""Tokens and the keys made of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.keys import as_tokens, boundary_hash, boundary_hashes, common_prefix
+
+token_lists = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)
+few = st.lists(st.integers(0, 1), max_size=12)
+
+
+@given(token_lists)
+def test_tokens_are_the_same_in_whatever_they_come(tokens):
+    expected = b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
+    strided = np.zeros(2 * len(tokens), "<i4")
+    strided[::2] = tokens
+    for given_as in (tokens, tuple(tokens), np.array(tokens, np.int64), np.array(tokens, ">i4"), strided[::2]):
+        array = as_tokens(given_as)
+        assert array.tobytes() == expected
+        assert array.dtype == np.dtype("<i4")
+        assert array.flags.c_contiguous
+
+
+def test_an_array_that_is_right_already_is_not_copied():
+    array = np.arange(5, dtype="<i4")
+    assert as_tokens(array) is array
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("text", b"bytes", None, 7, {1: 2}, [[1, 2]], [[1], [2, 3]]),
+        *([1.5], [True], [None], ["1"], [2**31], [-(2**31) - 1], [2**63], [2**70]),
+        *(np.zeros((2, 2), "<i4"), np.zeros(3), np.array([2**32], np.uint64), np.zeros((0, 3), "<i4")),
+    ],
+    ids=repr,
+)
+def test_what_is_no_sequence_of_tokens_is_refused(wrong):
+    with pytest.raises(InvalidParameterError, match="tokens must"):
+        as_tokens(wrong)
+
+
+def test_the_keys_are_those_that_were_released():
+    # stored keys: another value would lose everything that anybody has stored
+    assert boundary_hash(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
+    assert [key.hex() for key in boundary_hashes(b"n" * 16, as_tokens(range(5)), 2)] == [
+        "c510ce7f374a71d07762bb6817da2155",
+        "27a6378117b28669a61b69f853c43a13",
+    ]
+
+
+@given(few, few, st.integers(1, 4))
+def test_keys_are_equal_exactly_as_far_as_the_tokens_are(a, b, page_tokens):
+    keys_a, keys_b = (boundary_hashes(bytes(16), as_tokens(tokens), page_tokens) for tokens in (a, b))
+    assert len(keys_a) == len(a) // page_tokens
+    for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False), 1):
+        assert (x == y) == (a[: i * page_tokens] == b[: i * page_tokens])
+    assert not set(keys_a) & set(boundary_hashes(b"x" * 16, as_tokens(a), page_tokens))
+    assert len(set(keys_a)) == len(keys_a)
+
+
+@given(few, few)
+def test_the_common_prefix_is_counted_in_tokens(a, b):
+    n = common_prefix(as_tokens(a), as_tokens(b))
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]

@@ -1,0 +1,56 @@
+"""What must be equal for a state to be valid."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixstore.format.namespace import Namespace
+
+scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=5)
+settings = st.dictionaries(st.text(max_size=5), scalars, max_size=5)
+
+
+@given(settings)
+def test_a_namespace_comes_back_from_its_canonical_form(values):
+    namespace = Namespace(values)
+    again = Namespace.parse(namespace.canonical)
+    assert again.canonical == namespace.canonical
+    assert again.key == namespace.key
+    assert len(namespace.key) == 16
+    assert again.differences(namespace) == {}
+
+
+@given(settings, st.randoms())
+def test_the_order_of_the_settings_does_not_matter(values, chance):
+    names = list(values)
+    chance.shuffle(names)
+    assert Namespace({name: values[name] for name in names}).key == Namespace(values).key
+
+
+@given(settings, settings)
+def test_other_settings_are_another_namespace(one, other):
+    def typed(values):
+        return {name: (type(value), repr(value)) for name, value in values.items()}
+
+    assert (Namespace(one).key == Namespace(other).key) is (typed(one) == typed(other))
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, "1"), (1, 1.0), (0.0, -0.0), (None, "null"), ("", None)])
+def test_values_that_python_calls_alike_are_kept_apart(one, other):
+    assert Namespace({"a": one}).key != Namespace({"a": other}).key
+
+
+def test_differences_are_named():
+    here, there = Namespace({"a": 1, "b": 2, "c": 3}), Namespace({"a": 1, "b": 5, "d": None})
+    assert here.differences(there) == {"b": (2, 5), "c": (3, None)}
+    assert here.differences(here) == {}
+
+
+def test_the_canonical_form_is_the_one_that_was_released():
+    namespace = Namespace({"b": "ü", "a": 1})
+    assert namespace.canonical == '{"a":1,"b":"ü"}'.encode()
+    assert json.loads(namespace.canonical) == {"a": 1, "b": "ü"}

@@ -1,0 +1,466 @@
+"""A real Llama with a store: what it evaluates, what it answers, what it is left with."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import llama_cpp
+import numpy as np
+import pytest
+from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
+
+from prefixstore import MisuseError, PrefixStore
+from tests.support.models import answer, prompt, state_bytes
+
+MESSAGES = [
+    {"role": "system", "content": "You answer questions about the standard library. " * 30},
+    {"role": "user", "content": "What does the module shutil do with a directory tree?"},
+]
+
+
+@pytest.fixture
+def store():
+    """A store in memory, not attached."""
+    with PrefixStore("memory:") as store:
+        yield store
+        assert store.check() == []
+
+
+def evaluated(store, work) -> int:
+    """How many tokens go through eval while `work` runs."""
+    before = store.stats().tokens_computed
+    work()
+    return store.stats().tokens_computed - before
+
+
+def forget(llm) -> None:
+    """An empty context, as a restarted process has it."""
+    llm.reset()
+    llm._ctx.kv_cache_clear()
+
+
+def attached(store, llm):
+    store.attach(llm)
+    llm.set_cache(store)
+    return llm
+
+
+def test_a_completion_is_computed_once(llama, store):
+    llm, tokens = attached(store, llama()), prompt(1000)
+    first = answer(llm, tokens, 8)
+    forget(llm)
+    assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
+    forget(llm)
+    assert answer(llm, tokens, 8) == first
+    assert store.stats().hits == 2
+
+
+def test_a_prompt_that_shares_1000_tokens_reuses_1000(llama, store):
+    llm = attached(store, llama())
+    answer(llm, prompt(1500), 1)
+    forget(llm)
+    fork = prompt(1500)[:1000] + prompt(200, seed=9)
+    assert evaluated(store, lambda: answer(llm, fork, 1)) == 200
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 255, 256, 257, 511, 512, 513])
+def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama, store, n):
+    llm = attached(store, llama())
+    cold = answer(llm, prompt(n), 6)
+    forget(llm)
+    again = evaluated(store, lambda: answer(llm, prompt(n), 1))
+    # shorter than min_tokens with what was generated, it is not worth a page
+    assert again == (1 if n > 16 else n)
+    forget(llm)
+    assert answer(llm, prompt(n), 6) == cold
+
+
+def test_only_what_is_behind_the_live_prefix_is_restored(llama, store):
+    llm, tokens = attached(store, llama()), prompt(2000)
+    answer(llm, tokens, 1)
+    forget(llm)
+    answer(llm, tokens[:1030], 1)
+    before = store.stats()
+    answer(llm, tokens, 1)
+    after = store.stats()
+    assert after.tokens_restored - before.tokens_restored == 1999 - 1030
+    assert after.hits == before.hits + 1
+
+
+def test_the_next_turn_of_a_live_conversation_restores_nothing_and_stores_only_its_own_tokens(llama, store):
+    llm, conversation = attached(store, llama()), prompt(600)
+    answer(llm, conversation, 1)
+    for turn in range(4):
+        conversation = conversation + prompt(300, seed=turn + 1)
+        before = store.stats()
+        assert evaluated(store, lambda: answer(llm, conversation, 1)) <= 301  # noqa: B023 - called at once
+        after = store.stats()
+        assert after.tokens_restored == before.tokens_restored
+        assert after.pages_captured - before.pages_captured <= 3
+    store.flush()
+    # every tail but the last was replaced by what continued it
+    assert store.stats().entries == -(-len(conversation) // 256)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_completions_use_the_store(llama, store, stream):
+    def chat(llm) -> str:
+        result = llm.create_chat_completion(MESSAGES, max_tokens=8, temperature=0, stream=stream)
+        if not stream:
+            return result["choices"][0]["message"]["content"]
+        return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in result)
+
+    plain = chat(llama())
+    llm = attached(store, llama())
+    assert chat(llm) == plain
+    forget(llm)
+    assert evaluated(store, lambda: chat(llm)) == 1 + 7
+    forget(llm)
+    assert chat(llm) == plain
+
+
+def test_an_aborted_stream_keeps_the_prompt(llama, store):
+    llm, tokens = attached(store, llama()), prompt(1024)
+    stream = llm(tokens, max_tokens=50, temperature=0, stream=True)
+    next(stream)
+    stream.close()
+    assert store.match(tokens).n_tokens == 1024
+
+
+def test_save_state_inside_a_completion_copies_nothing(llama, store, monkeypatch):
+    llm = attached(store, llama())
+    copies = []
+    library = llama_cpp.llama_cpp  # where llama_cpp.llama looks the function up
+    real = library.llama_state_get_data
+    monkeypatch.setattr(library, "llama_state_get_data", lambda *a: copies.append(1) or real(*a))
+    answer(llm, prompt(300), 2)
+    list(llm(prompt(300), max_tokens=2, stream=True))
+    assert not copies
+    state = llm.save_state()
+    assert copies
+    assert state.llama_state_size == len(state.llama_state) > 300 * 1024
+
+
+def test_a_users_save_state_inside_a_stopping_criterion_is_a_real_one(llama, store):
+    llm, states = attached(store, llama()), []
+
+    def save(ids, scores) -> bool:
+        states.append(llm.save_state())
+        return True
+
+    llm(prompt(300), max_tokens=5, stopping_criteria=llama_cpp.StoppingCriteriaList([save]))
+    assert states[0].llama_state_size > 300 * 1024
+
+
+def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store):
+    llm, tokens = attached(store, llama()), prompt(700)
+    llm.eval(tokens)
+    state, bytes_then = llm.save_state(), state_bytes(llm)
+    assert state.n_tokens == 700
+    llm.reset()
+    llm.eval(prompt(300, seed=5))
+    llm.load_state(state)
+    assert llm.n_tokens == 700
+    assert state_bytes(llm) == bytes_then
+    # the store knows what it saw being saved, and goes on storing behind it
+    llm.eval(prompt(100, seed=6))
+    store.capture()
+    assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
+
+
+def test_nothing_is_stored_behind_a_state_that_came_from_elsewhere(llama, store):
+    other = llama()
+    other.eval(prompt(700))
+    llm = attached(store, llama())
+    llm.load_state(other.save_state())
+    llm.eval(prompt(400, seed=1))
+    assert store.capture() == 0
+    assert store.stats().entries == 0
+    llm.reset()
+    llm.eval(prompt(400, seed=1))
+    assert store.capture() > 0
+
+
+def test_another_cache_on_an_attached_llama_gets_real_states(llama, store):
+    llm, ram = attached(store, llama()), LlamaRAMCache()
+    llm.set_cache(ram)
+    answer(llm, prompt(300), 2)
+    assert ram.cache_size > 300 * 1024
+
+
+def test_generate_and_eval_work_with_restore_and_capture(llama, store):
+    tokens = prompt(900)
+    llm = llama()
+    llm.eval(tokens)
+    plain = state_bytes(llm)
+    store.attach(llm)
+    assert store.capture() == 0  # nobody saw these tokens enter
+    llm.reset()
+    llm.eval(tokens)
+    assert store.capture() == 1  # full pages were taken on the way
+    store.flush()
+    forget(llm)
+    assert store.restore(tokens) == 899
+    llm.eval(tokens[899:])
+    assert state_bytes(llm) == plain
+    first = next(llm.generate(tokens, temp=0))
+    store.detach()
+    cold = llama()
+    assert next(cold.generate(tokens, temp=0)) == first
+
+
+def test_restore_and_capture_take_a_llama_that_is_not_attached(llama, store):
+    llm, tokens = llama(), prompt(500)
+    llm.eval(tokens)
+    assert store.capture(llm) == 2
+    store.flush()
+    other = llama()
+    assert store.restore(tokens, other) == 499
+    assert "eval" not in vars(llm)
+    assert "eval" not in vars(other)
+
+
+def test_restore_cuts_a_context_that_holds_more(llama, store):
+    llm, tokens = attached(store, llama()), prompt(600)
+    llm.eval(tokens)
+    assert store.restore(tokens[:300] + prompt(100, seed=3)) == 300
+    assert llm.n_tokens == 300
+
+
+def test_detach_leaves_the_llama_as_it_was(llama, store):
+    llm = llama()
+    before = dict(vars(llm))
+    bound = llm.eval
+    store.attach(llm)
+    assert llm.eval != bound
+    store.detach()
+    assert vars(llm).keys() == before.keys()
+    assert llm.eval == bound
+
+
+def test_a_llama_whose_store_was_closed_goes_on_without_it(llama):
+    llm = llama()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        with_store = answer(llm, prompt(300), 4)
+    assert llm.cache is None
+    assert answer(llm, prompt(300), 4) == with_store
+    other = LlamaRAMCache()
+    llm.set_cache(other)
+    with PrefixStore("memory:", llm):
+        pass
+    assert llm.cache is other
+
+
+def test_detach_gives_back_what_the_user_had_put_in_place(llama, store):
+    llm, calls = llama(), []
+    own = lambda tokens: calls.append(len(tokens)) or type(llm).eval(llm, tokens)  # noqa: E731
+    llm.eval = own
+    store.attach(llm)
+    llm.eval(prompt(600))
+    assert calls == [512, 88]
+    store.detach()
+    assert llm.eval is own
+
+
+def test_the_store_does_not_keep_the_llama_alive(llama, store):
+    llm = llama()
+    store.attach(llm)
+    llm.eval(prompt(300))
+    gone = weakref.ref(llm)
+    del llm
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(MisuseError, match="keep a reference"):
+        store.capture()
+    store.detach()
+
+
+def test_one_llama_has_one_store_and_one_store_one_llama(llama, store):
+    llm = llama()
+    store.attach(llm)
+    with PrefixStore("memory:") as second, pytest.raises(MisuseError, match="detach"):
+        second.attach(llm)
+    with pytest.raises(MisuseError, match="detach"):
+        store.attach(llama())
+
+
+def test_a_store_on_the_wrong_llama_says_so(llama, store):
+    mine, other = attached(store, llama()), llama()
+    other.set_cache(store)
+    with pytest.raises(MisuseError, match="another Llama"):
+        answer(other, prompt(50), 1)
+    assert answer(mine, prompt(50), 1)
+
+
+def test_it_is_a_cache_as_llama_cpp_python_knows_them(llama, store):
+    llm = attached(store, llama())
+    assert isinstance(store, BaseLlamaCache)
+    assert bool(store)
+    assert store.capacity_bytes == 10 << 30
+    tokens = prompt(400)
+    assert tokens not in store
+    with pytest.raises(KeyError):
+        store[tokens]
+    answer(llm, tokens, 2)
+    assert tokens in store
+    store.flush()
+    assert store.cache_size > 400 * 512
+    forget(llm)
+    state = store[tokens]
+    assert state.n_tokens == 399
+    assert state.input_ids.tolist() == tokens[:399]
+    llm.load_state(state)  # it is live already
+    assert llm.n_tokens == 399
+
+
+def test_generation_from_a_restored_context_goes_on_as_from_a_computed_one(llama, store):
+    plain = answer(llama(), prompt(1100, seed=4), 40)
+    llm = attached(store, llama())
+    answer(llm, prompt(1024, seed=4), 1)
+    forget(llm)
+    assert answer(llm, prompt(1100, seed=4), 40) == plain
+
+
+def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
+    llm = attached(store, llama())
+    monkeypatch.setattr(store._writer, "_start", lambda: None)  # a writer that never gets its turn
+    answer(llm, prompt(1000), 1)
+    assert store.stats().entries == 0
+    forget(llm)
+    assert evaluated(store, lambda: answer(llm, prompt(1000), 1)) == 1
+    monkeypatch.undo()
+    store._writer.nudge()
+
+
+def test_a_full_queue_drops_pages_counts_them_and_takes_them_later(llama, models):
+    llm = llama()
+    with PrefixStore("memory:", llm, queue_bytes=1) as store:
+        llm.set_cache(store)
+        held = store._writer.lease(1)
+        answer(llm, prompt(1000), 1)
+        assert store.stats().dropped["queue_full"] > 0
+        assert store.match(prompt(1000)).n_tokens == 0
+        held.release()
+        assert store.capture() == 4
+        assert store.match(prompt(1000)).n_tokens == 1000
+
+
+def test_write_behind_false_has_written_when_the_completion_returns(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm, write_behind=False) as store:
+        llm.set_cache(store)
+        answer(llm, prompt(1000), 1)
+        assert store.stats().entries == 4
+        assert store.stats().queued_bytes == 0
+
+
+def test_a_read_only_store_restores_and_writes_nothing(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        llm.set_cache(store)
+        answer(llm, prompt(600), 1)
+    before = (tmp_path / "data.mdb").read_bytes()
+    other = llama()
+    with PrefixStore(tmp_path, other, read_only=True) as store:
+        other.set_cache(store)
+        assert evaluated(store, lambda: answer(other, prompt(600) + prompt(300, seed=2), 1)) == 300
+        with pytest.raises(MisuseError, match="read_only"):
+            store.clear()
+        with pytest.raises(MisuseError, match="read_only"):
+            store.pin(prompt(600))
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+def test_logprobs_are_the_same_as_without_a_store(llama, store):
+    options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}
+    for echo in (False, True):
+        tokens = prompt(1300, seed=int(echo))
+        text = llama().detokenize(tokens).decode(errors="ignore") if echo else tokens
+        plain = llama(logits_all=True)(text, echo=echo, **options)["choices"][0]
+        llm = attached(store, llama(logits_all=True))
+        llm(text, echo=echo, **options)
+        forget(llm)
+        # first without logprobs, so that restored rows are live when they are asked for
+        llm(text, max_tokens=2, temperature=0)
+        forget(llm)
+        llm(text, max_tokens=2, temperature=0)
+        again = llm(text, echo=echo, **options)["choices"][0] if echo else None
+        forget(llm)
+        restored = llm(text, echo=echo, **options)["choices"][0]
+        for got in [restored] + ([again] if again else []):
+            assert got["text"] == plain["text"]
+            assert got["logprobs"]["tokens"] == plain["logprobs"]["tokens"]
+            assert got["logprobs"]["token_logprobs"] == plain["logprobs"]["token_logprobs"]
+        assert store.stats().hits > 0
+        store.detach()
+
+
+class SeesImages:
+    """Does what llama-cpp-python's multimodal handlers do, with an image that never goes through eval."""
+
+    clip_model_path = "mmproj.gguf"
+
+    def __init__(self) -> None:
+        self.image = prompt(100, seed=1)
+
+    def __call__(self, *, llama, messages, max_tokens=8, temperature=0.0, **_):
+        llama.reset()
+        llama._ctx.kv_cache_clear()
+        llama.eval(prompt(300))
+        # into the context behind the back of eval; input_ids keep whatever they held
+        llama._batch.set_batch(batch=self.image, n_past=llama.n_tokens, logits_all=False)
+        llama._ctx.decode(llama._batch)
+        llama.n_tokens += len(self.image)
+        llama.eval(prompt(300, seed=2))
+        return llama.create_completion(
+            prompt=llama.input_ids[: llama.n_tokens].tolist(), max_tokens=max_tokens, temperature=temperature
+        )
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_old_image_is_never_answered_about(llama, store, monkeypatch, announced):
+    if not announced:
+        # a handler of somebody's own, which nothing tells apart from one for text
+        monkeypatch.delattr(SeesImages, "clip_model_path")
+    handler = SeesImages()
+
+    def ask(llm, seed) -> str:
+        handler.image = prompt(100, seed=seed)
+        return llm.create_chat_completion([], max_tokens=8, temperature=0.0)["choices"][0]["text"]
+
+    plain = llama(chat_handler=handler)
+    expected = [ask(plain, seed) for seed in (1, 50, 51)]
+    assert len(set(expected)) > 1
+    llm = attached(store, llama(chat_handler=handler))
+    assert [ask(llm, seed) for seed in (1, 50, 51)] == expected
+    assert [ask(llm, seed) for seed in (51, 50, 1)] == expected[::-1]
+    # at most the text before the image is in the store
+    stored = store.match(np.array(prompt(300) + [0] * 400)).n_tokens
+    assert stored == (0 if announced else 256)
+    if announced:
+        assert store.stats().misses["multimodal"] == 6
+
+
+def test_a_window_that_has_moved_on_is_not_built_on(llama, store):
+    # what llama-cpp-python does on its own: it goes back 900 tokens, and attends to rows that were overwritten
+    llm = attached(store, llama("gemma3", swa_full=False))
+    answer(llm, prompt(1600), 1)
+    store.clear()
+    fork = prompt(1600)[:700] + prompt(200, seed=8)
+    expected = answer(llama("gemma3", swa_full=False), fork, 12)
+    assert answer(llm, fork, 12) == expected
+
+
+def test_late_attachment_to_a_window_stores_nothing_incomplete(llama, store):
+    llm = llama("gemma3", swa_full=False)
+    llm.eval(prompt(1600))
+    assert store.capture(llm) == 0
+    assert store.stats().dropped == {"incomplete": 1}
+    store.attach(llm)
+    assert store.match(prompt(1600)).n_tokens == 0
+    # nor is a page behind the hole taken while the context goes on
+    llm.eval(prompt(600, seed=1))
+    store.flush()
+    assert store.stats().entries == 0

@@ -1,0 +1,185 @@
+"""A state that was computed under other conditions is a miss."""
+
+from __future__ import annotations
+
+import shutil
+
+import gguf
+import llama_cpp
+import numpy as np
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.llama.fingerprint import file_digest, namespace_of
+from tests.support.models import answer, load, prompt
+
+TOKENS = prompt(600)
+
+
+@pytest.fixture
+def filled(models, tmp_path):
+    """A location that holds the prompt, computed by the plain model."""
+    location = tmp_path / "kv"
+    llm = load(models("llama"))
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        answer(llm, TOKENS, 1)
+        assert store.match(TOKENS).n_tokens == 600
+    return location
+
+
+def found(location, llm, **options) -> int:
+    with PrefixStore(location, llm, **options) as store:
+        return store.match(TOKENS).n_tokens
+
+
+def write_lora(path, scale: float) -> None:
+    """An adapter for the query projection of the first layer."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    llm = {"n_embd": 64, "n_out": 128}
+    for name, shape in (("lora_a", (4, llm["n_embd"])), ("lora_b", (llm["n_out"], 4))):
+        writer.add_tensor(f"blk.0.attn_q.weight.{name}", (scale * rng.standard_normal(shape)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_the_same_model_at_another_path_is_the_same_model(filled, models, tmp_path):
+    copy = tmp_path / "renamed.gguf"
+    shutil.copy(models("llama"), copy)
+    assert found(filled, load(copy)) == 600
+
+
+def test_another_n_batch_n_ctx_or_number_of_threads_is_the_same_state(filled, models):
+    assert found(filled, load(models("llama"), n_batch=64, n_ctx=2048, n_threads=2, n_threads_batch=2)) == 600
+
+
+def test_one_changed_weight_is_another_model(filled, models, tmp_path):
+    changed = bytearray(models("llama").read_bytes())
+    changed[-5] ^= 1
+    path = tmp_path / "changed.gguf"
+    path.write_bytes(changed)
+    assert found(filled, load(path)) == 0
+
+
+def test_a_file_that_was_rewritten_in_place_is_read_again(models, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(models("llama"), path)
+    before = file_digest(path)
+    assert file_digest(path) == before
+    changed = bytearray(path.read_bytes())
+    changed[-5] ^= 1
+    path.write_bytes(changed)
+    assert file_digest(path) != before
+
+
+def test_all_parts_of_a_split_model_count(models, tmp_path):
+    for i in (1, 2):
+        shutil.copy(models("llama"), tmp_path / f"m-{i:05d}-of-00002.gguf")
+    llm = load(models("llama"))
+    llm.model_path = str(tmp_path / "m-00001-of-00002.gguf")
+    before = namespace_of(llm, page_tokens=256, salt=None, label=None)
+    with (tmp_path / "m-00002-of-00002.gguf").open("ab") as file:
+        file.write(b"x")
+    after = namespace_of(llm, page_tokens=256, salt=None, label=None)
+    assert list(before.differences(after)) == ["model"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_freq_base": 20000.0},
+        {"rope_freq_scale": 0.5},
+        {"rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_LINEAR, "rope_freq_scale": 0.5},
+        {"yarn_orig_ctx": 1024},
+        {"flash_attn": True},
+        {"type_k": llama_cpp.GGML_TYPE_Q8_0},
+        {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0},
+        {"kv_overrides": {"llama.rope.freq_base": 20000.0}},
+    ],
+    ids=",".join,
+)
+def test_another_setting_that_changes_the_state_is_a_miss(filled, models, options):
+    assert found(filled, load(models("llama"), **options)) == 0
+
+
+def test_a_lora_adapter_and_its_scale_are_part_of_the_namespace(filled, models, tmp_path):
+    lora = tmp_path / "lora.gguf"
+    write_lora(lora, 1.0)
+    options = {"lora_path": str(lora), "lora_scale": 1.0}
+    adapted = load(models("llama"), **options)
+    assert found(filled, adapted) == 0
+    with PrefixStore(filled, adapted) as store:
+        adapted.set_cache(store)
+        answer(adapted, TOKENS, 1)
+    assert found(filled, load(models("llama"), **options)) == 600
+    assert found(filled, load(models("llama"), **(options | {"lora_scale": 0.5}))) == 0
+    other = tmp_path / "other.gguf"
+    write_lora(other, 2.0)
+    assert found(filled, load(models("llama"), **(options | {"lora_path": str(other)}))) == 0
+
+
+def test_salt_namespace_and_page_size_separate(filled, models):
+    llm = load(models("llama"))
+    assert found(filled, llm, salt="tenant") == 0
+    assert found(filled, llm, namespace="named") == 0
+    assert found(filled, llm, page_tokens=128) == 0
+    assert found(filled, llm) == 600
+
+
+def test_a_difference_between_namespaces_is_named(models):
+    plain = namespace_of(load(models("llama")), page_tokens=256, salt=None, label=None)
+    other = namespace_of(load(models("llama"), flash_attn=True), page_tokens=256, salt="s", label=None)
+    assert plain.differences(other) == {"flash_attn_type": (0, 1), "salt": (None, "s")}
+
+
+def test_two_models_share_a_location_in_one_process(models, tmp_path):
+    first, second = load(models("llama")), load(models("llama", seed=1))
+    with PrefixStore(tmp_path, first) as one, PrefixStore(tmp_path, second) as two:
+        first.set_cache(one)
+        second.set_cache(two)
+        texts = [answer(first, TOKENS, 8), answer(second, TOKENS, 8)]
+        one.flush()
+        two.flush()
+        for llm in (first, second):
+            llm.reset()
+        assert [answer(first, TOKENS, 8), answer(second, TOKENS, 8)] == texts
+        assert one.stats().hits == two.stats().hits == 1
+        assert one.stats().entries == 6
+        assert one.check() == []
+        assert one.clear() == 3
+        assert two.match(TOKENS).n_tokens == 600
+
+
+def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
+    data = filled / "data.mdb"
+    content = bytearray(data.read_bytes())
+    llm = load(models("llama"))
+    with PrefixStore(filled, llm, read_only=True) as store:
+        # the state of the second page, somewhere in its middle
+        page = store._engine.match(*store._place(TOKENS)).pages[1]
+        with store._engine._backend.snapshot() as snapshot:
+            middle = bytes(snapshot.payload(page.key)[100_000:100_064])
+    at = content.index(middle)
+    content[at] ^= 1
+    data.write_bytes(content)
+
+    with PrefixStore(filled, llm) as store:
+        assert [violation.rule for violation in store.check()] == ["payload"]
+        llm.set_cache(store)
+        cold = answer(load(models("llama")), TOKENS, 8)
+        assert answer(llm, TOKENS, 8) == cold
+        stats = store.stats()
+        assert stats.unreadable == {"corrupt": 1}
+        assert stats.tokens_restored == 256
+        store.flush()
+        assert store.stats().corrupt == 2  # the page, and the one that could only be reached through it
+        assert store.check() == []
+        assert store.match(TOKENS).n_tokens == 600  # computed and captured anew
+        llm.reset()
+        assert answer(llm, TOKENS, 8) == cold

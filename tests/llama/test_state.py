@@ -1,0 +1,284 @@
+"""llama.cpp's state bytes, parsed, cut and joined, beside what llama.cpp itself makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixstore import CorruptError
+from prefixstore.buffers import Buffers
+from prefixstore.llama.memory import Memory, page_tokens_for
+from prefixstore.llama.parse import parse_context, parse_sequence
+from prefixstore.llama.state import Assembly, assemble
+from tests.support.models import TORTURE, load, logits, prompt, state_bytes, write
+
+N = 700
+SETTINGS = {
+    "V transposed": {},
+    "flash attention": {"flash_attn": True},
+    "q8_0": {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0},
+    "q8_0 K, V transposed": {"type_k": llama_cpp.GGML_TYPE_Q8_0},
+}
+CASES = list(itertools.product(["llama", "gemma3"], SETTINGS))
+
+
+def context_bytes(llm) -> bytes:
+    return llm.save_state().llama_state
+
+
+def joined(pieces, **options) -> bytes:
+    return bytes(assemble(pieces, **options))
+
+
+def set_context(llm, state: bytes) -> None:
+    buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+    assert llama_cpp.llama_state_set_data(llm.ctx, buffer, len(state)) == len(state)
+
+
+def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, bytes]]:
+    """What the attached store takes out of the context."""
+    buffers, pages = Buffers(1 << 30), []
+    ranges = [(start, min(start + page_tokens, n)) for start in range(0, n, page_tokens)]
+    Memory(llm).take(ranges, buffers.lease, lambda start, end, lease: pages.append((start, end, bytes(lease.view))))
+    assert [page[:2] for page in pages] == ranges
+    return pages
+
+
+# -- beside llama.cpp -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arch", "setting"), CASES)
+def test_a_page_cut_out_of_a_context_is_the_page_that_tagging_takes(llama, arch, setting):
+    llm = llama(arch, n_ctx=1024, **SETTINGS[setting])
+    llm.eval(prompt(N))
+    blob = parse_context(context_bytes(llm))
+    assert blob.architecture == arch.encode()
+    assert blob.recurrent is None
+    assert blob.holds(0, N)
+    assert not blob.holds(0, N + 1)
+    for start, end, page in pages_by_tagging(llm, N, page_tokens_for(llm, 128)):
+        assert joined([blob.cut(start, end)]) == page
+        # in the middle of a page as well
+        middle = parse_sequence(page).cut(start, end - 30)
+        assert joined([middle]) == joined([blob.cut(start, end - 30)])
+
+
+@pytest.mark.parametrize(("arch", "setting"), CASES)
+def test_pages_joined_are_the_state_that_was_cut(llama, arch, setting):
+    llm = llama(arch, n_ctx=1024, **SETTINGS[setting])
+    llm.eval(prompt(N))
+    pages = [parse_sequence(page) for _, _, page in pages_by_tagging(llm, N, 128)]
+    assert joined(pages, architecture=arch.encode()) == context_bytes(llm)
+    window_from = max(N - 256, 0) if arch == "gemma3" else 0
+    # as llama.cpp writes a sequence, without the rows that no token behind it can see
+    pieces = [page.cut(i * 128, N, window_from=window_from) for i, page in enumerate(pages)]
+    assert joined(pieces) == state_bytes(llm)
+
+
+@pytest.mark.parametrize(("arch", "setting"), CASES)
+def test_a_joined_state_goes_on_with_the_same_logits_bit_by_bit(models, arch, setting):
+    options = SETTINGS[setting]
+    writer = load(models(arch), n_ctx=1024, **options)
+    writer.eval(prompt(N))
+    whole = context_bytes(writer)
+    pages = [parse_sequence(page) for _, _, page in pages_by_tagging(writer, N, 128)]
+    for n in (N, 640, 301):
+        pieces = [page.cut(i * 128, n) for i, page in enumerate(pages) if i * 128 < n]
+        reader = load(models(arch), n_ctx=n + 8, n_batch=64, **options)
+        set_context(reader, joined(pieces, architecture=arch.encode()))
+        reader.n_tokens = n
+        reader.eval([7, 8])
+        # what llama.cpp makes of its own bytes; where new tokens go behind a loaded state of gemma3, it is not the same
+        # cells as behind a computed one, and flash attention sums in the order of cells
+        other = load(models(arch), n_ctx=1024, **options)
+        set_context(other, whole)
+        other.n_tokens = n
+        other.eval([7, 8])
+        assert np.array_equal(logits(reader), logits(other))
+        if arch == "llama":
+            writer.n_tokens = n
+            writer.eval([7, 8])
+            assert np.array_equal(logits(reader), logits(writer))
+
+
+def test_the_rows_that_a_window_cannot_see_are_not_needed(models):
+    options = {"n_ctx": 1024, "swa_full": False, "n_ubatch": 64, "n_batch": 64}
+    writer = load(models("gemma3"), **options)
+    writer.eval(prompt(N))
+    # the cells of the window lie in the order in which they were written over
+    blob = parse_context(context_bytes(writer))
+    assert not blob.holds(0, N)
+    assert blob.holds(0, N, window_from=N - 256)
+    assert [len(section.positions) for section in blob.cut(0, N, window_from=N - 256).sections] == [N, 256]
+    reader = load(models("gemma3"), **options)
+    set_context(reader, joined([blob.cut(0, N, window_from=N - 256)], architecture=b"gemma3"))
+    reader.n_tokens = N
+    reader.eval([7, 8])
+    writer.eval([7, 8])
+    assert np.array_equal(logits(reader), logits(writer))
+
+
+@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
+def test_a_recurrent_part_is_known_by_its_position_and_kept_as_it_is(llama, arch):
+    llm = llama(arch, n_ctx=1024)
+    assert parse_context(context_bytes(llm)).recurrent.position == -1
+    llm.eval(prompt(N))
+    for state, parse, options in (
+        (context_bytes(llm), parse_context, {"architecture": arch.encode()}),
+        (state_bytes(llm), parse_sequence, {}),
+    ):
+        blob = parse(state)
+        assert blob.recurrent.position == N - 1
+        assert len(blob.sections) == (arch == "lfm2")
+        assert blob.holds(0, N)
+        # the attention of a hybrid model in pieces, and the recurrent part once
+        pieces = [blob.cut(0, 256), blob.cut(256, N)]
+        assert joined(pieces, recurrent=blob.recurrent.data, **options) == state
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
+def test_an_empty_context_is_parsed_too(llama, arch):
+    state = context_bytes(llama(arch, n_ctx=512))
+    blob = parse_context(state)
+    assert all(len(section.positions) == 0 for section in blob.sections)
+    recurrent = blob.recurrent.data if blob.recurrent else b""
+    assert joined([blob], architecture=arch.encode(), recurrent=recurrent) == state
+
+
+# -- whatever the bytes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory) -> list[bytes]:
+    """Small states of every kind, of contexts and of sequences."""
+    directory, found = tmp_path_factory.mktemp("models"), []
+    for arch in ("llama", "gemma3", "mamba", "lfm2"):
+        for flash_attn in (False, True):
+            llm = load(write(directory, arch), n_ctx=256, flash_attn=flash_attn)
+            llm.eval(prompt(5))
+            found += [context_bytes(llm), state_bytes(llm)]
+    return found
+
+
+def parse(state: bytes):
+    if state[:4] == struct.pack("<I", 0xAF143CD8):
+        return parse_sequence(state)
+    return parse_context(state)
+
+
+def accounted(state: bytes) -> None:
+    """A state is refused, or every byte of it has its place."""
+    try:
+        blob = parse(state)
+    except CorruptError:
+        return
+    recurrent = blob.recurrent.data if blob.recurrent else b""
+    again = joined([blob], architecture=blob.architecture, recurrent=recurrent)
+    assert len(again) == len(state)
+    # cells out of order are put in order
+    assert sorted(again) == sorted(state)
+
+
+def test_states_are_written_again_as_they_were(states):
+    for state in states:
+        blob = parse(state)
+        recurrent = blob.recurrent.data if blob.recurrent else b""
+        assert joined([blob], architecture=blob.architecture, recurrent=recurrent) == state
+
+
+@settings(max_examples=300 * TORTURE, deadline=None)
+@given(data=st.data())
+def test_a_mutated_state_is_refused_or_accounted_for(states, data):
+    state = bytearray(data.draw(st.sampled_from(states)))
+    # headers are where a change matters: mostly near the start, and around the number of layers
+    places = st.integers(0, min(len(state) - 1, 300)) | st.integers(0, len(state) - 1)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(places)
+        change = data.draw(st.binary(min_size=1, max_size=8))
+        how = data.draw(st.sampled_from(["replace", "insert", "delete"]))
+        state[at : at + (0 if how == "insert" else len(change))] = b"" if how == "delete" else change
+    accounted(bytes(state))
+
+
+@settings(max_examples=200 * TORTURE, deadline=None)
+@given(st.binary(max_size=400))
+def test_random_bytes_are_refused_or_accounted_for(random):
+    accounted(random)
+    accounted(struct.pack("<I", 5) + b"llama" + random)
+    accounted(struct.pack("<II", 0xAF143CD8, 0) + random)
+
+
+def test_every_state_that_was_cut_off_or_continued_is_refused(states):
+    for state in states:
+        for end in {*range(0, len(state), 97), len(state) - 1}:
+            with pytest.raises(CorruptError):
+                parse(state[:end])
+        with pytest.raises(CorruptError):
+            parse(state + b"\0")
+
+
+def test_numbers_that_promise_too_much_allocate_nothing(states):
+    for state in states:
+        for at in range(min(len(state) - 4, 200)):
+            accounted(state[:at] + b"\xff\xff\xff\x7f" + state[at + 4 :])
+            accounted(state[:at] + b"\xff" * 8 + state[at + 8 :])
+
+
+def cells(*found: tuple[int, ...]) -> bytes:
+    """A state with one layer of one byte for these cells: positions, number of sequences, sequences."""
+    body = b"".join(struct.pack(f"<{len(cell)}i", *cell) for cell in found)
+    rows = struct.pack("<iQ", 1, 1) + bytes(range(len(found)))
+    return struct.pack("<IIII", 0xAF143CD8, 0, 1, len(found)) + body + struct.pack("<II", 0, 1) + rows + rows
+
+
+def test_only_cells_of_sequence_0_alone_can_be_cut():
+    assert parse_sequence(cells((0, 1, 0), (1, 1, 0))).holds(0, 2)
+    for other in [
+        cells((0, 1, 1)),  # of another sequence
+        cells((0, 2, 0, 1), (1, 1, 0)),  # of two
+        cells((0, 0), (1, 0)),  # of none
+        cells((0, 1, 3, 4, 0), (1, 1, 5, 6, 0)),  # with the coordinates of an image
+        cells((-1, 1, 0)),
+        cells((3, 1, 0), (3, 1, 0)),
+    ]:
+        with pytest.raises(CorruptError):
+            parse_sequence(other)
+
+
+def test_cells_out_of_order_are_put_in_order():
+    blob = parse_sequence(cells((2, 1, 0), (0, 1, 0), (1, 1, 0)))
+    assert blob.sections[0].positions.tolist() == [0, 1, 2]
+    assert blob.sections[0].tensors[0].rows.tobytes() == bytes([1, 2, 0])
+
+
+def test_what_does_not_belong_together_is_not_joined(states):
+    blob = parse_context(states[0])
+    for pieces in ([blob.cut(0, 3), blob.cut(2, 5)], [blob.cut(3, 5), blob.cut(0, 3)]):
+        with pytest.raises(CorruptError, match="follow"):
+            joined(pieces)
+    refused = 0
+    for other in map(parse, states[2:]):
+        if other.sections and other.sections[0].shape == blob.sections[0].shape:
+            continue
+        with pytest.raises(CorruptError, match=r"shapes|kinds"):
+            joined([blob.cut(0, 3), other.cut(3, 5)])
+        refused += 1
+    assert refused > 8
+
+
+def test_an_assembly_is_complete_or_says_so(states):
+    blob = parse_context(states[0])
+    assembly = Assembly(blob, blob.positions)
+    with pytest.raises(CorruptError, match="joined into"):
+        assembly.open(memoryview(bytearray(assembly.size + 1)))
+    with pytest.raises(CorruptError, match="lacks"):
+        assembly.write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3)])
+    with pytest.raises(CorruptError, match="follow"):
+        Assembly(blob, blob.positions).write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3), blob.cut(4, 5)])

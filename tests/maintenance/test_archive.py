@@ -1,0 +1,222 @@
+"""A location without a model: what is in it, and how it gets out."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+
+import lmdb
+import pytest
+
+from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.format.keys import boundary_hash
+from prefixstore.maintenance.archive import Archive
+from tests.support.places import SCHEMES, contents, fill, place, space
+
+# two that share their first page, one that shares nothing, one shorter than a page
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
+MINE, YOURS = space("mine"), space("yours")
+
+
+@pytest.fixture(params=SCHEMES)
+def archive(request, tmp_path):
+    with Archive(place(request.param, tmp_path, request), create=True) as opened:
+        yield opened
+
+
+def keys_of(archive):
+    return set(contents(archive.backend))
+
+
+def test_holdings_are_told_apart_by_namespace_and_counted(archive):
+    fill(archive.backend, MINE, SEQUENCES)
+    fill(archive.backend, YOURS, SEQUENCES[:1], pinned=True)
+    found = {holding.key: holding for holding in archive.holdings()}
+    assert found[MINE.key].pages == 7
+    assert found[MINE.key].tokens == 8 + 5 + 5 + 2
+    assert found[MINE.key].stored_bytes == 7000
+    assert found[MINE.key].namespace == MINE
+    assert (found[YOURS.key].pages, found[YOURS.key].pinned) == (2, 2)
+    assert archive.namespace(MINE.key.hex()[:8]).key == MINE.key
+    with pytest.raises(InvalidParameterError, match="is not here"):
+        archive.namespace("no such")
+    with pytest.raises(InvalidParameterError, match="not the only one"):
+        archive.namespace("")
+
+
+def test_pages_come_before_what_is_behind_them_and_are_found_by_their_first_digits(archive):
+    paths = fill(archive.backend, MINE, SEQUENCES)
+    pages = archive.pages()
+    seen = {MINE.key}
+    for page in pages:
+        assert page.parent in seen
+        seen.add(page.key)
+    assert len(pages) == 7
+    page = archive.find(paths[1][-1].hex()[:10])
+    assert [one.key for one in archive.path(page)] == paths[1]
+    with pytest.raises(InvalidParameterError, match="is not here"):
+        archive.find("x")
+
+
+def test_a_mistyped_location_is_not_made_a_store(tmp_path):
+    for location in (f"lmdb://{tmp_path}/none", f"sqlite:///{tmp_path}/none.db"):
+        for read_only in (False, True):
+            with pytest.raises(LocationError):
+                Archive(location, read_only=read_only)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "left"),
+    [
+        ({"namespace": MINE.key.hex()[:10]}, {"yours": 2}),
+        ({"salt": "yours"}, {"mine": 7}),
+        ({"salt": "nobody"}, {"mine": 7, "yours": 2}),
+        ({"everything": True}, {}),
+        # the sequence, and what led only to it
+        ({"tokens": [20, 21]}, {"mine": 5, "yours": 2}),
+        ({"tokens": [1, 2, 3, 4, 9]}, {"mine": 5, "yours": 2}),
+        ({"tokens": [1, 2, 3, 4]}, {"mine": 3}),
+        ({"tokens": [1, 2, 3, 4], "salt": "mine"}, {"mine": 3, "yours": 2}),
+        ({"tokens": [7]}, {"mine": 7, "yours": 2}),
+        ({"older_than": 3600.0}, {"yours": 2}),
+        ({"older_than": 3600.0, "tokens": [30]}, {"mine": 6, "yours": 2}),
+    ],
+)
+def test_what_is_chosen_is_purged_and_nothing_else(archive, choice, left):
+    fill(archive.backend, MINE, SEQUENCES)
+    fill(archive.backend, YOURS, SEQUENCES[:1], last_used=time.time_ns(), pinned=True)
+    before = contents(archive.backend)
+    removed = archive.purge(**choice)
+    now = {holding.namespace.salt: holding.pages for holding in archive.holdings()}
+    assert now == left
+    assert removed.pages == 9 - sum(left.values())
+    assert removed.bytes == 1000 * removed.pages
+    assert contents(archive.backend).items() <= before.items()
+    assert archive.check() == []
+    with archive.backend.snapshot() as snapshot:
+        assert len(snapshot.namespaces()) == len(left)
+
+
+def test_a_page_is_purged_with_all_behind_it(archive):
+    paths = fill(archive.backend, MINE, SEQUENCES)
+    assert archive.purge(page=paths[0][0].hex()).pages == 4
+    assert keys_of(archive) == {*paths[2], *paths[3]}
+    with pytest.raises(InvalidParameterError, match="needs a choice"):
+        archive.purge()
+
+
+def test_what_was_used_of_late_keeps_what_it_is_behind_of(archive):
+    paths = fill(archive.backend, MINE, SEQUENCES[:2], last_used=1)
+    with archive.backend.transaction() as transaction:
+        usage = transaction.usage(paths[1][-1])
+        transaction.touch(paths[1][-1], type(usage)(time.time_ns()))
+    assert archive.purge(older_than=60.0).pages == 1
+    assert keys_of(archive) == set(paths[1])
+
+
+def test_a_purge_of_everything_leaves_nothing_that_was_unreadable_either(archive):
+    paths = fill(archive.backend, MINE, SEQUENCES)
+    with archive.backend.transaction() as transaction:
+        transaction.delete(paths[0][0])  # two pages hang in the air now
+    assert len(archive.check()) == 2
+    archive.purge(namespace=MINE.key.hex())
+    assert keys_of(archive) == set()
+    assert archive.check() == []
+
+
+def test_pages_are_pinned_as_a_path_and_unpinned_as_far_as_nothing_else_needs_it(archive):
+    paths = fill(archive.backend, MINE, SEQUENCES)
+    one, two = (archive.find(path[-1].hex()) for path in paths[:2])
+    assert archive.pin(one) == 2
+    assert archive.pin(one) == 0
+    assert archive.pin(two) == 2
+    assert archive.pin(one, pinned=False) == 1
+    pinned = {key for key, (_, usage, _) in contents(archive.backend).items() if usage.pinned}
+    assert pinned == set(paths[1])
+    assert archive.evict_to(1).pages == 4
+    assert keys_of(archive) == set(paths[1])
+
+
+def test_eviction_stops_at_the_size_and_takes_the_least_recently_used_first(archive):
+    old = [list(range(100 * i, 100 * i + 4)) for i in range(30)]
+    paths = fill(archive.backend, MINE, old, last_used=10, size=50_000)
+    kept = fill(archive.backend, MINE, [[9001, 2, 3, 4]], last_used=20)[0]
+    used = archive.used().bytes
+    removed = archive.evict_to(used // 2)
+    assert archive.used().bytes <= used // 2
+    assert 10 < removed.pages < 25
+    assert kept[0] in keys_of(archive)
+    assert keys_of(archive) < {*kept, *(path[0] for path in paths)}
+    assert archive.check() == []
+
+
+def damage(location, key):
+    """Flip a byte of a payload, past the store."""
+    if location.startswith("lmdb"):
+        with lmdb.open(location.removeprefix("lmdb://"), max_dbs=6, map_size=1 << 26) as env:
+            payloads = env.open_db(b"payloads")
+            with env.begin(write=True) as txn:
+                stored = bytearray(txn.get(key, db=payloads))
+                stored[7] ^= 1
+                txn.put(key, bytes(stored), db=payloads)
+        return
+    with closing(sqlite3.connect(location.removeprefix("sqlite:///"))) as connection, connection:
+        row, stored = connection.execute("select rowid, data from prefixstore_pieces where page = ?", (key,)).fetchone()
+        damaged = bytes([stored[0] ^ 1]) + stored[1:]
+        connection.execute("update prefixstore_pieces set data = ? where rowid = ?", (damaged, row))
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_repair_drops_what_is_damaged_and_what_is_behind_it_and_says_so(scheme, tmp_path, request):
+    location = place(scheme, tmp_path, request)
+    with Archive(location, create=True) as archive:
+        paths = fill(archive.backend, MINE, SEQUENCES)
+    damage(location, paths[0][0])
+    with Archive(location) as archive:
+        assert [(one.rule, one.key) for one in archive.check()] == [("payload", paths[0][0].hex())]
+        found, removed = archive.repair()
+        assert [one.key for one in found] == [paths[0][0].hex()]
+        assert removed.pages == 4
+        assert archive.check() == []
+        assert keys_of(archive) == {*paths[2], *paths[3]}
+        assert archive.repair() == ([], type(removed)())
+        assert len(archive.pages()) == 3
+
+
+def test_repair_keeps_to_a_budget_that_is_given(archive):
+    fill(archive.backend, MINE, [list(range(100 * i, 100 * i + 4)) for i in range(30)], size=50_000)
+    used = archive.used().bytes
+    assert archive.check(used) == []
+    found, removed = archive.repair(used // 2)
+    assert [one.rule for one in found] == ["budget"]
+    assert removed.pages > 10
+    assert archive.check(used // 2) == []
+
+
+def test_what_servers_put_behind_a_page_while_it_is_purged_goes_too(tmp_path, request, monkeypatch):
+    with Archive(place("lmdb", tmp_path, request), create=True) as archive:
+        fill(archive.backend, MINE, SEQUENCES)
+        reclaimed = archive.catalog.transaction
+        written = []
+
+        def transaction(backend):
+            # a server continues a conversation between the look and the deletion
+            if not written:
+                written.append(fill(backend, MINE, [[*SEQUENCES[0], 50, 51, 52, 53]]))
+            return reclaimed(backend)
+
+        monkeypatch.setattr(archive.catalog, "transaction", transaction)
+        archive.purge(tokens=SEQUENCES[0])
+        assert (
+            boundary_hash(written[0][0][1], b"".join(n.to_bytes(4, "little") for n in (50, 51, 52, 53)))
+            == (written[0][0][2])
+        )
+        assert not {*written[0][0][1:]} & keys_of(archive)
+        assert archive.check() == []
+
+
+def test_memory_has_nothing_to_give_back():
+    with Archive("memory:", create=True) as archive:
+        assert archive.compact() == 0

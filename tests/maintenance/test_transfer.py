@@ -1,0 +1,250 @@
+"""Pages from any backend into any other, directly or through a portable file."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.format.record import FORMAT_VERSION
+from prefixstore.maintenance import transfer
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import PackReader, copy_store, export_pack, import_pack, with_paths
+from tests.support.places import SCHEMES, contents, fill, place, space
+
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
+MINE, YOURS = space("mine"), space("yours")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source(tmp_path):
+    with Archive(tmp_path / "source", create=True) as archive:
+        fill(archive.backend, MINE, SEQUENCES)
+        fill(archive.backend, YOURS, SEQUENCES[:1], pinned=True)
+        yield archive
+
+
+def packed(archive, **options):
+    file = io.BytesIO()
+    export_pack(archive, file, **options)
+    return file.getvalue()
+
+
+class Pipe(io.RawIOBase):
+    """Bytes that can only be read in order."""
+
+    def __init__(self, data):
+        self._file = io.BytesIO(data)
+
+    def read(self, n=-1):
+        return self._file.read(n)
+
+    def seekable(self):
+        return False
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(SCHEMES, SCHEMES)))
+def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, request):
+    with (
+        Archive(place(one, tmp_path, request, "one"), create=True) as source,
+        Archive(place(other, tmp_path, request, "other"), create=True) as target,
+    ):
+        fill(source.backend, MINE, SEQUENCES)
+        fill(source.backend, YOURS, SEQUENCES[:1], pinned=True)
+        before = contents(source.backend)
+        moved = import_pack(PackReader(io.BytesIO(packed(source)), "f"), target)
+        assert (moved.pages, moved.bytes, moved.namespaces, moved.present) == (9, 9000, 2, 0)
+        assert contents(target.backend) == before
+        assert target.check() == []
+        with target.backend.snapshot() as there, source.backend.snapshot() as here:
+            assert there.namespaces() == here.namespaces()
+        assert copy_store(source, target).present == 9
+        target.purge(everything=True)
+        assert copy_store(source, target).pages == 9
+        assert contents(target.backend) == before
+        assert target.check() == []
+
+
+def test_only_what_was_chosen_is_exported_with_all_that_it_needs(source, tmp_path):
+    page = source.find(fill(source.backend, MINE, SEQUENCES)[1][-1].hex())
+    with Archive(tmp_path / "target", create=True) as target:
+        data = packed(source, keys=with_paths(source, [page]))
+        moved = import_pack(PackReader(io.BytesIO(data), "f"), target)
+        assert (moved.pages, moved.namespaces) == (3, 1)
+        assert target.check() == []
+        data = packed(source, namespaces={YOURS.key})
+        assert import_pack(PackReader(io.BytesIO(data), "f"), target).pages == 2
+
+
+def ends_of_entries(data):
+    """Where each entry of a file ends, and how many pages there are up to there."""
+    ends, at, pages = [], transfer.HEADER.size, 0
+    while at < len(data):
+        kind, head, body = transfer.ENTRY.unpack_from(data, at)
+        at += transfer.ENTRY.size + head + transfer.SEAL.size + body
+        pages += kind == transfer.PAGE
+        ends.append((at, pages))
+    return ends
+
+
+@pytest.mark.parametrize("opened", [io.BytesIO, Pipe])
+def test_a_truncated_file_gives_all_its_whole_pages_and_the_rest_when_it_is_complete(source, tmp_path, opened):
+    data = packed(source)
+    ends = ends_of_entries(data)
+    first_page = next(end for end, pages in ends if pages == 0 and end > ends[0][0])
+    for i, cut in enumerate((first_page, first_page + 3, len(data) // 2, ends[-2][0], len(data) - 1)):
+        whole = max((pages for end, pages in ends if end <= cut), default=0)
+        with Archive(tmp_path / f"target{i}", create=True) as target:
+            # the start of the entry behind the namespaces is read with them
+            with pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"):
+                import_pack(PackReader(opened(data[:cut]), "f"), target)
+            assert len(contents(target.backend)) == whole
+            assert target.check() == []
+            moved = import_pack(PackReader(opened(data), "f"), target)
+            assert (moved.pages, moved.present) == (9 - whole, whole)
+            assert contents(target.backend) == contents(source.backend)
+
+
+def test_a_flipped_bit_is_seen_wherever_it_is_and_nothing_wrong_is_stored(source, tmp_path):
+    data = packed(source)
+    good = contents(source.backend)
+    rng = np.random.default_rng(0)
+    for at in [*range(60), *rng.integers(60, len(data), 120).tolist(), *range(len(data) - 80, len(data))]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << int(rng.integers(8))
+        with Archive("memory:", create=True) as target:
+            with pytest.raises((CorruptError, IncompatibleError)):
+                import_pack(PackReader(io.BytesIO(bytes(changed)), "f"), target)
+            assert contents(target.backend).items() <= good.items()
+            assert target.check() == []
+
+
+def test_lengths_that_are_lies_take_no_memory(tmp_path):
+    head = transfer.HEADER.pack(transfer.MAGIC, transfer.PACK_VERSION, FORMAT_VERSION)
+    for lengths in ((1 << 31, 0), (16, 1 << 60)):
+        with pytest.raises(CorruptError):
+            PackReader(io.BytesIO(head + transfer.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
+
+
+def test_another_file_and_a_newer_one_are_refused(source):
+    with pytest.raises(IncompatibleError, match="not written by prefixstore"):
+        PackReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
+    with pytest.raises(IncompatibleError, match="not written by prefixstore"):
+        PackReader(io.BytesIO(b""), "f")
+    for versions in ((2, 1), (1, 2)):
+        data = struct.pack("<8sII", transfer.MAGIC, *versions)
+        with pytest.raises(IncompatibleError, match="upgrade"):
+            PackReader(io.BytesIO(data), "f")
+
+
+def test_an_import_keeps_to_the_budget_and_never_evicts_what_it_builds_on(tmp_path):
+    sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]
+    with (
+        Archive(tmp_path / "source", create=True) as source,
+        Archive(tmp_path / "target", create=True, max_bytes=4 << 20) as target,
+    ):
+        fill(source.backend, MINE, sequences, size=50_000)
+        moved = import_pack(PackReader(io.BytesIO(packed(source)), "f"), target)
+        assert moved.evicted + moved.refused > 50
+        assert moved.pages + moved.refused == 200
+        assert target.check(4 << 20) == []
+        assert len(contents(target.backend)) > 50
+
+
+def test_pages_that_others_pinned_leave_no_room_and_that_is_told(tmp_path):
+    with Archive(tmp_path / "target", create=True, max_bytes=2 << 20) as target:
+        fill(target.backend, YOURS, [list(range(32))], size=200_000, pinned=True)
+        with Archive(tmp_path / "source", create=True) as source:
+            fill(source.backend, MINE, [list(range(16))], size=400_000)
+            moved = copy_store(source, target)
+        assert (moved.pages, moved.refused) == (1, 3)
+        assert target.check(2 << 20) == []
+
+
+def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_brought_back(tmp_path):
+    with Archive(tmp_path / "a", create=True) as short, Archive(tmp_path / "b", create=True) as long:
+        fill(short.backend, MINE, [[1, 2]], pinned=True)
+        fill(long.backend, MINE, [[1, 2, 3]])
+        assert copy_store(long, short).pages == 1
+        assert [page.n_tokens for page in short.pages()] == [3]
+        fill(short.backend, YOURS, [[1, 2, 3]])
+        with Archive(tmp_path / "c", create=True) as tail:
+            fill(tail.backend, YOURS, [[1, 2]])
+            moved = copy_store(tail, short)
+        assert (moved.pages, moved.present) == (0, 1)
+        assert short.check() == []
+
+
+def test_damaged_pages_are_left_out_with_what_is_behind_them(source, tmp_path):
+    paths = fill(source.backend, MINE, SEQUENCES)
+    with source.backend.transaction() as transaction:
+        key = paths[0][0]
+        record, usage = transaction.record(key), transaction.usage(key)
+        transaction.delete(key)
+        transaction.put(key, replace(record, checksum=bytes(16)), usage, bytes(1000))
+    file = io.BytesIO()
+    moved = export_pack(source, file)
+    assert (moved.pages, moved.damaged) == (5, 1)
+    with Archive(tmp_path / "target", create=True) as target:
+        assert import_pack(PackReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
+        assert target.check() == []
+
+
+def test_pages_that_vanish_meanwhile_are_left_out_with_what_is_behind_them(source, monkeypatch):
+    look = source.pages
+
+    def pages():
+        found = look()
+        monkeypatch.setattr(source, "pages", look)
+        source.purge(page=next(page.key for page in found if page.children).hex())
+        return found
+
+    monkeypatch.setattr(source, "pages", pages)
+    moved = export_pack(source, io.BytesIO())
+    assert moved.pages == len(look()) < 9
+    assert moved.damaged == 0
+
+
+def test_the_memory_that_a_transfer_takes_does_not_grow_with_the_store(tmp_path):
+    import tracemalloc
+
+    sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]
+    with Archive(tmp_path / "source", create=True) as source, Archive(tmp_path / "target", create=True) as target:
+        fill(source.backend, MINE, sequences, size=1 << 20)
+        tracemalloc.start()
+        with (tmp_path / "f").open("wb") as file:
+            export_pack(source, file)
+        peak = tracemalloc.get_traced_memory()[1]
+        assert peak < 16 << 20
+        tracemalloc.reset_peak()
+        with (tmp_path / "f").open("rb") as file:
+            assert import_pack(PackReader(file, "f"), target).pages == 200
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 80 << 20
+
+
+def test_the_layout_of_the_file_is_documented():
+    text = (ROOT / "docs" / "format.md").read_text()
+    section = text.split("## A portable file", 1)[1].split("\n## ", 1)[0]
+    codes = {"u32": "I", "u64": "Q"}
+    layouts = {"header": transfer.HEADER, "entry": transfer.ENTRY, "page": transfer.PAGE_HEAD, "end": transfer.END_HEAD}
+    for name, layout in layouts.items():
+        table = re.search(rf"^\| {name} \|.*?\n\n", section + "\n\n", re.MULTILINE | re.DOTALL).group()
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line]
+        fixed = [row for row in rows if row[0].isdigit() and row[1].isdigit()]
+        written = "<" + "".join(codes.get(row[2], f"{row[1]}s") for row in fixed)
+        offsets = list(itertools.accumulate((int(row[1]) for row in fixed), initial=0))
+        assert [int(row[0]) for row in fixed] == offsets[:-1]
+        assert written == layout.format
+    assert repr(transfer.MAGIC)[2:-1] in section
+    assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2

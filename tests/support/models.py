@@ -1,0 +1,62 @@
+"""Small models, prompts, and the bytes of a context, for tests in one process or in several."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from prefixstore.testing.models import TINY, write_model
+
+N_CTX = 4096
+# `make torture` runs the attacks this many times as long
+TORTURE = 20 if os.environ.get("PREFIXSTORE_TORTURE") else 1
+# the models are tiny, and llama.cpp's threads wait for each other by spinning: two processes would starve each other
+ONE_THREAD = {"n_threads": 1, "n_threads_batch": 1}
+
+
+def write(directory: Path, arch: str, **options: Any) -> Path:
+    name = "-".join([arch, *(f"{key}{value}" for key, value in sorted(options.items()))])
+    path = directory / f"{name}.gguf"
+    if not path.exists():
+        write_model(path, TINY[arch], **options)
+    return path
+
+
+def load(path: str | Path, **options: Any) -> llama_cpp.Llama:
+    return llama_cpp.Llama(str(path), verbose=False, **{"n_ctx": N_CTX, **ONE_THREAD, **options})
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    """`n` tokens, the same for the same seed."""
+    return np.random.default_rng(seed).integers(300, 3000, n).tolist()
+
+
+def state_bytes(llm: llama_cpp.Llama) -> bytes:
+    """What the context holds, as llama.cpp writes it."""
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    buffer = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
+    return bytes(buffer)
+
+
+def state_digest(llm: llama_cpp.Llama, n: int) -> str:
+    """Digest of the state of the first `n` tokens; the context is cut there."""
+    assert llm._ctx.kv_cache_seq_rm(0, n, -1)
+    llm.n_tokens = n
+    return hashlib.sha256(state_bytes(llm)).hexdigest()
+
+
+def logits(llm: llama_cpp.Llama) -> np.ndarray:
+    """The logits of the last evaluated token."""
+    return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()
+
+
+def answer(llm: llama_cpp.Llama, tokens: list[int], n: int = 12, **options: Any) -> str:
+    """A greedy completion."""
+    return llm(tokens, max_tokens=n, temperature=0, **options)["choices"][0]["text"]

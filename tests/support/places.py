@@ -1,0 +1,50 @@
+"""Locations of every backend, and pages in them without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+
+SCHEMES = ("lmdb", "sqlite", "postgresql")
+
+
+def place(scheme, tmp_path, request, name="kv"):
+    """A location; with PostgreSQL there is an empty store in it already."""
+    if scheme == "lmdb":
+        return f"lmdb://{tmp_path / name}"
+    if scheme == "sqlite":
+        return f"sqlite:///{tmp_path / name}.db"
+    return request.getfixturevalue("new_database")()
+
+
+def space(salt=None, **more):
+    return Namespace({"label": None, "salt": salt, "page_tokens": 4, **more})
+
+
+def fill(backend, settings, sequences, *, last_used=0, size=1000, pinned=False):
+    """Put sequences of tokens, in pages of four; the keys of the pages of each."""
+    paths = []
+    with backend.transaction() as transaction:
+        transaction.put_namespace(settings.key, settings.canonical)
+        for tokens in sequences:
+            parent, path = settings.key, []
+            for start in range(0, len(tokens), 4):
+                some = tokens[start : start + 4]
+                payload = np.random.default_rng([*settings.key, len(path), *some]).bytes(size)
+                key, record = make_page(payload, some, parent=parent, start=start, namespace=settings.key)
+                if transaction.record(key) is None:
+                    usage = Usage(last_used or record.created, pinned=pinned)
+                    transaction.put(key, record, usage, payload)
+                path.append(key)
+                parent = key
+            paths.append(path)
+    return paths
+
+
+def contents(backend):
+    """All pages: record, usage, bytes."""
+    with backend.snapshot() as snapshot:
+        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}

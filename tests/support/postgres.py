@@ -1,0 +1,193 @@
+"""A PostgreSQL server for the tests: the one in PREFIXSTORE_TEST_POSTGRES, or a private one, from what is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ACCOUNTS = ("postgres", "nobody")
+
+
+def server_program(name: str) -> str | None:
+    """Where a program of the server is: on PATH, or where Debian puts it; the newest one."""
+    installed = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), key=lambda path: float(path.parts[-3]))
+    return shutil.which(name) or (str(installed[-1]) if installed else None)
+
+
+class Server:
+    """A server of our own, that listens on a socket in its own directory and nowhere else."""
+
+    def __init__(self, directory: Path) -> None:
+        self.data = directory / "data"
+        self.sockets = directory
+        # PostgreSQL does not run as root
+        self.account = None
+        if os.geteuid() == 0:
+            self.account = next(pwd.getpwnam(name) for name in ACCOUNTS if _has_account(name))
+            os.chown(directory, self.account.pw_uid, self.account.pw_gid)
+        self._run("initdb", "-D", self.data, "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
+
+    @property
+    def url(self) -> str:
+        return f"postgresql+psycopg://postgres@/postgres?host={self.sockets}"
+
+    def _command(self, program: str, *arguments: object) -> list[str]:
+        path = server_program(program)
+        assert path is not None, f"{program} is not installed"
+        return [path, *map(str, arguments)]
+
+    def _identity(self) -> dict[str, Any]:
+        if self.account is None:
+            return {}
+        return {"user": self.account.pw_uid, "group": self.account.pw_gid, "extra_groups": []}
+
+    def _run(self, program: str, *arguments: object) -> None:
+        subprocess.run(
+            self._command(program, *arguments),
+            check=True,
+            cwd=self.sockets,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            timeout=60,
+            **self._identity(),
+        )
+
+    def start(self) -> None:
+        """Return when it answers. It ends with this process, however that ends."""
+        # of one that was killed
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
+        program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
+        with (self.sockets / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [program, *arguments, "-c", "listen_addresses="],
+                cwd=self.sockets,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
+                **self._identity(),
+            )
+        for _ in range(600):
+            if (self.data / "postmaster.pid").exists() and "ready" in (self.data / "postmaster.pid").read_text():
+                return
+            time.sleep(0.05)
+        raise AssertionError((self.sockets / "log").read_text())
+
+    def kill(self) -> None:
+        """End it and all its processes at once, as if the machine had stopped."""
+        family = [self.process.pid, *_children(self.process.pid)]
+        for one in family:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        self.process.wait(60)
+        for _ in range(600):
+            if not any(map(_is_running, family)):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"processes of the server do not end: {family}")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGQUIT)
+        self.process.wait(60)
+
+
+def _children(parent: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "ppid=,pid="], check=True, capture_output=True, text=True).stdout
+    return [int(pid) for ppid, pid in map(str.split, listed.splitlines()) if int(ppid) == parent]
+
+
+def _is_running(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], check=False, capture_output=True, text=True).stdout
+    return state.strip()[:1] not in ("", "Z")
+
+
+def _end_with_parent() -> None:
+    """In the child, as its own user: a test run that is killed leaves no server behind."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
+
+
+def _has_account(name: str) -> bool:
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+@contextmanager
+def private_server() -> Iterator[Server]:
+    """A server that runs until the block is left; its directory is short, because the path of a socket has to be."""
+    with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory:
+        server = Server(Path(directory))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Server]:
+    """A private server that a test may stop and start."""
+    if server_program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed: no initdb on PATH or in /usr/lib/postgresql")
+    with private_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgres_url(request: pytest.FixtureRequest) -> str:
+    """A server on which databases may be created."""
+    given = os.environ.get("PREFIXSTORE_TEST_POSTGRES")
+    return given or request.getfixturevalue("postgres_server").url
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres_url: str) -> Iterator[tuple[str, str]]:
+    """A database with an empty store in it, to be copied."""
+    from prefixstore.backends.sql import migrations as migrate
+
+    with database(postgres_url, None) as url:
+        migrate.upgrade(url)
+        yield postgres_url, url.split("?")[0].rsplit("/", 1)[1]
+
+
+@pytest.fixture
+def new_database(postgres_template: tuple[str, str]) -> Iterator[Callable[..., str]]:
+    """Makes a database with an empty store, or an empty one, and says its URL."""
+    from contextlib import ExitStack
+
+    server, template = postgres_template
+    with ExitStack() as stack:
+        yield lambda *, empty=False: stack.enter_context(database(server, None if empty else template))
+
+
+@contextmanager
+def database(server: str, template: str | None) -> Iterator[str]:
+    import psycopg
+    from sqlalchemy import make_url
+
+    name = f"pfxs_{uuid.uuid4().hex[:12]}"
+    url = make_url(server)
+    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}" + (f" TEMPLATE {template}" if template else ""))
+    try:
+        yield url.set(database=name).render_as_string(hide_password=False)
+    finally:
+        with psycopg.connect(libpq, autocommit=True) as connection:
+            connection.execute(f"DROP DATABASE {name} WITH (FORCE)")

@@ -1,0 +1,58 @@
+"""Sizes as people write them, and what fits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixstore.engine.budget import Budget, Used, format_bytes, parse_bytes
+from prefixstore.errors import InvalidParameterError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("500MB", 500 * 10**6),
+        ("20GiB", 20 * 2**30),
+        (" 1.5 kib ", 1536),
+        ("2K", 2048),
+        ("2KB", 2000),
+        ("7 B", 7),
+        ("1TB", 10**12),
+        (4096, 4096),
+    ],
+)
+def test_a_size_is_read_as_it_is_meant(text, size):
+    assert parse_bytes(text, "max_bytes") == size
+
+
+@pytest.mark.parametrize("wrong", ["", "GiB", "-1", "1e3", "5 apples", "1 2", 0, -5, "0", "0.2", 1.5, True, None, b"1"])
+def test_what_is_no_size_is_refused_with_the_name_of_the_parameter(wrong):
+    with pytest.raises(InvalidParameterError, match="queue_bytes="):
+        parse_bytes(wrong, "queue_bytes")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (3 * 2**50, "3072.0 TiB")]
+)
+def test_a_size_is_written_for_people(size, text):
+    assert format_bytes(size) == text
+
+
+@given(st.integers(1, 2**60))
+def test_what_is_written_for_people_can_be_read_again(size):
+    assert parse_bytes(format_bytes(size), "x") == pytest.approx(size, rel=0.06)
+
+
+sizes = st.integers(0, 20)
+
+
+@given(sizes, sizes, st.none() | sizes, sizes, sizes, sizes)
+def test_a_budget_is_exceeded_by_the_first_byte_and_the_first_entry_too_many(
+    max_bytes, used, max_entries, entries, adding, more
+):
+    budget = Budget(max_bytes, max_entries)
+    fits = used + adding <= max_bytes and (max_entries is None or entries + more <= max_entries)
+    assert budget.exceeded(Used(used, entries), adding=adding, entries=more) is not fits

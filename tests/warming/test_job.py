@@ -1,0 +1,410 @@
+"""Warming: every shared prefix once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+import prefixstore
+from prefixstore import PrefixStore, plan
+from prefixstore.errors import MisuseError
+from prefixstore.warming.estimate import estimate
+from prefixstore.warming.job import warm
+from prefixstore.warming.leases import PREFIX, Leases, Owner
+from prefixstore.warming.walk import Progress, Survey, Walk
+from tests.support.models import answer, logits, prompt
+from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
+from tests.support.worker import ROOT
+
+PROMPTS = shared_prompts()
+UNIQUE = unique_tokens(PROMPTS)
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    """Many parts, as a list of a million tokens has."""
+    monkeypatch.setattr(plan, "SMALLEST_PART", 64)
+
+
+def holds_all(store, prompts=PROMPTS):
+    return store.check() == [] and all(store.match(tokens).n_tokens == len(tokens) for tokens in prompts)
+
+
+# -- once -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"n_batch": 100}),
+        ("llama", {"flash_attn": True, "type_k": 8, "type_v": 8}),
+        ("gemma3", {"swa_full": True}),
+        ("gemma3", {"swa_full": False}),
+        ("gemma3", {"swa_full": False, "n_batch": 1024, "n_ubatch": 256}),
+        ("gemma3", {"swa_full": False, "n_batch": 100}),
+    ],
+)
+@pytest.mark.usefixtures("small_parts")
+def test_as_many_tokens_are_evaluated_as_the_trie_has(llama, tmp_path, arch, options):
+    llm = llama(arch, **options)
+    with PrefixStore(tmp_path, llm) as store:
+        report = warm(llm, store, PROMPTS)
+        assert report.prompts == len(PROMPTS)
+        assert report.prompt_tokens == sum(map(len, PROMPTS))
+        assert report.unique_tokens == report.missing_tokens == report.evaluated_tokens == UNIQUE
+        assert report.evaluated_tokens == store.stats().tokens_computed
+        assert (report.problems, report.unstored, report.interrupted) == ((), (), False)
+        assert report.stored_bytes > UNIQUE * 100
+        assert holds_all(store)
+    with PrefixStore(tmp_path, llm) as store:
+        again = warm(llm, store, PROMPTS)
+        assert (again.evaluated_tokens, again.missing_tokens, again.stored_bytes) == (0, 0, 0)
+        assert store.stats().tokens_computed == 0
+
+
+@pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("gemma3", {"swa_full": False})])
+def test_what_was_warmed_is_what_would_have_been_computed(llama, tmp_path, arch, options):
+    llm = llama(arch, **options)
+    with PrefixStore(tmp_path, llm) as store:
+        warm(llm, store, PROMPTS)
+    for tokens in PROMPTS[::13]:
+        cold = llama(arch, **options)
+        cold.eval(tokens)
+        fresh = llama(arch, **options)
+        with PrefixStore(tmp_path, fresh) as store:
+            assert store.restore(tokens) == len(tokens) - 1
+            fresh.eval(tokens[-1:])
+            # other batches round differently; another state would be far off
+            assert np.abs(logits(fresh) - logits(cold)).max() < 0.25 < np.abs(logits(cold)).max() / 10
+            assert answer(fresh, tokens, 1) == answer(cold, tokens, 1)
+
+
+def test_prompts_may_be_of_every_kind(llama, tmp_path):
+    llm = llama()
+    (tmp_path / "text.txt").write_text("The standard library of Python has modules for many things, in many ways.")
+    given = [
+        "You know the standard library of Python well, and you answer in one line, always.",
+        {
+            "messages": [
+                {"role": "system", "content": "You know Python well. You answer in one line, and never in two."}
+            ]
+        },
+        np.arange(300, 340, dtype=np.int64),
+        tmp_path / "text.txt",
+        {"prompt": ""},
+        tmp_path / "nowhere.jsonl",
+    ]
+    with PrefixStore(tmp_path / "kv", llm) as store:
+        report = warm(llm, store, given)
+        assert report.prompts == 4
+        assert [problem.where for problem in report.problems] == ["prompt 5", str(tmp_path / "nowhere.jsonl")]
+        llm.set_cache(store)
+        for call in (
+            lambda: llm(given[0] + " Well?", max_tokens=1),
+            lambda: llm.create_chat_completion(
+                [*given[1]["messages"], {"role": "user", "content": "What is a list?"}], max_tokens=1
+            ),
+            lambda: llm(given[2].tolist() + [7] * 10, max_tokens=1),
+        ):
+            llm.reset()
+            before = store.stats()
+            store._hook._pace.token_seconds = 1.0  # so short a prompt of so small a model is computed otherwise
+            call()
+            assert store.stats().tokens_restored >= before.tokens_restored + 15
+            assert store.stats().tokens_computed <= before.tokens_computed + 16
+
+
+def test_what_an_earlier_run_has_stored_to_the_middle_of_a_page_counts_to_the_token(llama, tmp_path):
+    llm = llama()
+    start = prompt(700)
+    with PrefixStore(tmp_path, llm) as store:
+        assert warm(llm, store, [start]).evaluated_tokens == 700
+        llm.reset()
+        report = warm(llm, store, [start + prompt(50, 1), start[:650] + prompt(60, 2)])
+        assert (report.unique_tokens, report.evaluated_tokens) == (810, 110)
+        assert holds_all(store, [start, start + prompt(50, 1), start[:650] + prompt(60, 2)])
+
+
+def test_it_restores_even_where_computing_is_faster(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        warm(llm, store, [prompt(700)])
+        llm.reset()
+        store._hook._pace.token_seconds, store._hook._pace.page_seconds = 1e-9, 1000.0
+        assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
+
+
+@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
+@pytest.mark.usefixtures("small_parts")
+def test_where_memory_cannot_step_back_it_is_kept_where_prompts_branch_and_end(llama, tmp_path, arch):
+    llm = llama(arch)
+    prompts = [*PROMPTS, PROMPTS[0][:500], PROMPTS[0][:900]]
+    with PrefixStore(tmp_path, llm, max_snapshots=64) as store:
+        report = warm(llm, store, prompts)
+        assert report.unique_tokens == report.evaluated_tokens == UNIQUE
+        assert report.unstored == ()
+        assert holds_all(store, prompts)
+        assert warm(llm, store, prompts).evaluated_tokens == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
+def test_a_queue_that_is_full_loses_nothing(llama, tmp_path, options):
+    llm = llama(**options)
+    with PrefixStore(tmp_path, llm, queue_bytes=1) as store:
+        write = store._engine.commit
+        store._engine.commit = lambda batch: time.sleep(0.01) or write(batch)
+        assert warm(llm, store, PROMPTS[:20]).evaluated_tokens == unique_tokens(PROMPTS[:20])
+        assert holds_all(store, PROMPTS[:20])
+
+
+def test_what_does_not_fit_into_the_budget_is_told_and_the_job_ends(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
+        report = warm(llm, store, PROMPTS)
+        assert 0 < len(report.unstored) < len(PROMPTS)
+        assert report.unstored[0].startswith("prompt ")
+        assert store.check() == []
+
+
+def test_prompts_that_are_too_short_to_be_kept_are_counted(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        report = warm(llm, store, [[5] * 15, [6] * 16])
+        assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 16, 16, ())
+
+
+def test_pinned_prompts_stay(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
+        warm(llm, store, [prompt(900, 1)])
+        warm(llm, store, [prompt(900, 1), prompt(900, 2)], pin=True)
+        assert warm(llm, store, PROMPTS).unstored
+        assert holds_all(store, [prompt(900, 1), prompt(900, 2)])
+
+
+def test_a_prompt_that_is_warmed_again_lives_longer(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm, ttl=1.5) as store:
+        warm(llm, store, [prompt(600)])
+        for _ in range(4):
+            time.sleep(0.7)
+            assert warm(llm, store, [prompt(600)]).evaluated_tokens == 0
+
+
+# -- stopped and started again ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_job_that_is_stopped_again_and_again_computes_nothing_twice(llama, tmp_path):
+    total, runs = 0, 0
+    interrupted = True
+    while interrupted:
+        llm = llama(n_batch=64)
+        with PrefixStore(tmp_path, llm) as store:
+            asked = iter(range(1, 1000))
+            report = warm(llm, store, PROMPTS, stop=lambda asked=asked, runs=runs: next(asked) > 60 + 30 * runs)
+            total, interrupted = total + report.evaluated_tokens, report.interrupted
+            assert store.check() == []
+            assert report.missing_tokens == UNIQUE - total + report.evaluated_tokens
+        runs += 1
+    assert runs > 2
+    assert total == UNIQUE
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("after", [130, 2000])
+def test_an_exception_leaves_what_was_computed_and_no_lease(llama, tmp_path, error, after):
+    llm = llama(n_batch=64)
+
+    def tell(progress):
+        if progress.evaluated_tokens > after:
+            raise error
+
+    with PrefixStore(tmp_path, llm) as store:
+        with pytest.raises(error):
+            warm(llm, store, PROMPTS, progress=tell)
+        computed = store.stats().tokens_computed
+        assert warm(llm, store, PROMPTS).evaluated_tokens == UNIQUE - computed
+        with store.engine._backend.snapshot() as snapshot:
+            notes = snapshot._txn.cursor(snapshot._db[b"meta"]).iternext(values=False)
+            assert [name for name in notes if bytes(name).startswith(b"note:" + PREFIX)] == []
+
+
+def test_it_may_be_stopped_while_it_reads(llama, tmp_path):
+    llm = llama()
+    read = []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield prompt(100, len(read))
+
+    with PrefixStore(tmp_path, llm) as store:
+        report = warm(llm, store, endless(), stop=lambda: len(read) > 10)
+    assert (report.interrupted, report.evaluated_tokens, report.prompts) == (True, 0, 10)
+
+
+# -- how far ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_progress_goes_forward_to_the_end(llama, tmp_path):
+    llm = llama()
+    told: list[Progress] = []
+    with PrefixStore(tmp_path, llm) as store:
+        warm(llm, store, PROMPTS[:10])
+        report = warm(llm, store, PROMPTS, progress=told.append)
+    assert told[0].phase == "reading"
+    assert told[1].missing_tokens == report.missing_tokens == report.evaluated_tokens
+    done = [progress.done_tokens for progress in told]
+    assert done == sorted(done)
+    last = told[-1]
+    assert (last.done_tokens, last.evaluated_tokens) == (report.missing_tokens, report.evaluated_tokens)
+    assert last.seconds_left == 0
+    assert last.rate > 0
+    assert 0.5 < last.hit_share < 1
+    assert last.walked_tokens <= report.prompt_tokens
+
+
+def test_what_is_not_known_yet_is_not_told():
+    assert Progress(missing_tokens=5).seconds_left is None
+    assert Progress(missing_tokens=5, done_tokens=1, seconds=2.0).seconds_left == 8.0
+    assert Progress().seconds_left == 0.0
+    assert (Progress().rate, Progress().hit_share) == (0.0, 0.0)
+
+
+def test_an_estimate_tells_what_the_job_will_take_and_stores_nothing(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store:
+        llm.set_cache(store)
+        warm(llm, store, PROMPTS[:10])
+        before = store.stats().entries
+        expected = estimate(llm, store, [*PROMPTS, {"prompt": ""}])
+        assert (store.stats().entries, store.llm, llm.cache) == (before, llm, store)
+        report = warm(llm, store, PROMPTS)
+        assert expected.missing_tokens == report.evaluated_tokens
+        assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
+        assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.1)
+        assert 0 < expected.seconds < 60
+        assert len(expected.problems) == 1
+        nothing = estimate(llm, store, PROMPTS)
+        assert (nothing.missing_tokens, nothing.bytes, nothing.seconds) == (0, 0, 0)
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_attached_to_nothing_is_attached_for_the_job(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, namespace="x") as store:
+        assert prefixstore.warm(llm, store, [prompt(300)]).evaluated_tokens == 300
+        assert store.llm is None
+
+
+def test_a_store_of_another_llama_or_for_reading_is_refused(llama, tmp_path):
+    llm = llama()
+    with PrefixStore(tmp_path, llm) as store, pytest.raises(MisuseError, match="another Llama"):
+        warm(llama(), store, [prompt(300)])
+    with PrefixStore(tmp_path, llm, read_only=True) as store, pytest.raises(MisuseError, match="read_only"):
+        warm(llm, store, [prompt(300)])
+
+
+def test_a_model_of_which_nothing_can_be_stored_is_refused(llama, monkeypatch):
+    llm = llama()
+    monkeypatch.setattr(PrefixStore, "kind", "none: recurrent")
+    with PrefixStore("memory:", llm) as store, pytest.raises(MisuseError, match="nothing can be stored of this model"):
+        warm(llm, store, [prompt(300)])
+
+
+# -- two jobs ---------------------------------------------------------------------------------------------------------
+
+
+def start(models, tmp_path, prompts=PROMPTS, scheme="lmdb", **more):
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in prompts])
+    location = location_in(tmp_path, scheme)
+    command = job_command(model=str(models("llama")), location=location, prompts=str(file), **more)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def location_in(tmp_path, scheme: str) -> str:
+    return f"{scheme}:///{tmp_path / 'kv'}"
+
+
+def told(process) -> list[dict]:
+    """All that a job tells, to its end."""
+    lines = process.communicate(timeout=120)[0].splitlines()
+    assert process.returncode == 0
+    return [json.loads(line) for line in lines]
+
+
+def one_system_prompt() -> list[list[int]]:
+    return [prompt(1500) + prompt(80, seed) for seed in range(1, 60)]
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+@pytest.mark.parametrize("prompts", [PROMPTS, one_system_prompt()], ids=["documents", "one system prompt"])
+def test_two_jobs_on_one_list_divide_it(models, llama, tmp_path, prompts, scheme):
+    running = [start(models, tmp_path, prompts, scheme, pause=0.01) for _ in range(2)]
+    ends = [told(process)[-1] for process in running]
+    evaluated = [end["evaluated"] for end in ends]
+    unique = unique_tokens(prompts)
+    assert unique <= sum(evaluated) <= 1.1 * unique
+    # both did their share, whichever came first
+    assert min(evaluated) > 0.1 * unique
+    assert [end["unstored"] for end in ends] == [[], []]
+    with PrefixStore(location_in(tmp_path, scheme), llama()) as store:
+        assert holds_all(store, prompts)
+
+
+def test_the_work_of_a_job_that_is_killed_is_taken_over(models, llama, tmp_path):
+    one, other = (start(models, tmp_path, pause=0.02) for _ in range(2))
+    lost = 0
+    for line in one.stdout:
+        lost = json.loads(line)["evaluated"]
+        if lost > 0.3 * UNIQUE:
+            one.kill()
+            break
+    one.communicate()
+    started = time.monotonic()
+    rest = told(other)[-1]
+    # it did not wait for the lease to run out: the process is known to be gone
+    assert time.monotonic() - started < 25
+    assert rest["unstored"] == []
+    assert UNIQUE <= lost + 128 + rest["evaluated"] <= 1.1 * UNIQUE + 128
+    with PrefixStore(tmp_path / "kv", llama()) as store:
+        assert holds_all(store)
+
+
+def test_a_lease_of_another_machine_is_waited_for_until_it_ends(llama, tmp_path):
+    llm = llama()
+    phases = []
+    with PrefixStore(tmp_path, llm) as store:
+        survey = plan.Plan([(np.array(prompt(600), "<i4"), "here")], 16)
+        walk = Walk(llm, store, survey, lambda _: None, lambda: False, pin=False)
+        gone = Leases(store.engine, seconds=1.0, owner=Owner(machine="another"))
+        assert gone.acquire(walk.name(survey.parts()[0]))
+        report = warm(llm, store, [prompt(600)], progress=lambda progress: phases.append(progress.phase))
+        assert report.evaluated_tokens == 600
+        assert report.seconds > 0.8
+        assert "waiting" in phases
+        assert Survey(store, survey).missing_tokens == 0
+
+
+def test_what_another_job_has_finished_meanwhile_is_not_computed(llama, tmp_path):
+    llm, other_llm = llama(), llama()
+    prompts = sorted(prompt(900, seed) for seed in range(6))
+    with PrefixStore(tmp_path, llm) as store, PrefixStore(tmp_path, other_llm) as other:
+
+        def tell(progress):
+            # after the first batch of this job another does all but the first prompt
+            if progress.evaluated_tokens and not other.stats().tokens_computed:
+                warm(other_llm, other, prompts[1:])
+
+        report = warm(llm, store, prompts, progress=tell)
+        assert report.evaluated_tokens == 900
+        assert holds_all(store, prompts)

@@ -1,0 +1,157 @@
+"""Leases: one owner at a time, who must be alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.errors import UnavailableError
+from prefixstore.warming.leases import PREFIX, Leases, Owner
+
+
+@pytest.fixture
+def notes():
+    with PrefixStore("memory:") as store:
+        yield store.engine
+
+
+def elsewhere(pid: int = 1) -> Owner:
+    return Owner(machine="another machine", pid=pid)
+
+
+def test_a_lease_belongs_to_one_until_it_is_given_back(notes):
+    with Leases(notes) as one, Leases(notes) as other:
+        assert one.is_free(b"a")
+        assert one.acquire(b"a")
+        assert one.acquire(b"a")
+        assert one.is_free(b"a")
+        assert not other.is_free(b"a")
+        assert not other.acquire(b"a")
+        assert other.acquire(b"b")
+        other.release(b"a")
+        assert not other.acquire(b"a")
+        one.release(b"a")
+        assert other.is_free(b"a")
+        assert other.acquire(b"a")
+
+
+def test_all_are_given_back_at_the_end(notes):
+    with Leases(notes) as one:
+        one.acquire(b"a")
+        one.acquire(b"b")
+    assert [notes.note(PREFIX + name) for name in (b"a", b"b")] == [None, None]
+
+
+def test_a_lease_ends_when_nobody_renews_it(notes):
+    gone = Leases(notes, seconds=0.3, owner=elsewhere())
+    assert gone.acquire(b"a")
+    with Leases(notes) as other:
+        assert not other.acquire(b"a")
+        time.sleep(0.35)
+        assert other.acquire(b"a")
+
+
+def test_a_lease_is_renewed_as_long_as_its_block_lasts(notes):
+    with Leases(notes, seconds=0.3, owner=elsewhere()) as one, Leases(notes) as other:
+        one.acquire(b"a")
+        for _ in range(8):
+            time.sleep(0.1)
+            assert not other.is_free(b"a")
+
+
+def test_the_lease_of_a_dead_process_of_this_machine_is_free_at_once(notes):
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert Leases(notes, owner=replace(Owner(), pid=child.pid)).acquire(b"a")
+    assert Leases(notes, owner=replace(Owner(), id="x", pid=os.getppid())).acquire(b"b")
+    with Leases(notes) as other:
+        assert other.acquire(b"a")
+        assert not other.acquire(b"b")
+
+
+def test_nothing_is_known_of_a_process_on_another_machine():
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    assert replace(Owner(), pid=child.pid).is_dead()
+    assert not elsewhere(child.pid).is_dead()
+
+
+def test_one_that_was_taken_over_is_not_taken_back_by_renewing_or_releasing(notes):
+    late = Leases(notes, seconds=0.2, owner=elsewhere())
+    late.acquire(b"a")
+    time.sleep(0.25)
+    with Leases(notes) as other:
+        assert other.acquire(b"a")
+        with late:
+            time.sleep(0.2)
+        assert json.loads(notes.note(PREFIX + b"a"))["owner"] == other.owner.id
+
+
+@pytest.mark.parametrize("value", [b"", b"no json", b"[]", b'{"owner": 1}', b"\xff"])
+def test_a_note_that_is_no_lease_is_no_obstacle(notes, value):
+    notes.change_note(PREFIX + b"a", lambda _: value)
+    with Leases(notes) as one:
+        assert one.is_free(b"a")
+        assert one.acquire(b"a")
+
+
+def test_a_lease_from_a_clock_that_is_far_ahead_does_not_hold_for_ever(notes):
+    value = {"owner": "x", "machine": "another", "pid": 1, "until": time.time() + 1e6}
+    notes.change_note(PREFIX + b"a", lambda _: json.dumps(value).encode())
+    with Leases(notes) as one:
+        assert one.acquire(b"a")
+
+
+def test_of_many_who_want_it_at_the_same_time_one_gets_it(tmp_path):
+    with PrefixStore(tmp_path, namespace="x") as store:
+        got: list[bool] = []
+        owners = [Leases(store.engine, owner=elsewhere(i)) for i in range(8)]
+        threads = [threading.Thread(target=lambda one=one: got.append(one.acquire(b"a"))) for one in owners]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(got) == [False] * 7 + [True]
+
+
+def test_in_a_store_that_forgets_notes_everybody_gets_what_he_asks_for():
+    class Forgetful:
+        def note(self, name):
+            return None
+
+        def change_note(self, name, change):
+            change(None)
+
+    with Leases(Forgetful()) as one, Leases(Forgetful()) as other:
+        assert one.acquire(b"a")
+        assert other.acquire(b"a")
+
+
+def test_a_store_that_fails_while_a_lease_is_renewed_or_given_back_does_no_harm(notes):
+    class Failing:
+        down = False
+
+        def note(self, name):
+            return notes.note(name)
+
+        def change_note(self, name, change):
+            if self.down:
+                raise UnavailableError("down")
+            notes.change_note(name, change)
+
+    failing = Failing()
+    with Leases(failing, seconds=0.15, owner=elsewhere()) as one:
+        one.acquire(b"a")
+        failing.down = True
+        time.sleep(0.2)
+    assert notes.note(PREFIX + b"a") is not None
+    with Leases(notes) as other:
+        assert other.acquire(b"a")

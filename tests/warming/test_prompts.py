@@ -1,0 +1,280 @@
+"""From files, lines and messages to the tokens that a completion would evaluate."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import llama_cpp
+import pytest
+
+from prefixstore.errors import InvalidParameterError
+from prefixstore.llama.prompt import chat_tokens
+from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
+from tests.support.warming import write_jsonl
+
+TOOLS = [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}]
+TEMPLATES = {
+    # turns must alternate, and words of the user stand in the middle of a line
+    "alternating": (
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}{% endif %}"
+        "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] }}{% endif %}"
+        "{% endfor %}"
+    ),
+    # the tools stand before the last user turn, so what comes before depends on what comes after
+    "tools": (
+        "{% for m in messages %}{% if loop.last and tools %}{{ '[TOOLS] ' + (tools | tojson) }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    # what an assistant thought is left out once the user goes on
+    "thinking": (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(models):
+    return llama_cpp.Llama(str(models("llama")), n_ctx=512, n_threads=1, verbose=False)
+
+
+@pytest.fixture
+def evaluated(llm, monkeypatch):
+    """What a completion would evaluate, found out by asking for one."""
+
+    class AskedError(Exception):
+        pass
+
+    def generate(tokens, **options):
+        raise AskedError(list(tokens))
+
+    def ask(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "generate", generate)
+            with pytest.raises(AskedError) as asked:
+                call()
+        return asked.value.args[0]
+
+    return ask
+
+
+def with_template(llm, monkeypatch, template):
+    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(TEMPLATES[template], "<|im_end|>", "<|endoftext|>")
+    monkeypatch.setattr(llm, "chat_handler", formatter.to_chat_handler())
+
+
+# -- text and tokens --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["The standard library", " leading space", "<|im_start|>user\nhi", "naïve ☺", "\n\n"])
+def test_text_becomes_the_tokens_of_a_completion(llm, evaluated, text):
+    assert encode(llm, text).tolist() == evaluated(lambda: llm.create_completion(text, max_tokens=1))
+    assert encode(llm, {"prompt": text}).tolist() == encode(llm, text).tolist()
+
+
+def test_a_model_that_wants_a_first_token_gets_it_once(llm, evaluated, monkeypatch):
+    monkeypatch.setattr(llm._model, "add_bos_token", lambda: True)
+    tokens = encode(llm, "some text").tolist()
+    assert tokens[0] == llm.token_bos()
+    assert tokens == evaluated(lambda: llm.create_completion("some text", max_tokens=1))
+
+
+def test_tokens_are_taken_as_they_are(llm):
+    assert encode(llm, {"tokens": [5, 4, 3]}).tolist() == [5, 4, 3]
+    assert encode(llm, [5, 4, 3]).tolist() == [5, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "there are no tokens in it"),
+        ([], "there are no tokens in it"),
+        ({"tokens": []}, "there are no tokens in it"),
+        ({"prompt": ""}, "there are no tokens in it"),
+        ({"messages": []}, "no list of objects"),
+        ({"messages": "hello"}, "no list of objects"),
+        ({"messages": [{"content": "no role"}]}, "no list of objects"),
+        ({"prompt": 7}, '"prompt" is no text'),
+        ({"tokens": ["a"]}, "flat sequence of integers"),
+        ({"tokens": [1, 4096]}, "not one of the 4,096"),
+        ({"tokens": [-1]}, "not one of the 4,096"),
+        ({}, "has neither"),
+        ({"text": "hello"}, "has neither"),
+        ({"prompt": "a", "tokens": [1]}, "has prompt and tokens"),
+        ({"tokens": [1] * 512}, "512 tokens do not fit the context: n_ctx=512"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_a_reason(llm, content, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        encode(llm, content)
+
+
+def test_a_prompt_that_just_fits_is_taken(llm):
+    assert len(encode(llm, {"tokens": [1] * 511})) == 511
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def said(*turns: str) -> list[dict]:
+    roles = ("system", "user", "assistant")
+    return [{"role": roles[i % 2 + 1] if i else "system", "content": text} for i, text in enumerate(turns)]
+
+
+@pytest.mark.parametrize("words", ["Hello", "42 is it", "\n\nWell", " and", "☺"])
+def test_messages_end_where_any_next_user_turn_begins(llm, evaluated, words):
+    messages = said("You are terse.")
+    tokens = encode(llm, {"messages": messages}).tolist()
+    full = evaluated(lambda: llm.create_chat_completion([*messages, {"role": "user", "content": words}], max_tokens=1))
+    header = llm.tokenize(
+        b"<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user", add_bos=False, special=True
+    )
+    assert tokens[: len(header)] == header
+    # a newline at the start of the words may become one token with that before it
+    shared = len(tokens) - words.startswith("\n")
+    assert full[:shared] == tokens[:shared]
+
+
+def test_messages_may_end_where_the_assistant_answers(llm, evaluated):
+    messages = [*said("You are terse."), {"role": "user", "content": "Hello"}]
+    wanted = evaluated(lambda: llm.create_chat_completion(messages, max_tokens=1))
+    assert encode(llm, {"messages": messages}, generation_prompt=True).tolist() == wanted
+    # a line may say so for itself
+    assert encode(llm, {"messages": messages, "generation_prompt": True}).tolist() == wanted
+    assert encode(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist() != wanted
+
+
+def test_tools_stand_where_the_template_puts_them(llm, evaluated, monkeypatch):
+    messages = said("You are terse.")
+    following = [*messages, {"role": "user", "content": "What time is it?"}]
+    with_template(llm, monkeypatch, "tools")
+    tokens = encode(llm, {"messages": messages, "tools": TOOLS, "temperature": 1}).tolist()
+    full = evaluated(lambda: llm.create_chat_completion(following, tools=TOOLS, max_tokens=1))
+    assert full[: len(tokens)] == tokens
+    assert b"clock" in llm.detokenize(tokens, special=True)
+
+
+def test_what_is_left_out_of_earlier_turns_is_not_warmed(llm, monkeypatch):
+    with_template(llm, monkeypatch, "thinking")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>hm</think>Hello"}]
+    text = llm.detokenize(encode(llm, {"messages": messages}).tolist(), special=True)
+    assert b"Hello" in text
+    assert b"hm" not in text
+
+
+def test_where_turns_must_alternate_an_answer_comes_between(llm, monkeypatch):
+    with_template(llm, monkeypatch, "alternating")
+    question = [{"role": "user", "content": "Hi"}]
+    assert llm.detokenize(encode(llm, {"messages": question}).tolist(), special=True).endswith(b"[INST] Hi [/INST]")
+    answered = [*question, {"role": "assistant", "content": "Hello"}]
+    assert b"Hello[INST]" in llm.detokenize(encode(llm, {"messages": answered}).tolist(), special=True)
+
+
+def test_what_the_template_refuses_is_refused_in_its_words(llm, monkeypatch):
+    with_template(llm, monkeypatch, "alternating")
+    with pytest.raises(InvalidParameterError, match="alternate!"):
+        encode(llm, {"messages": [{"role": "assistant", "content": "a"}]})
+
+
+@pytest.mark.parametrize("chat_format", ["llama-2", "chatml", "gemma", "chatml-function-calling", "mistral-instruct"])
+def test_registered_formats_work_as_well(llm, evaluated, monkeypatch, chat_format):
+    monkeypatch.setattr(llm, "chat_format", chat_format)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    tokens = encode(llm, {"messages": messages}).tolist()
+    following = [*messages, {"role": "user", "content": "A clock"}]
+    full = evaluated(lambda: llm.create_chat_completion(following, max_tokens=1))
+    assert len(tokens) > 5
+    assert full[: len(tokens)] == tokens
+
+
+def test_a_handler_that_brings_images_is_refused(llm, monkeypatch):
+    class Multimodal:
+        clip_model_path = "clip.gguf"
+
+    monkeypatch.setattr(llm, "chat_handler", Multimodal())
+    with pytest.raises(InvalidParameterError, match="multimodal"):
+        chat_tokens(llm, said("Look"), {}, generation_prompt=False)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_read_with_their_numbers_and_bad_ones_are_told(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a"}\n\n{"tokens": [1]}\nno json\n"text"\n{"prompt": "\xff"}\n{"prompt": "z"}'
+    )
+    found = list(read([file]))
+    assert [entry.where for entry in found] == [f"{file}:{line}" for line in (1, 3, 4, 5, 6, 7)]
+    assert [type(entry) for entry in found] == [Prompt, Prompt, Problem, Problem, Problem, Prompt]
+    assert found[0].content == {"prompt": "a"}
+    assert "no JSON" in str(found[2])
+    assert "no object" in str(found[3])
+
+
+def test_other_files_are_one_prompt_each(tmp_path):
+    (tmp_path / "a.md").write_text("one\ntwo\n")
+    (tmp_path / "b.txt").write_bytes(b"good\nbad \xff\n")
+    one, other = read([tmp_path / "a.md", tmp_path / "b.txt"])
+    assert one == Prompt(str(tmp_path / "a.md"), "one\ntwo\n")
+    assert str(other) == f"{tmp_path / 'b.txt'}:2: is no UTF-8 text"
+
+
+def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
+    for name in ("b.txt", "a.txt", "deep/c.txt", ".hidden/d.txt", "deep/.e.txt", "deep/f.jsonl"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(json.dumps({"prompt": name}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    names = [str(Path("in") / name) for name in ("a.txt", "b.txt", "deep/c.txt")]
+    assert [entry.where for entry in read(["in"])] == [*names, "in/deep/f.jsonl:1"]
+    assert [entry.where for entry in read(["in/*.txt"])] == names[:2]
+    assert [entry.where for entry in read(["in/**/*.txt"])] == names
+    assert [entry.where for entry in read([str(tmp_path / "in" / "*.txt")])] == [str(tmp_path / n) for n in names[:2]]
+
+
+def test_a_file_that_is_not_there_is_a_problem_and_the_rest_goes_on(tmp_path):
+    (tmp_path / "a[1].txt").write_text("brackets")
+    found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
+    assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
+    assert "no such file" in str(found[0])
+
+
+def test_standard_input_is_lines():
+    found = list(read(["-"], stdin=io.BytesIO(b'{"prompt": "a"}\n{')))
+    assert [entry.where for entry in found] == ["<stdin>:1", "<stdin>:2"]
+
+
+def test_a_line_is_not_read_before_its_turn():
+    class Counting(io.BytesIO):
+        read_lines = 0
+
+        def __next__(self):
+            self.read_lines += 1
+            return super().__next__()
+
+    file = Counting(b'{"prompt": "a"}\n' * 10)
+    next(iter(read(["-"], stdin=file)))
+    assert file.read_lines == 1
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_of_every_kind_become_tokens_and_the_rest_problems(llm, tmp_path):
+    file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": [9, 8]}, {"prompt": ""}])
+    problems: list[Problem] = []
+    given = ["text", [1, 2], {"tokens": [3]}, file, Prompt("here", [4]), Problem("there", "broken"), {"tokens": [-1]}]
+    found = [(tokens.tolist(), where) for tokens, where in tokenized(llm, given, problems)]
+    assert [where for _, where in found] == ["prompt 1", "prompt 2", "prompt 3", f"{file}:1", "here"]
+    assert [tokens for tokens, _ in found[1:]] == [[1, 2], [3], [9, 8], [4]]
+    assert [problem.where for problem in problems] == [f"{file}:2", "there", "prompt 7"]
+
+
+@pytest.mark.parametrize("prompts", ["one text", {"prompt": "one mapping"}])
+def test_one_prompt_in_the_place_of_a_list_is_refused(llm, prompts):
+    with pytest.raises(InvalidParameterError, match="not one prompt"):
+        list(tokenized(llm, prompts, []))
