@@ -22,15 +22,14 @@ import numpy as np
 from benchmarks.common import load, model_path, prompt_tokens, ratio, seconds, state_of, summary
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
-from prefixstore.format.autocodec import AutoCodec
-from prefixstore.format.codec import CODECS, pick
+from prefixstore.format.autocodec import AutoCodec, pick
+from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
-from prefixstore.format.packing import PACKINGS
 from prefixstore.llama.memory import Memory
 from prefixstore.stats import Counters
 
@@ -64,7 +63,7 @@ class Codec:
 
 def ours(name: str) -> Codec:
     codec, _, level = name.partition(":")
-    packing, buffers = PACKINGS[codec], Buffers(1 << 40)
+    packing, buffers = PACKINGS[codec], BufferPool(1 << 40)
     levels = (int(level),) if level else ()
     return Codec(
         lambda raw: memoryview(packing.pack(raw, *levels)), lambda stored, out: packing.unpack(stored, out, buffers)
@@ -165,16 +164,16 @@ class Restores:
 
     def write(self, codec: str) -> None:
         with self.engine(codec) as engine:
-            parent, buffers = NAMESPACE, Buffers(1 << 40)
+            parent, buffers = NAMESPACE, BufferPool(1 << 40)
             for i, state in enumerate(self.pages):
-                lease = buffers.lease(len(state))
-                assert lease is not None
-                lease.view[:] = state
+                buffer = buffers.acquire(len(state))
+                assert buffer is not None
+                buffer.view[:] = state
                 tokens = self.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes()
-                new = NewPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, lease)
+                new = NewPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
                 assert engine.announce(new)
                 assert engine.commit([new]) == 1
-                lease.release()
+                buffer.release()
                 parent = new.page.key
             engine.sync()
 
@@ -257,13 +256,13 @@ def cases() -> Iterator[tuple[str, llama_cpp.Llama, list[int]]]:
 
 def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
     pages: list[bytes] = []
-    buffers = Buffers(1 << 40)
+    buffers = BufferPool(1 << 40)
 
     def accept(start: int, end: int, got: Any) -> None:
         pages.append(bytes(got.view))
         got.release()
 
-    Memory(llm).take([(p, p + PAGE_TOKENS) for p in range(0, N_TOKENS, PAGE_TOKENS)], buffers.lease, accept)
+    Memory(llm).take([(p, p + PAGE_TOKENS) for p in range(0, N_TOKENS, PAGE_TOKENS)], buffers.acquire, accept)
     return pages
 
 

@@ -39,7 +39,7 @@ def fill(store: PrefixStore, prompt: Any) -> None:
     raw = prompt.tobytes()
     step = PAGE_TOKENS * 4
     n_pages = len(prompt) // PAGE_TOKENS
-    with store._engine._backend.transaction() as transaction:
+    with store._engine._backend.update() as transaction:
         transaction.put_namespace(namespace, store.namespace.canonical)
         parent = namespace
         for i in range(n_pages):

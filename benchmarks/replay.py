@@ -23,11 +23,11 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.stats import Counters
@@ -67,7 +67,7 @@ class InEngine:
         budget = Budget(1 << 60, max_entries=capacity)
         self._counters = Counters()
         self._engine = Engine(MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters)
-        self._lease = Buffers(1 << 20).lease(1)
+        self._lease = BufferPool(1 << 20).acquire(1)
 
     def request(self, blocks: Sequence[int]) -> int:
         tokens = np.array(blocks, "<i4")

@@ -1,4 +1,4 @@
-"""What Alembic runs: migrations on the connection of ``prefixstore.backends.sql.revisions``, or as SQL text."""
+"""What Alembic runs: migrations on the connection of ``prefixstore.backends.sql.migrations``, or as SQL text."""
 
 from __future__ import annotations
 

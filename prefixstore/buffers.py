@@ -10,15 +10,15 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Buffers", "Lease"]
+__all__ = ["BufferPool", "PooledBuffer"]
 
 IDLE_BYTES = 64 << 20
 
 
-class Lease:
+class PooledBuffer:
     """A buffer in use. It starts held once, and goes back when the last holder releases it."""
 
-    def __init__(self, pool: Buffers, memory: npt.NDArray[np.uint8], size: int) -> None:
+    def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
         self._pool = pool
         self._memory = memory
         self._size = size
@@ -50,13 +50,13 @@ class Lease:
                 self._pool.take_back(self._memory, self._size)
 
 
-class Buffers:
+class BufferPool:
     """A bounded supply of buffers.
 
     Parameters
     ----------
     limit
-        Bytes that may be leased at a time. One lease of any size is always possible.
+        Bytes that may be leased at a time. One buffer of any size is always possible.
     """
 
     def __init__(self, limit: int) -> None:
@@ -70,7 +70,7 @@ class Buffers:
         """Bytes that are leased now."""
         return self._leased
 
-    def lease(self, size: int, *, wait: bool = False) -> Lease | None:
+    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer of `size` bytes; None if that is too much at the moment and `wait` is false."""
         with self.lock:
             while self._leased and self._leased + size > self._limit:
@@ -82,7 +82,7 @@ class Buffers:
             if fitting:
                 memory = min(fitting, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not memory]
-                return Lease(self, memory, size)
+                return PooledBuffer(self, memory, size)
         try:
             memory = np.empty(size, np.uint8)
         except BaseException:
@@ -90,10 +90,10 @@ class Buffers:
                 self._leased -= size
                 self.lock.notify_all()
             raise
-        return Lease(self, memory, size)
+        return PooledBuffer(self, memory, size)
 
     def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
-        """Called by a lease, under the lock, when nobody holds it any more."""
+        """Called by a buffer, under the lock, when nobody holds it any more."""
         self._leased -= size
         self._idle.append(memory)
         while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:

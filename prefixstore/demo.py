@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefixstore.engine.budget import format_bytes
 from prefixstore.errors import ContextError, MissingExtraError
 from prefixstore.store import PrefixStore
+from prefixstore.units import format_bytes
 
 __all__ = ["run"]
 

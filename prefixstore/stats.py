@@ -6,7 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from prefixstore.engine.budget import format_bytes
+from prefixstore.units import format_bytes
 
 __all__ = ["Counters", "Stats"]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.engine.budget import Budget, Quota, parse_bytes, parse_seconds
+from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.check import Violation
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -25,10 +25,11 @@ from prefixstore.errors import (
     NotAttachedError,
     StorageError,
 )
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters, Stats
+from prefixstore.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixstore.llama import rate as pace
+from prefixstore.llama import rate
 from tests.support.models import load, write
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 
@@ -29,8 +29,8 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 @pytest.fixture(autouse=True)
 def no_restore_is_left_out_on_a_busy_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """These models compute a prompt in milliseconds: a restore that waits for a core would seem to lose."""
-    if not request.path.name.startswith("test_pace"):
-        monkeypatch.setattr(pace, "LOSES_BY", 100.0)
+    if not request.path.name.startswith("test_rate"):
+        monkeypatch.setattr(rate, "LOSES_BY", 100.0)
 
 
 @pytest.fixture

@@ -6,70 +6,74 @@ import random
 import threading
 
 from prefixstore import buffers as module
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 
 
 def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
-    pool = Buffers(100)
-    lease = pool.lease(10)
-    lease.view[:] = b"0123456789"
-    assert bytes(lease.view) == b"0123456789"
-    assert lease.address == lease._memory.ctypes.data
+    pool = BufferPool(100)
+    buffer = pool.acquire(10)
+    buffer.view[:] = b"0123456789"
+    assert bytes(buffer.view) == b"0123456789"
+    assert buffer.address == buffer._memory.ctypes.data
     assert pool.leased == 10
 
 
 def test_no_more_is_leased_than_allowed_but_one_of_any_size():
-    pool = Buffers(100)
-    large = pool.lease(1000)
+    pool = BufferPool(100)
+    large = pool.acquire(1000)
     assert large is not None
-    assert pool.lease(1) is None
+    assert pool.acquire(1) is None
     large.release()
-    assert [pool.lease(60) is not None, pool.lease(40) is not None, pool.lease(1) is not None] == [True, True, False]
+    assert [pool.acquire(60) is not None, pool.acquire(40) is not None, pool.acquire(1) is not None] == [
+        True,
+        True,
+        False,
+    ]
     assert pool.leased == 100
 
 
 def test_memory_is_used_again_and_the_smallest_that_fits():
-    pool = Buffers(1000)
-    leases = [pool.lease(size) for size in (50, 200, 100)]
-    addresses = [lease.address for lease in leases]
-    for lease in leases:
-        lease.release()
-    assert pool.lease(80).address == addresses[2]
-    assert pool.lease(20).address == addresses[0]
-    assert pool.lease(80).address == addresses[1]
+    pool = BufferPool(1000)
+    leases = [pool.acquire(size) for size in (50, 200, 100)]
+    addresses = [buffer.address for buffer in leases]
+    for buffer in leases:
+        buffer.release()
+    assert pool.acquire(80).address == addresses[2]
+    assert pool.acquire(20).address == addresses[0]
+    assert pool.acquire(80).address == addresses[1]
 
 
 def test_what_is_held_goes_back_with_its_last_holder():
-    pool = Buffers(100)
-    lease = pool.lease(60)
-    assert lease.hold()
-    lease.release()
-    assert pool.lease(60) is None
-    lease.release()
+    pool = BufferPool(100)
+    buffer = pool.acquire(60)
+    assert buffer.hold()
+    buffer.release()
+    assert pool.acquire(60) is None
+    buffer.release()
     assert pool.leased == 0
-    assert not lease.hold()
-    lease.release()
+    assert not buffer.hold()
+    buffer.release()
     assert pool.leased == 0
-    assert pool.lease(60) is not None
+    assert pool.acquire(60) is not None
 
 
 def test_idle_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "IDLE_BYTES", 250)
-    pool = Buffers(10_000)
-    leases = [pool.lease(size) for size in (100, 50, 100, 100, 30)]
-    for lease in leases:
-        lease.release()
+    pool = BufferPool(10_000)
+    leases = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
+    for buffer in leases:
+        buffer.release()
     assert sum(memory.nbytes for memory in pool._idle) <= 250
-    big = pool.lease(5000)
+    big = pool.acquire(5000)
     big.release()
     assert [memory.nbytes for memory in pool._idle] == [5000]
 
 
 def test_who_waits_gets_what_becomes_free():
-    pool = Buffers(100)
-    held = pool.lease(100)
+    pool = BufferPool(100)
+    held = pool.acquire(100)
     got = []
-    threads = [threading.Thread(target=lambda: got.append(pool.lease(40, wait=True)), daemon=True) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: got.append(pool.acquire(40, wait=True)), daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     threads[0].join(0.05)
@@ -77,24 +81,24 @@ def test_who_waits_gets_what_becomes_free():
     held.release()
     for thread in threads:
         thread.join(20)
-    assert [len(lease.view) for lease in got] == [40, 40]
+    assert [len(buffer.view) for buffer in got] == [40, 40]
     assert pool.leased == 80
 
 
 def test_many_threads_never_share_a_buffer():
-    pool = Buffers(4000)
+    pool = BufferPool(4000)
     failures = []
 
     def work(mark):
         chance = random.Random(mark)
         for _ in range(300):
-            lease = pool.lease(chance.choice([10, 500, 1000]), wait=True)
-            lease.view[:] = bytes([mark]) * len(lease.view)
-            held = lease.hold()
-            if not held or bytes(lease.view) != bytes([mark]) * len(lease.view):
+            buffer = pool.acquire(chance.choice([10, 500, 1000]), wait=True)
+            buffer.view[:] = bytes([mark]) * len(buffer.view)
+            held = buffer.hold()
+            if not held or bytes(buffer.view) != bytes([mark]) * len(buffer.view):
                 failures.append(mark)
-            lease.release()
-            lease.release()
+            buffer.release()
+            buffer.release()
 
     threads = [threading.Thread(target=work, args=(mark,), daemon=True) for mark in range(1, 9)]
     for thread in threads:

@@ -15,9 +15,8 @@ import prefixstore
 from prefixstore import stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.format import record
-from prefixstore.format.codec import CODECS
+from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.packing import PLANES_HEADER
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,7 @@ def broken(*_, **__):
     raise UnavailableError("the disk is on fire")
 
 
-@pytest.mark.parametrize("method", ["snapshot", "transaction"])
+@pytest.mark.parametrize("method", ["view", "update"])
 def test_a_backend_that_fails_costs_a_miss_and_comes_back(llama, cold, tmp_path, monkeypatch, method):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
@@ -39,8 +39,8 @@ def test_a_backend_that_fails_costs_a_miss_and_comes_back(llama, cold, tmp_path,
             assert answer(llm, TOKENS, 6) == cold
             store._writer.drain()
         stats = store.stats()
-        assert stats.misses.get("unavailable", 0) == (2 if method == "snapshot" else 0)
-        assert (stats.dropped.get("unavailable", 0) > 0) == (method == "transaction")
+        assert stats.misses.get("unavailable", 0) == (2 if method == "view" else 0)
+        assert (stats.dropped.get("unavailable", 0) > 0) == (method == "update")
         llm.reset()
         assert answer(llm, TOKENS, 6) == cold
         store.flush()
@@ -90,7 +90,7 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
     llm.eval(TOKENS)
     taken = []
     with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store._writer.lease, lambda start, end, lease: taken.append(lease))
+        memory.take([(0, 256)], store._writer.acquire, lambda start, end, buffer: taken.append(buffer))
         state = bytes(taken[0].view)
         taken[0].release()
         memory.cut(0)

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.engine.budget import Budget, Used, format_bytes, parse_bytes
+from prefixstore.backends.base import Used
+from prefixstore.engine.budget import Budget
 from prefixstore.errors import InvalidParameterError
+from prefixstore.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

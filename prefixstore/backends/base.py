@@ -3,15 +3,15 @@
 A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets live above it,
 once. It is used in two ways:
 
-- a **snapshot** reads. It sees everything that was committed before it opened (what is committed later may show or
+- a **view** reads. It sees everything that was committed before it opened (what is committed later may show or
   not), never waits for a writer's work, and the memory behind a payload that it returned stays readable and unchanged
-  until the snapshot closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
+  until the view closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
 - a **transaction** reads and writes, one at a time among all threads and processes that share the location. What it
   wrote becomes visible to others as a whole when it closes, and not at all if it closes with an exception or its
   process dies. A loss of power may take back what was committed since the last `Backend.sync`, the newest first, and
   nothing else.
 
-A thread holds one snapshot or transaction of a backend at a time, and does not fork while it holds one.
+A thread holds one view or transaction of a backend at a time, and does not fork while it holds one.
 
 A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
@@ -26,16 +26,24 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import ClassVar
 
-from prefixstore.engine.budget import Used
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["Backend", "Snapshot", "Transaction"]
+__all__ = ["Backend", "Transaction", "Used", "View"]
 
 
-class Snapshot(ABC):
+@dataclass(frozen=True)
+class Used:
+    """What a location holds, index included."""
+
+    bytes: int
+    entries: int
+
+
+class View(ABC):
     """The committed state of a location. May be handed from one thread to another, but not used by two at once."""
 
     @property
@@ -61,7 +69,7 @@ class Snapshot(ABC):
 
     @abstractmethod
     def payload(self, key: bytes) -> Buffer | None:
-        """The stored bytes of a page, valid until the snapshot closes. They are not verified."""
+        """The stored bytes of a page, valid until the view closes. They are not verified."""
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
         """Records (or why they cannot be read) and usage of those of these pages that are there."""
@@ -114,7 +122,7 @@ class Snapshot(ABC):
         """What the location holds, index included; inside a transaction, with what it has written so far."""
 
 
-class Transaction(Snapshot):
+class Transaction(View):
     """Exclusive and all or nothing."""
 
     @abstractmethod
@@ -169,11 +177,11 @@ class Backend(ABC):
         """Take a copy of the state of a stored page, to have it at hand."""
 
     @abstractmethod
-    def snapshot(self) -> AbstractContextManager[Snapshot]:
+    def view(self) -> AbstractContextManager[View]:
         """Read the committed state. Raises `UnavailableError` or `CorruptError`."""
 
     @abstractmethod
-    def transaction(self) -> AbstractContextManager[Transaction]:
+    def update(self) -> AbstractContextManager[Transaction]:
         """Read and write. Waits for other transactions; leaving the block commits."""
 
     @abstractmethod

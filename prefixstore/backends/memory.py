@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.engine.budget import Used
+from prefixstore.backends.base import Backend, Transaction, Used, View
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
@@ -49,7 +48,7 @@ class _Pages:
         self.bytes = 0
 
 
-class _View(Snapshot):
+class _View(View):
     """Reads the dictionaries as they are; each read is one dictionary operation, or made under the lock."""
 
     def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
@@ -207,11 +206,11 @@ class MemoryBackend(Backend):
         return "memory:"
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def view(self) -> Iterator[View]:
         yield _View(self._pages, self._reading)
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def update(self) -> Iterator[Transaction]:
         with self._writing:
             change = _Change(self._pages, self._reading)
             yield change

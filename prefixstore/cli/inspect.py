@@ -12,11 +12,11 @@ import typer
 
 from prefixstore.cli.options import ModelFile, Text, TokenizerFile, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, ago, emit, fields, table
-from prefixstore.engine.budget import format_bytes
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.codec import decode
 from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.units import format_bytes
 
 __all__ = ["ls", "show", "stats", "tree"]
 
@@ -218,9 +218,9 @@ def show(
 
 
 def _damage(archive: Archive, page: Page) -> str | None:
-    with archive.backend.snapshot() as snapshot:
+    with archive.backend.view() as view:
         try:
-            record, payload = snapshot.record(page.key), snapshot.payload(page.key)
+            record, payload = view.record(page.key), view.payload(page.key)
             if record is None or payload is None:
                 return "it has no payload" if record is not None else "it was deleted"
             decode(record, payload)

@@ -11,13 +11,13 @@ import typer
 from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, Salt, TokenizerFile, configured, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, emit, say, table
 from prefixstore.config import explain
-from prefixstore.engine.budget import format_bytes, parse_bytes, parse_seconds
 from prefixstore.engine.check import Violation
 from prefixstore.engine.delete import Removed
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
 from prefixstore.maintenance.verify import verify as compare
+from prefixstore.units import format_bytes, parse_bytes, parse_seconds
 
 __all__ = ["check", "compact", "evict", "pin", "purge", "unpin", "verify"]
 

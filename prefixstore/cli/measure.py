@@ -9,9 +9,9 @@ import typer
 
 from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, configured
 from prefixstore.cli.output import AsJson, LocationArgument, emit, fields, table
-from prefixstore.engine.budget import format_bytes
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import BreakEven, Rates, measure_break_even, measure_rates
+from prefixstore.units import format_bytes
 
 __all__ = ["bench", "demo"]
 

@@ -63,7 +63,7 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
     if not model.is_file():
         raise ContextError(f"{model} is no file; give a GGUF file")
     try:
-        from prefixstore.llama.vocabulary import Vocabulary  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:
         raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
     return Vocabulary(model)

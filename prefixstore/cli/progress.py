@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from prefixstore.engine.budget import format_bytes
+from prefixstore.units import format_bytes
 from prefixstore.warming.walk import Progress
 
 __all__ = ["shown"]

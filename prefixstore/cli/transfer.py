@@ -17,13 +17,13 @@ from prefixstore.backends.files import sync_path
 from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, Salt, TokenizerFile, configured, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, emit, say
 from prefixstore.config import explain
-from prefixstore.engine.budget import format_bytes, parse_bytes
 from prefixstore.engine.delete import Purge
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.intake import Moved
 from prefixstore.maintenance.transfer import PackReader, copy_store, export_pack, import_pack, with_paths
+from prefixstore.units import format_bytes, parse_bytes
 
 __all__ = ["copy", "export", "import_", "migrate"]
 
@@ -241,7 +241,7 @@ def migrate(
 
     Example: prefixstore migrate postgresql+psycopg://user@host/db --check
     """
-    from prefixstore.backends import migrate as schema  # noqa: PLC0415 - the extras for SQL
+    from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
     if check and sql:
         raise InvalidParameterError("--check and --sql exclude each other")

@@ -15,9 +15,9 @@ import typer
 from prefixstore.cli.output import DONE, FAILED, AsJson, emit, fields, guarded, say
 from prefixstore.cli.progress import shown
 from prefixstore.config import Config, explain, load_config
-from prefixstore.engine.budget import format_bytes
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
+from prefixstore.units import format_bytes
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import WarmReport
 from prefixstore.warming.job import warm as run_job

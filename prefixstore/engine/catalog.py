@@ -1,10 +1,4 @@
-"""What is stored, as far as this process knows: the index, kept up with the backend, and the pages still to be written.
-
-Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer to be written. Both
-are found and restored alike. A thread that holds a transaction of the backend may take the catalog's lock, not the
-other way round; the lock is held for moments only, never while the backend is asked, or bytes are copied or packed: a
-completion waits for it.
-"""
+"""What is stored, as far as this process knows, and the pages that are still to be written."""
 
 from __future__ import annotations
 
@@ -13,19 +7,47 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.engine.candidates import Candidates
-from prefixstore.engine.eviction import Policy
+from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.keys import Tokens
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.keys import Tokens, boundary_hash
+from prefixstore.format.record import PAGE, Record, Usage
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Fits"]
+__all__ = ["Catalog", "Fits", "NewPage"]
+
+
+@dataclass(slots=True, eq=False)
+class NewPage:
+    """A page that is not committed yet: a node of the index, and the buffer with its state."""
+
+    page: Page
+    settings: bytes
+    buffer: PooledBuffer
+
+    @classmethod
+    def of(
+        cls,
+        namespace: bytes,
+        settings: bytes,
+        parent: bytes,
+        start: int,
+        tokens: bytes,
+        buffer: PooledBuffer,
+        compute_us: int = 0,
+        form: int = PAGE,
+    ) -> NewPage:
+        """The page with these token bytes behind `parent`, in a namespace with these canonical settings."""
+        now = time.time_ns()
+        key = boundary_hash(parent, tokens, form)
+        page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
+        return cls(page, settings, buffer)
+
 
 log = logging.getLogger("prefixstore")
 
@@ -69,15 +91,15 @@ class Catalog:
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
-    def refresh(self, snapshot: Snapshot, *, newest: bool = False) -> int:
-        """Bring the index to the generation of the snapshot, unless it is ahead of it.
+    def refresh(self, view: View, *, newest: bool = False) -> int:
+        """Bring the index to the generation of the view, unless it is ahead of it.
 
         The backend is asked without the lock. As every transaction begins with this, what it changes in the index is
         never undone by what somebody has read before.
 
         Parameters
         ----------
-        snapshot
+        view
             Of the backend.
         newest
             Whether nothing newer can be stored. Then an index that is ahead of it is of a store that is not there any
@@ -88,7 +110,7 @@ class Catalog:
         int
             How many records were read.
         """
-        generation = snapshot.generation
+        generation = view.generation
         n_records = 0
         while True:
             with self.lock:
@@ -96,14 +118,14 @@ class Catalog:
                     self._generation, self._trusted = -1, False
                 known = self._generation if self._trusted else None
                 if generation < self._generation or generation == known:
-                    # a snapshot that was opened before the last refresh tells nothing new
+                    # a view that was opened before the last refresh tells nothing new
                     return n_records
-            changed = snapshot.changes(known) if known is not None else None
+            changed = view.changes(known) if known is not None else None
             found: Mapping[bytes, tuple[Record | StorageError, Usage]]
             if changed is None:
-                found = {key: (record, usage) for key, record, usage in snapshot.scan()}
+                found = {key: (record, usage) for key, record, usage in view.scan()}
             else:
-                found = snapshot.records(changed)
+                found = view.records(changed)
             n_records += len(found)
             with self.lock:
                 if generation < self._generation or (generation == self._generation and self._trusted):
@@ -122,7 +144,7 @@ class Catalog:
     # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
 
     def contradict(self, key: bytes, generation: int) -> None:
-        """A page is not in a snapshot of this generation. If the index should know, it is of another store."""
+        """A page is not in a view of this generation. If the index should know, it is of another store."""
         with self.lock:
             if key in self.index and key not in self.pending and generation <= self._generation:
                 log.warning("the index does not fit what is stored; it is made anew")
@@ -136,7 +158,7 @@ class Catalog:
     def transaction(self, backend: Backend) -> Iterator[Transaction]:
         """A transaction, for which the index is up to date. If it fails, the index is not to be trusted."""
         try:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 self.refresh(transaction, newest=True)
                 yield transaction
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Snapshot
+from prefixstore.backends.base import View
 from prefixstore.engine.budget import Budget
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import decode
@@ -37,28 +37,28 @@ class Violation:
         return f"{self.rule}: {self.key} {self.message}"
 
 
-def violations(snapshot: Snapshot, budget: Budget) -> list[Violation]:
+def violations(view: View, budget: Budget) -> list[Violation]:
     """Walk the location and verify every checksum. An empty list is what you want to see."""
     found: list[Violation] = []
     records: dict[bytes, Record] = {}
     foreign: set[bytes] = set()
-    for key, record, _ in snapshot.scan():
+    for key, record, _ in view.scan():
         if isinstance(record, Record):
             records[key] = record
         elif isinstance(record, IncompatibleError):
             foreign.add(key)  # a newer version's: not ours to judge
         else:
             found.append(Violation("record", key.hex(), str(record)))
-    namespaces = snapshot.namespaces()
+    namespaces = view.namespaces()
     for key, record in records.items():
         if record.namespace not in namespaces:
             found.append(Violation("namespace", key.hex(), f"namespace {record.namespace.hex()} has no settings"))
         found += [Violation(rule, key.hex(), message) for rule, message in _place(record, records, foreign)]
-        found += [Violation("payload", key.hex(), message) for message in _payload(snapshot, key, record)]
-    for key in snapshot.payload_keys():
+        found += [Violation("payload", key.hex(), message) for message in _payload(view, key, record)]
+    for key in view.payload_keys():
         if key not in records and key not in foreign:
             found.append(Violation("orphan", key.hex(), "a payload without a record"))
-    used = snapshot.used
+    used = view.used
     if budget.exceeded(used):
         found.append(Violation("budget", "", f"{used.bytes} bytes in {used.entries} pages, the budget is {budget}"))
     return found
@@ -74,16 +74,16 @@ def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) ->
     end = before.start + len(before.tokens) // 4
     problems = [] if end == record.start else [("position", f"starts at {record.start}, the page before ends at {end}")]
     if before.form == SNAPSHOT:
-        problems.append(("parent", "what is before it is a snapshot, behind which there can be nothing"))
+        problems.append(("parent", "what is before it is a view, behind which there can be nothing"))
     if before.namespace != record.namespace:
         problems.append(("namespace", "the page before is in another namespace"))
     return problems
 
 
-def _payload(snapshot: Snapshot, key: bytes, record: Record) -> list[str]:
+def _payload(view: View, key: bytes, record: Record) -> list[str]:
     """What is wrong with the bytes of the page."""
     try:
-        payload = snapshot.payload(key)
+        payload = view.payload(key)
     except CorruptError as error:
         return [str(error)]
     if payload is None:

@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog, Fits
-from prefixstore.engine.new_page import NewPage
+from prefixstore.engine.catalog import Catalog, Fits, NewPage
 from prefixstore.engine.room import Room
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
@@ -98,7 +97,7 @@ class Committer:
     def _pack(self, new: NewPage) -> Packed:
         page = new.page
         # a page that holds tokens only says nothing about how states are packed
-        number, stored = self._encode(page.namespace, new.lease.view) if page.raw_bytes else (0, b"")
+        number, stored = self._encode(page.namespace, new.buffer.view) if page.raw_bytes else (0, b"")
         record = Record(
             page.namespace,
             page.parent,
@@ -135,7 +134,7 @@ class Committer:
                 self._write_use(transaction, key, hits)
             self._take_back(transaction, written, put)
         for new in written:
-            self._backend.keep(new.page.key, new.page.tokens, new.lease.view)
+            self._backend.keep(new.page.key, new.page.tokens, new.buffer.view)
         with catalog.lock:
             catalog.committed(written)
             if damaged:

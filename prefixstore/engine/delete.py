@@ -97,8 +97,8 @@ class Purge:
         """Delete the pages that every choice has, leaves first; what servers put behind them meanwhile too."""
         removed = Removed()
         for _ in range(ROUNDS):
-            with self._backend.snapshot() as snapshot:
-                self._catalog.refresh(snapshot)
+            with self._backend.view() as view:
+                self._catalog.refresh(view)
             with self._catalog.lock:
                 keys = set(self._catalog.index.pages)
                 for choice in choices:

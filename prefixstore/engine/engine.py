@@ -12,18 +12,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.base import Backend, Used
 from prefixstore.engine.breaker import Breaker
-from prefixstore.engine.budget import Budget, Used
-from prefixstore.engine.catalog import Catalog, Fits
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import Catalog, Fits, NewPage
 from prefixstore.engine.check import Violation, violations
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.eviction import Policy
-from prefixstore.engine.fetch import Fetcher
+from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path
-from prefixstore.engine.new_page import NewPage
-from prefixstore.engine.reading import Look
-from prefixstore.engine.serving import States
+from prefixstore.engine.readers import Look
 from prefixstore.engine.snapshots import thin
 from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import Encoder
@@ -127,14 +125,14 @@ class Engine:
 
     def _look(self) -> None:
         """Know what is stored. Raises `StorageError`; at once, while the location is left alone."""
-        with self._breaker.asking() as question, self._backend.snapshot() as snapshot:
-            question.n_records = self._catalog.refresh(snapshot)
+        with self._breaker.asking() as question, self._backend.view() as view:
+            question.n_records = self._catalog.refresh(view)
 
     def _probe(self, page: Page | None) -> int:
         """Ask the location what it failed to answer, or took long to; by a thread of the breaker."""
-        with self._backend.snapshot() as snapshot:
-            n_records = self._catalog.refresh(snapshot)
-            for _, payload in snapshot.fetch([page.key] if page is not None else []):
+        with self._backend.view() as view:
+            n_records = self._catalog.refresh(view)
+            for _, payload in view.fetch([page.key] if page is not None else []):
                 checksum(payload)
         return n_records
 
@@ -146,9 +144,9 @@ class Engine:
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and raw."""
-        with self._backend.snapshot() as snapshot:
-            self._catalog.refresh(snapshot)
-            self._used = snapshot.used
+        with self._backend.view() as view:
+            self._catalog.refresh(view)
+            self._used = view.used
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
@@ -171,14 +169,14 @@ class Engine:
 
     def check(self) -> list[Violation]:
         """Every invariant of the location, every checksum."""
-        with self._backend.snapshot() as snapshot:
-            return violations(snapshot, self._budget)
+        with self._backend.view() as view:
+            return violations(view, self._budget)
 
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have pages in the location, but those whose settings are damaged."""
         found: list[Namespace] = []
-        with self._backend.snapshot() as snapshot:
-            for settings in snapshot.namespaces().values():
+        with self._backend.view() as view:
+            for settings in view.namespaces().values():
                 with suppress(CorruptError):
                     found.append(Namespace.parse(settings))
         return found
@@ -187,15 +185,15 @@ class Engine:
 
     def note(self, name: bytes) -> bytes | None:
         """A note that a job has left in the location. Raises `StorageError`."""
-        with self._backend.snapshot() as snapshot:
-            return snapshot.note(name)
+        with self._backend.view() as view:
+            return view.note(name)
 
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
         """Replace a note by what `change` makes of it (None for no note), with nobody in between.
 
         Raises `StorageError`.
         """
-        with self._backend.transaction() as transaction:
+        with self._backend.update() as transaction:
             old = transaction.note(name)
             new = change(old)
             if new != old:

@@ -3,24 +3,102 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 
-from prefixstore.backends.base import Backend, Snapshot
-from prefixstore.buffers import Lease
+from prefixstore.backends.base import Backend, View
+from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
-from prefixstore.engine.read_ahead import ReadAhead
-from prefixstore.engine.read_along import ReadAlong
-from prefixstore.engine.reading import Look, MisfitError, Readers
-from prefixstore.engine.serving import States
+from prefixstore.engine.readers import Look, MisfitError, ReadAhead, ReadAlong, Readers, accept
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import ReadPace
 from prefixstore.stats import Counters
 
-__all__ = ["Fetcher"]
+__all__ = ["Fetcher", "States"]
+
+
+class States(Iterator[memoryview]):
+    """The states of some pages, in order, up to the first that is gone or damaged.
+
+    Streamed, a state may be given out before its checksum is known; asking for the next one, or for `verified`, waits
+    for it.
+
+    Parameters
+    ----------
+    pages
+        What is wanted.
+    at_hand
+        States that need not be read.
+    reader
+        Reads the others.
+    breaker
+        Lets them be read.
+    give_up
+        Called with the page that ends it, and why: the error, or None for a page that is gone.
+    look
+        Tells of a state at hand whether it can be used; of the others the reader asks it.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        at_hand: Mapping[bytes, memoryview],
+        reader: ReadAhead | ReadAlong,
+        breaker: Breaker,
+        give_up: Callable[[Page, StorageError | None], None],
+        look: Look | None = None,
+    ) -> None:
+        self._pages = pages
+        self._at_hand = at_hand
+        self._reader = reader
+        self._breaker = breaker
+        self._give_up = give_up
+        self._look = look
+        self._n_given = 0
+        self._n_verified = 0
+        self._ended = False
+
+    def __next__(self) -> memoryview:
+        if self.verified() == len(self._pages) or self._ended:
+            raise StopIteration
+        page = self._pages[self._n_given]
+        error = None
+        try:
+            state = self._at_hand.get(page.key)
+            if state is not None:
+                accept(self._look, page, state)
+            else:
+                with self._breaker.asking(page):
+                    state = self._reader.next()
+        except StorageError as raised:
+            state, error = None, raised
+        if state is None:
+            self._end(page, error)
+            raise StopIteration
+        self._n_given += 1
+        return state
+
+    def verified(self) -> int:
+        """How many of those given out are what was written; if it is not all of them, the last one is not."""
+        if self._n_verified < self._n_given and not self._ended:
+            try:
+                self._reader.settle()
+                self._n_verified = self._n_given
+            except StorageError as error:
+                self._end(self._pages[self._n_verified], error)
+        return self._n_verified
+
+    def close(self) -> None:
+        """No state is given out any more."""
+        self._ended = True
+
+    def _end(self, page: Page, error: StorageError | None) -> None:
+        self._ended = True
+        self._give_up(page, error)
+
 
 log = logging.getLogger("prefixstore")
 
@@ -68,45 +146,45 @@ class Fetcher:
         StorageError
             If the backend cannot be read at all.
         """
-        # held before the snapshot opens: what is committed in between is in one of the two
+        # held before the view opens: what is committed in between is in one of the two
         held = self._hold(pages)
         try:
             with ExitStack() as opened:
                 with self._breaker.asking():
-                    snapshot = opened.enter_context(self._backend.snapshot())
+                    view = opened.enter_context(self._backend.view())
                 at_hand = self._at_hand(pages, held)
                 stored = [page for page in pages if page.key not in at_hand]
                 reader: ReadAhead | ReadAlong
                 if streamed and all(page.stored_bytes == page.raw_bytes for page in stored):
-                    reader = ReadAlong(self._readers, snapshot, stored, self._pace, look)
+                    reader = ReadAlong(self._readers, view, stored, self._pace, look)
                 else:
-                    reader = ReadAhead(self._readers, snapshot, stored, self._pace, look, streamed=streamed)
-                give_up = partial(self._give_up, snapshot=snapshot)
+                    reader = ReadAhead(self._readers, view, stored, self._pace, look, streamed=streamed)
+                give_up = partial(self._give_up, view=view)
                 # states outlive their iterator: buffers go back when the block is left
                 with closing(reader), closing(States(pages, at_hand, reader, self._breaker, give_up, look)) as states:
                     yield states
         finally:
-            for lease in held.values():
-                lease.release()
+            for buffer in held.values():
+                buffer.release()
 
-    def _hold(self, pages: Sequence[Page]) -> dict[bytes, Lease]:
+    def _hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
         with self._catalog.lock:
             waiting = [self._catalog.pending[page.key] for page in pages if page.key in self._catalog.pending]
-            return {new.page.key: new.lease for new in waiting if new.lease.hold()}
+            return {new.page.key: new.buffer for new in waiting if new.buffer.hold()}
 
-    def _at_hand(self, pages: Sequence[Page], held: Mapping[bytes, Lease]) -> dict[bytes, memoryview]:
+    def _at_hand(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
         """States that need not be read."""
-        at_hand = {key: lease.view for key, lease in held.items()}
+        at_hand = {key: buffer.view for key, buffer in held.items()}
         for page in pages:
             if page.key not in at_hand and (state := self._backend.state(page.key, page.tokens)) is not None:
                 at_hand[page.key] = state
         return at_hand
 
-    def _give_up(self, page: Page, error: StorageError | None, snapshot: Snapshot) -> None:
+    def _give_up(self, page: Page, error: StorageError | None, view: View) -> None:
         if error is None:
             self._counters.count("unreadable:vanished")
             # nobody reads on
-            self._catalog.contradict(page.key, snapshot.generation)
+            self._catalog.contradict(page.key, view.generation)
         elif isinstance(error, CorruptError):
             log.warning("a damaged page is removed: %s", error)
             self._counters.count("unreadable:corrupt")

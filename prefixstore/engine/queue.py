@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from functools import partial
 
-from prefixstore.buffers import Buffers, Lease
+from prefixstore.buffers import BufferPool, PooledBuffer
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 
@@ -52,7 +52,7 @@ class Writer:
 
     def after_fork(self) -> None:
         """An empty queue: the parent writes what it has captured."""
-        self._buffers = Buffers(self._queue_bytes)
+        self._buffers = BufferPool(self._queue_bytes)
         self._queue: deque[NewPage] = deque()
         self._wake = threading.Condition()
         self._busy = False
@@ -74,14 +74,14 @@ class Writer:
         """How many bytes may wait."""
         return self._queue_bytes
 
-    def lease(self, size: int, *, wait: bool = False) -> Lease | None:
+    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
-        return self._buffers.lease(size, wait=wait)
+        return self._buffers.acquire(size, wait=wait)
 
     def submit(self, new: NewPage) -> bool:
         """Have a page written; its buffer is the writer's from now on. False if the page is not wanted."""
         if not self._engine.announce(new):
-            new.lease.release()
+            new.buffer.release()
             return False
         with self._wake:
             # once the thread has been told to end, nobody would take it from the queue
@@ -173,7 +173,7 @@ class Writer:
                 self._queue.clear()
         if self.is_stuck:
             for new in left:
-                new.lease.release()
+                new.buffer.release()
             self._counters.count("dropped:unavailable", len(left))
             raise UnavailableError(
                 f"closed, and {len(left)} pages that waited are dropped: nothing was written for {PATIENCE:.0f} s"
@@ -209,9 +209,9 @@ class Writer:
     def _next_batch(self) -> list[NewPage]:
         batch: list[NewPage] = []
         size = 0
-        while self._queue and (not batch or size + len(self._queue[0].lease.view) <= BATCH_BYTES):
+        while self._queue and (not batch or size + len(self._queue[0].buffer.view) <= BATCH_BYTES):
             batch.append(self._queue.popleft())
-            size += len(batch[-1].lease.view)
+            size += len(batch[-1].buffer.view)
         return batch
 
     def _keep_states(self) -> None:
@@ -232,4 +232,4 @@ class Writer:
             self._counters.count("dropped:error", len(batch))
         finally:
             for new in batch:
-                new.lease.release()
+                new.buffer.release()

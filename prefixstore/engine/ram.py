@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.format.record import Buffer
 
 __all__ = ["TieredBackend"]
@@ -102,29 +102,29 @@ class TieredBackend(Backend):
     def _drop(self, key: bytes) -> None:
         self._used -= self._states.pop(key).bytes
 
-    def _follow(self, snapshot: Snapshot) -> None:
+    def _follow(self, view: View) -> None:
         """Drop what has left the location."""
-        generation = snapshot.generation
+        generation = view.generation
         known, self._generation = self._generation, max(generation, self._generation or 0)
         if known is None or generation <= known or not self._states:
             return
-        changed = snapshot.changes(known)
+        changed = view.changes(known)
         with self._lock:
             suspects = list(self._states if changed is None else self._states.keys() & set(changed))
-        there = snapshot.records(suspects)
+        there = view.records(suspects)
         with self._lock:
             for key in suspects:
                 if key not in there and key in self._states:
                     self._drop(key)
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
-        with self._backend.snapshot() as snapshot:
-            self._follow(snapshot)
-            yield snapshot
+    def view(self) -> Iterator[View]:
+        with self._backend.view() as view:
+            self._follow(view)
+            yield view
 
-    def transaction(self) -> AbstractContextManager[Transaction]:
-        return self._backend.transaction()
+    def update(self) -> AbstractContextManager[Transaction]:
+        return self._backend.update()
 
     def sync(self) -> None:
         self._backend.sync()

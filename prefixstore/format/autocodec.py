@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixstore.buffers import Buffers
-from prefixstore.format.packing import DEFAULT_LEVEL, PACKINGS
+from prefixstore.buffers import BufferPool
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
-__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadPace", "choose", "encode"]
+__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadPace", "choose", "encode", "pick"]
 
 # a codec must save this share of the bytes
 LEAST = 0.02
@@ -168,7 +169,31 @@ def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:
     packing = next(packing for packing in PACKINGS.values() if packing.number == number)
     out = np.empty(raw_bytes, np.uint8)
     out.fill(0)  # a restore has its buffers already: their page faults do not count
-    buffers = Buffers(raw_bytes)
+    buffers = BufferPool(raw_bytes)
     started = time.perf_counter()
     packing.unpack(memoryview(stored), out.data, buffers)
     return Figures(raw_bytes, len(stored), time.perf_counter() - started)
+
+
+def pick(codec: str) -> Encoder:
+    """The encoder with this name: ``"auto"``, or one of `CODECS`, with a level behind a colon if it has levels.
+
+    Raises
+    ------
+    InvalidParameterError
+        If there is none.
+    """
+    if codec == "auto":
+        return AutoCodec()
+    name, colon, level = str(codec).partition(":")
+    if name not in CODECS:
+        known = ", ".join(map(repr, ["auto", *CODECS]))
+        raise InvalidParameterError(f"codec={codec!r} is unknown; choose one of {known}, or one with a level: 'zstd:9'")
+    if not colon:
+        return FixedCodec(name)
+    levels = PACKINGS[name].levels
+    if not levels:
+        raise InvalidParameterError(f"codec={codec!r}: {name!r} has no levels")
+    if not level.isdecimal() or int(level) not in levels:
+        raise InvalidParameterError(f"codec={codec!r}: the level is a number from {levels[0]} to {levels[-1]}")
+    return FixedCodec(name, int(level))

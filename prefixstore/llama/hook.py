@@ -37,8 +37,7 @@ from prefixstore.llama.restore import Restorer
 from prefixstore.llama.resume import Resumer
 from prefixstore.llama.snapshots import SnapshotCapturer
 from prefixstore.llama.standing import Standing
-from prefixstore.llama.stops import SnapshotPolicy
-from prefixstore.llama.turns import Vocabulary
+from prefixstore.llama.turns import SnapshotPolicy, Vocabulary
 from prefixstore.stats import Counters
 
 __all__ = ["Hook", "calling_completion", "register_cache"]

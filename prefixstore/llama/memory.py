@@ -19,7 +19,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import Lease
+from prefixstore.buffers import PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.llama.parse import U32
 from prefixstore.llama.shape import Shape, complete_cells, shape_of, shape_of_sequence
@@ -166,8 +166,8 @@ class Memory:
     def take(
         self,
         ranges: Sequence[tuple[int, int]],
-        lease: Callable[[int], Lease | None],
-        accept: Callable[[int, int, Lease | str], object],
+        acquire: Callable[[int], PooledBuffer | None],
+        accept: Callable[[int, int, PooledBuffer | str], object],
     ) -> None:
         """Copy pages out, up to the first that cannot be had.
 
@@ -175,7 +175,7 @@ class Memory:
         ----------
         ranges
             First position and boundary of each page.
-        lease
+        acquire
             Supplies a buffer of so many bytes, or None.
         accept
             Is given each page, ``accept(start, end, buffer)``, and releases its buffer when it is done with it; for a
@@ -187,7 +187,7 @@ class Memory:
             raise ContextError("sequence 1 of the context is in use")
         if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
             for start, end in ranges:
-                got = self._copy_beside(ctx, mem, start, end, self.shape, lease)
+                got = self._copy_beside(ctx, mem, start, end, self.shape, acquire)
                 if not self.is_own and not isinstance(got, str):
                     self.is_own = self.shape.fits(got.view, start, end - start)
                 accept(start, end, got)
@@ -199,7 +199,7 @@ class Memory:
         try:
             for start, end in ranges:
                 llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
-                got = self._copy(ctx, mem, start, end, lease)
+                got = self._copy(ctx, mem, start, end, acquire)
                 if self.shape is None and not isinstance(got, str):
                     with contextlib.suppress(CorruptError):
                         self.shape, self.is_own = shape_of_sequence(got.view), True
@@ -213,13 +213,15 @@ class Memory:
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
 
     @staticmethod
-    def _copy(ctx: Any, mem: Any, start: int, end: int, lease: Callable[[int], Lease | None]) -> Lease | str:
+    def _copy(
+        ctx: Any, mem: Any, start: int, end: int, acquire: Callable[[int], PooledBuffer | None]
+    ) -> PooledBuffer | str:
         first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
         if (first, last) != (start, end - 1):
             return "incomplete"
         size = llama_cpp.llama_state_seq_get_size(ctx, SEQUENCE)
-        buffer = lease(size)
+        buffer = acquire(size)
         if buffer is None:
             return "queue_full"
         target = ctypes.cast(buffer.address, _u8_p)
@@ -230,8 +232,8 @@ class Memory:
 
     @staticmethod
     def _copy_beside(
-        ctx: Any, mem: Any, start: int, end: int, shape: Shape, lease: Callable[[int], Lease | None]
-    ) -> Lease | str:
+        ctx: Any, mem: Any, start: int, end: int, shape: Shape, acquire: Callable[[int], PooledBuffer | None]
+    ) -> PooledBuffer | str:
         """The page written as sequence 1, which needs no other cell to change."""
         n = end - start
         size, missing = shape.size(n), n * U32.size
@@ -241,7 +243,7 @@ class Memory:
             last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
             if (first, last) != (start, end - 1):
                 return "incomplete"
-            buffer = lease(size)
+            buffer = acquire(size)
             if buffer is None:
                 return "queue_full"
             target = ctypes.cast(buffer.address + missing, _u8_p)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import Lease
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.memory import Memory
@@ -97,7 +97,7 @@ class Capturer:
         before = self._counters["pages_captured"]
         started = time.perf_counter()
         # each page is on its way before the next is taken: while one waits for room, those before it are written
-        self._memory.take(wanted, lambda size: self._writer.lease(size, wait=wait), self._submit)
+        self._memory.take(wanted, lambda size: self._writer.acquire(size, wait=wait), self._submit)
         self._counters.time("capture", time.perf_counter() - started)
         return self._counters["pages_captured"] - before
 
@@ -119,7 +119,7 @@ class Capturer:
                 wanted.append((start, lineage.n))
         return wanted
 
-    def _submit(self, start: int, end: int, got: Lease | str) -> None:
+    def _submit(self, start: int, end: int, got: PooledBuffer | str) -> None:
         lineage = self._lineage
         if isinstance(got, str):
             self._counters.count(f"dropped:{got}")

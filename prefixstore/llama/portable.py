@@ -21,8 +21,8 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama import LlamaState
 
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError, InvalidParameterError, PrefixStoreError, StorageError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, boundary_hashes, common_prefix
@@ -270,16 +270,16 @@ class PortableHook:
         self, namespace: Namespace, page: tuple[bytes, int, bytes], size: int, write: Callable[[memoryview], None]
     ) -> bool:
         """Have a page written: its parent, its start and its tokens; false if there is no room for what waits."""
-        lease = self._writer.lease(size)
-        if lease is None:
+        buffer = self._writer.acquire(size)
+        if buffer is None:
             self._counters.count("dropped:queue_full")
             return False
         try:
-            write(lease.view)
+            write(buffer.view)
         except BaseException:
-            lease.release()
+            buffer.release()
             raise
-        new = NewPage.of(namespace.key, namespace.canonical, *page, lease)
+        new = NewPage.of(namespace.key, namespace.canonical, *page, buffer)
         self._counters.count("pages_captured", self._writer.submit(new))
         return True
 

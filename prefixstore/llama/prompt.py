@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
-from prefixstore.errors import InvalidParameterError
+from prefixstore.errors import ContextError, InvalidParameterError
 from prefixstore.format.keys import Tokens, as_tokens, common_prefix
 from prefixstore.llama.hook import MEDIA_ATTRIBUTES
 
-__all__ = ["chat_tokens", "text_tokens"]
+__all__ = ["Vocabulary", "chat_tokens", "logits_after", "text_tokens"]
 
 # What a next user may say: two texts that share no first token. What the template puts before them is the same.
 NEXT = ("A", "1")
@@ -122,3 +125,40 @@ class _StandIn:
 
     def create_completion(self, prompt: str | list[int], *args: Any, **kwargs: Any) -> Any:
         raise _PromptTaken(prompt)
+
+
+class Vocabulary:
+    """The tokens of a model; its tensors are not loaded.
+
+    Parameters
+    ----------
+    path
+        A GGUF file.
+
+    Raises
+    ------
+    ContextError
+        If it cannot be loaded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self._llm = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+        except (ValueError, RuntimeError) as error:
+            raise ContextError(f"llama.cpp does not load {path}: {error}") from error
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones by name; bytes that are no UTF-8 are replaced."""
+        return self._llm.detokenize(list(tokens), special=True).decode("utf-8", "replace")
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a prompt, as a completion would make them of it."""
+        return self._llm.tokenize(text.encode(), add_bos=True, special=True)
+
+
+def logits_after(llm: llama_cpp.Llama, tokens: Sequence[int]) -> npt.NDArray[np.single]:
+    """Evaluate tokens behind what is live; the logits after the last one, shape ``(n_vocab,)``."""
+    llm.eval(tokens)
+    found: Any = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),))
+    copied: npt.NDArray[np.single] = found.copy()
+    return copied

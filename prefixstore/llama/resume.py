@@ -176,7 +176,7 @@ class Resumer:
             if len(pieces[0].sections) != 1:
                 raise CorruptError("two kinds of attention cannot be joined")
             assembly = Assembly(pieces[0], [np.arange(n, dtype="<i4")], recurrent=recurrent.data)
-            whole = self._memory.scratch.lease(assembly.size)
+            whole = self._memory.scratch.acquire(assembly.size)
             assert whole is not None  # this pool has no bound
             try:
                 assembly.write(whole.view, pieces)

@@ -16,9 +16,9 @@ from functools import partial
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import Lease
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import boundary_hash
@@ -28,7 +28,7 @@ from prefixstore.llama.parse import parse_sequence
 from prefixstore.llama.rate import Pace
 from prefixstore.llama.standing import PARTIAL, WHOLE, Standing
 from prefixstore.llama.state import Assembly, Blob
-from prefixstore.llama.stops import SnapshotPolicy
+from prefixstore.llama.turns import SnapshotPolicy
 from prefixstore.stats import Counters
 
 __all__ = ["SnapshotCapturer"]
@@ -83,7 +83,7 @@ class SnapshotCapturer:
         self._policy = policy
         self.cuts_rows = policy.has_attention
         # recurrent parts whose rows are still to be copied, by position; and the generation they belong to
-        self._waiting: dict[int, Lease] = {}
+        self._waiting: dict[int, PooledBuffer] = {}
         self._generation = lineage.generation
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
@@ -163,13 +163,13 @@ class SnapshotCapturer:
             return  # cleared behind our back
         if not self.cuts_rows:
             self._submit_empty_pages()
-            self._submit_snapshot(n, self._memory.copy(WHOLE, partial(self._writer.lease, wait=wait)))
+            self._submit_snapshot(n, self._memory.copy(WHOLE, partial(self._writer.acquire, wait=wait)))
             self._thin()
             return
-        waiting = sum(len(lease.view) for lease in self._waiting.values())
+        waiting = sum(len(buffer.view) for buffer in self._waiting.values())
         if waiting * 2 > self._writer.limit:
             self._give_rows(wait=wait)
-        taken = self._memory.copy(PARTIAL, self._memory.scratch.lease)
+        taken = self._memory.copy(PARTIAL, self._memory.scratch.acquire)
         if taken is not None:
             self._waiting[n] = taken
 
@@ -191,16 +191,16 @@ class SnapshotCapturer:
         """Submit the pages that are missing, and all that waits, from one copy of the state."""
         if not self._waiting:
             return
-        whole = self._memory.copy(WHOLE, self._memory.scratch.lease)
+        whole = self._memory.copy(WHOLE, self._memory.scratch.acquire)
         assert whole is not None  # this pool has no bound
         try:
             rows = parse_sequence(whole.view)
             if not _is_understood(rows, self._lineage.n):
                 raise CorruptError("its positions are not those of a sequence")
-            lease = partial(self._writer.lease, wait=wait)
-            if self._submit_pages(rows, lease):
+            acquire = partial(self._writer.acquire, wait=wait)
+            if self._submit_pages(rows, acquire):
                 for n, taken in sorted(self._waiting.items()):
-                    self._submit_snapshot(n, self._with_rows(rows, n, taken, lease))
+                    self._submit_snapshot(n, self._with_rows(rows, n, taken, acquire))
             self._release()
         except CorruptError as error:
             # states of another llama.cpp, or with two kinds of attention: nothing was stored of them, and will be whole
@@ -212,20 +212,22 @@ class SnapshotCapturer:
             whole.release()
         self._thin()
 
-    def _with_rows(self, rows: Blob, n: int, taken: Lease, lease: Callable[[int], Lease | None]) -> Lease | None:
+    def _with_rows(
+        self, rows: Blob, n: int, taken: PooledBuffer, acquire: Callable[[int], PooledBuffer | None]
+    ) -> PooledBuffer | None:
         """A snapshot: rows since the last boundary, and the recurrent part."""
         recurrent = parse_sequence(taken.view).recurrent
         if recurrent is None or recurrent.position != n - 1:
             raise CorruptError("the recurrent part is not where it was taken")
-        return _joined(rows.cut(self._before(n)[1], n), lease, recurrent.data)
+        return _joined(rows.cut(self._before(n)[1], n), acquire, recurrent.data)
 
     # -- to the writer ------------------------------------------------------------------------------------------------
 
-    def _submit_pages(self, rows: Blob, lease: Callable[[int], Lease | None]) -> bool:
+    def _submit_pages(self, rows: Blob, acquire: Callable[[int], PooledBuffer | None]) -> bool:
         """Submit the pages that are missing; whether there was room for all of them."""
         step = self._lineage.page_tokens
         for i in self._engine.missing(self._lineage.keys()):
-            got = _joined(rows.cut(i * step, (i + 1) * step), lease)
+            got = _joined(rows.cut(i * step, (i + 1) * step), acquire)
             if got is None:
                 self._counters.count("dropped:queue_full", len(self._waiting))
                 return False
@@ -235,17 +237,17 @@ class SnapshotCapturer:
     def _submit_empty_pages(self) -> None:
         step = self._lineage.page_tokens
         for i in self._engine.missing(self._lineage.keys()):
-            got = self._writer.lease(0, wait=True)
+            got = self._writer.acquire(0, wait=True)
             assert got is not None
             self._submit(i * step, (i + 1) * step, got, PAGE)
 
-    def _submit_snapshot(self, n: int, got: Lease | None) -> None:
+    def _submit_snapshot(self, n: int, got: PooledBuffer | None) -> None:
         if got is None:
             self._counters.count("dropped:queue_full")
         else:
             self._submit(self._before(n)[1], n, got, SNAPSHOT)
 
-    def _submit(self, start: int, end: int, got: Lease, form: int) -> None:
+    def _submit(self, start: int, end: int, got: PooledBuffer, form: int) -> None:
         lineage = self._lineage
         # what is lost without a snapshot: the tokens since the one before, about an interval
         n_tokens = end - start if form == PAGE else min(end, self._policy.interval)
@@ -280,9 +282,11 @@ def _is_understood(state: Blob, n: int) -> bool:
     )
 
 
-def _joined(rows: Blob, lease: Callable[[int], Lease | None], recurrent: memoryview | bytes = b"") -> Lease | None:
+def _joined(
+    rows: Blob, acquire: Callable[[int], PooledBuffer | None], recurrent: memoryview | bytes = b""
+) -> PooledBuffer | None:
     assembly = Assembly(rows, rows.positions, recurrent=recurrent)
-    got = lease(assembly.size)
+    got = acquire(assembly.size)
     if got is not None:
         assembly.write(got.view, [rows])
     return got

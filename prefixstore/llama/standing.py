@@ -13,7 +13,7 @@ from collections.abc import Callable
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import Buffers, Lease
+from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.errors import ContextError
 from prefixstore.llama.memory import SEQUENCE, Memory
 
@@ -37,18 +37,18 @@ class Standing(Memory):
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         super().__init__(llm)
-        self.scratch = Buffers(UNBOUNDED)
+        self.scratch = BufferPool(UNBOUNDED)
 
     def holds(self, n: int) -> bool:
         """Whether the context can go on from position `n`: it has to stand exactly there."""
         _, mem = self._pointers()
         return n == 0 or llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
 
-    def copy(self, flags: int, lease: Callable[[int], Lease | None]) -> Lease | None:
-        """Copy the state, `WHOLE` or `PARTIAL`, into a buffer from `lease`; None if there is none."""
+    def copy(self, flags: int, acquire: Callable[[int], PooledBuffer | None]) -> PooledBuffer | None:
+        """Copy the state, `WHOLE` or `PARTIAL`, into a buffer from `acquire`; None if there is none."""
         ctx, _ = self._pointers()
         size = llama_cpp.llama_state_seq_get_size_ext(ctx, SEQUENCE, flags)
-        buffer = lease(size)
+        buffer = acquire(size)
         if buffer is None:
             return None
         target = ctypes.cast(buffer.address, _u8_p)

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.engine.budget import Budget, Used
+from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.check import Violation, violations
 from prefixstore.engine.delete import Choice, Purge, Removed, depth_first
@@ -148,22 +148,22 @@ class Archive:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def view(self) -> Iterator[View]:
         """What is stored now; the catalog is brought up to it."""
-        with self.backend.snapshot() as snapshot:
+        with self.backend.view() as view:
             with self.catalog.lock:
-                self.catalog.refresh(snapshot)
-            yield snapshot
+                self.catalog.refresh(view)
+            yield view
 
     def used(self) -> Used:
         """What the location holds, index included."""
-        with self.backend.snapshot() as snapshot:
-            return snapshot.used
+        with self.backend.view() as view:
+            return view.used
 
     def holdings(self) -> list[Holding]:
         """What there is of each namespace, the one used last first."""
-        with self.snapshot() as snapshot:
-            settings = snapshot.namespaces()
+        with self.view() as view:
+            settings = view.namespaces()
         by_namespace: defaultdict[bytes, list[Page]] = defaultdict(list, {key: [] for key in settings})
         for page in self.catalog.index:
             by_namespace[page.namespace].append(page)
@@ -188,7 +188,7 @@ class Archive:
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
         """The pages of a namespace, or all: each before what is stored behind it."""
-        with self.snapshot():
+        with self.view():
             return list(depth_first(self._roots(namespace)))
 
     def _roots(self, namespace: bytes | None = None) -> list[Page]:
@@ -203,7 +203,7 @@ class Archive:
         InvalidParameterError
             If there is none, or more than one.
         """
-        with self.snapshot():
+        with self.view():
             found = [page for page in self.catalog.index if page.key.hex().startswith(digits.lower())]
         return _only(found, f"page {digits!r}", [page.key.hex() for page in found])
 
@@ -216,8 +216,8 @@ class Archive:
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
         """Verify every invariant and every checksum; with `max_bytes` the budget as well."""
-        with self.backend.snapshot() as snapshot:
-            return violations(snapshot, Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
+        with self.backend.view() as view:
+            return violations(view, Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
 
     # -- changing -----------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
         for i in range(n):
             tokens = np.array([i, i], "<i4").tobytes()
             record = Record(settings.key, settings.key, 0, tokens, 0, size, size, checksum(payload), 0, now)
-            with archive.backend.transaction() as transaction:
+            with archive.backend.update() as transaction:
                 transaction.put_namespace(settings.key, settings.canonical)
                 transaction.put(boundary_hash(settings.key, tokens), record, Usage(now), payload)
         archive.backend.sync()
@@ -81,12 +81,12 @@ def _read(archive: Archive) -> float | None:
     pages = sorted(archive.pages(), key=lambda page: -page.last_used)
     size = 0
     started = time.perf_counter()
-    with archive.backend.snapshot() as snapshot:
+    with archive.backend.view() as view:
         for page in pages:
             if size > READ_BYTES:
                 break
             try:
-                record, payload = snapshot.record(page.key), snapshot.payload(page.key)
+                record, payload = view.record(page.key), view.payload(page.key)
                 if record is not None and payload is not None:
                     size += len(decode(record, payload))
             except StorageError:

@@ -78,7 +78,7 @@ class Intake:
         self._batch: list[Entry] = []
         self._batch_bytes = 0
         self._count: Counter[str] = Counter()
-        with target.snapshot():
+        with target.view():
             self._known = set(target.catalog.index.pages)
 
     def wants(self, key: bytes) -> bool:

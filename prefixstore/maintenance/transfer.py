@@ -39,7 +39,7 @@ END_HEAD = struct.Struct("<QQQ16s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
-# a snapshot is held for so many bytes, so that what others delete meanwhile is not kept for long
+# a view is held for so many bytes, so that what others delete meanwhile is not kept for long
 BYTES_AT_ONCE = 64 << 20
 
 
@@ -66,7 +66,7 @@ def _entries(
 ) -> Iterator[Entry]:
     """The pages of an archive, each before those behind it. A payload is valid until the next one is asked for.
 
-    Whoever iterates holds a snapshot of the archive, and must not use it otherwise meanwhile.
+    Whoever iterates holds a view of the archive, and must not use it otherwise meanwhile.
     """
     pages = [page for page in archive.pages() if namespaces is None or page.namespace in namespaces]
     lost: set[bytes] = set()
@@ -74,11 +74,11 @@ def _entries(
     page = next(waiting, None)
     while page is not None:
         size = 0
-        with archive.backend.snapshot() as snapshot:
+        with archive.backend.view() as view:
             while page is not None and size < BYTES_AT_ONCE:
                 try:
-                    record, payload = snapshot.record(page.key), snapshot.payload(page.key)
-                    usage = snapshot.usage(page.key)
+                    record, payload = view.record(page.key), view.payload(page.key)
+                    usage = view.usage(page.key)
                     if page.parent in lost or record is None or payload is None or usage is None:
                         lost.add(page.key)  # deleted meanwhile
                     elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
@@ -93,8 +93,8 @@ def _entries(
 
 
 def _settings(archive: Archive, wanted: Collection[bytes]) -> dict[bytes, bytes]:
-    with archive.backend.snapshot() as snapshot:
-        return {key: settings for key, settings in snapshot.namespaces().items() if key in wanted}
+    with archive.backend.view() as view:
+        return {key: settings for key, settings in view.namespaces().items() if key in wanted}
 
 
 def copy_store(

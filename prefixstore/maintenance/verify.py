@@ -75,7 +75,7 @@ def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: in
     seed
         Picks them.
     """
-    from prefixstore.llama.vocabulary import logits_after  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.prompt import logits_after  # noqa: PLC0415 - the extra "llama"
 
     namespace = store.namespace.key
     store.detach()

@@ -61,8 +61,8 @@ def _put(transaction: Transaction, number: int, payload: bytes | None = None, *,
 
 def _stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage, bytes]]:
     """All that a backend holds."""
-    with backend.snapshot() as snapshot:
-        return {key: (record, usage, bytes(snapshot.payload(key) or b"")) for key, record, usage in snapshot.scan()}
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key) or b"")) for key, record, usage in view.scan()}
 
 
 def _together(*works: Callable[[], None]) -> None:
@@ -130,18 +130,18 @@ class BackendContract:
     # -- reading and writing ------------------------------------------------------------------------------------------
 
     def test_an_empty_backend_holds_nothing(self, tmp_path: Path) -> None:
-        with self.opened(tmp_path) as backend, backend.snapshot() as snapshot:
-            assert list(snapshot.scan()) == []
-            assert list(snapshot.payload_keys()) == []
-            assert dict(snapshot.namespaces()) == {}
-            assert snapshot.used.entries == 0
-            assert snapshot.changes(snapshot.generation) == []
+        with self.opened(tmp_path) as backend, backend.view() as view:
+            assert list(view.scan()) == []
+            assert list(view.payload_keys()) == []
+            assert dict(view.namespaces()) == {}
+            assert view.used.entries == 0
+            assert view.changes(view.generation) == []
 
     def test_a_missing_key_is_none_and_not_an_error(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 _put(transaction, 1)
-            for opened in (backend.snapshot, backend.transaction):
+            for opened in (backend.view, backend.update):
                 with opened() as view:
                     missing = bytes(16)
                     assert (view.record(missing), view.usage(missing), view.payload(missing)) == (None, None, None)
@@ -151,126 +151,126 @@ class BackendContract:
         key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
         usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put_namespace(NAMESPACE, SETTINGS)
                 transaction.put(key, record, usage, payload)
-            with backend.snapshot() as snapshot:
-                assert snapshot.record(key) == record
-                assert snapshot.usage(key) == usage
-                stored = snapshot.payload(key)
+            with backend.view() as view:
+                assert view.record(key) == record
+                assert view.usage(key) == usage
+                stored = view.payload(key)
                 assert stored is not None
                 assert bytes(stored) == payload
-                assert list(snapshot.scan()) == [(key, record, usage)]
-                assert list(snapshot.payload_keys()) == [key]
-                assert snapshot.used.entries == 1
+                assert list(view.scan()) == [(key, record, usage)]
+                assert list(view.payload_keys()) == [key]
+                assert view.used.entries == 1
 
     def test_snapshots_and_pages_without_bytes_come_back(self, tmp_path: Path) -> None:
-        """Where memory cannot be cut, pages hold tokens only, and a snapshot may have none of its own."""
+        """Where memory cannot be cut, pages hold tokens only, and a view may have none of its own."""
         with self.opened(tmp_path) as backend:
             key, page = make_page(b"", [1, 2])
             taken = replace(page, parent=key, start=2, tokens=b"", form=SNAPSHOT)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put_namespace(NAMESPACE, SETTINGS)
                 transaction.put(key, page, Usage(1), b"")
                 transaction.put(taken.key, taken, Usage(1), b"")
-            with backend.snapshot() as snapshot:
+            with backend.view() as view:
                 for one in (page, taken):
-                    assert snapshot.record(one.key) == one
-                    stored = snapshot.payload(one.key)
+                    assert view.record(one.key) == one
+                    stored = view.payload(one.key)
                     assert stored is not None
                     assert bytes(stored) == b""
-                assert {each: record for each, record, _ in snapshot.scan()} == {key: page, taken.key: taken}
-                assert set(snapshot.payload_keys()) == {key, taken.key}
+                assert {each: record for each, record, _ in view.scan()} == {key: page, taken.key: taken}
+                assert set(view.payload_keys()) == {key, taken.key}
 
     def test_a_second_put_replaces_the_first(self, tmp_path: Path) -> None:
         small, large = _payload(1, 10), _payload(2, 20_000)
         with self.opened(tmp_path) as backend:
             for payload in (small, large, small):
                 key, record = make_page(payload, [1, 2])
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     transaction.put(key, record, Usage(len(payload)), payload)
                 assert _stored(backend) == {key: (record, Usage(len(payload)), payload)}
-                with backend.snapshot() as snapshot:
-                    assert snapshot.used.entries == 1
+                with backend.view() as view:
+                    assert view.used.entries == 1
 
     def test_a_deleted_page_is_gone_with_its_usage_and_payload(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 gone, kept = _put(transaction, 1), _put(transaction, 2)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 assert transaction.delete(gone) is True
                 assert transaction.delete(gone) is False
                 assert transaction.delete(bytes(16)) is False
-            with backend.snapshot() as snapshot:
-                assert (snapshot.record(gone), snapshot.usage(gone), snapshot.payload(gone)) == (None, None, None)
-                assert list(snapshot.payload_keys()) == [kept]
-                assert snapshot.used.entries == 1
+            with backend.view() as view:
+                assert (view.record(gone), view.usage(gone), view.payload(gone)) == (None, None, None)
+                assert list(view.payload_keys()) == [kept]
+                assert view.used.entries == 1
 
     def test_touch_replaces_the_usage_and_nothing_else(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1)
             record, _, payload = _stored(backend)[key]
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.touch(key, Usage(5, 6, pinned=True, priority=7, expires=8))
                 assert transaction.usage(key) == Usage(5, 6, pinned=True, priority=7, expires=8)
             assert _stored(backend) == {key: (record, Usage(5, 6, pinned=True, priority=7, expires=8), payload)}
 
     def test_touching_a_page_that_is_gone_does_not_bring_it_back(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.delete(key)
                 transaction.touch(key, Usage(9))
                 transaction.touch(bytes(16), Usage(9))
             assert _stored(backend) == {}
-            with backend.snapshot() as snapshot:
-                assert snapshot.usage(key) is None
+            with backend.view() as view:
+                assert view.usage(key) is None
 
     def test_namespaces_are_remembered_with_their_settings(self, tmp_path: Path) -> None:
         other = bytes(reversed(NAMESPACE))
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 _put(transaction, 1)
                 key, record = make_page(b"x", [1], parent=other, namespace=other)
                 transaction.put_namespace(other, b"{}")
                 transaction.put(key, record, Usage(1), b"x")
-            with backend.snapshot() as snapshot:
-                assert dict(snapshot.namespaces()) == {NAMESPACE: SETTINGS, other: b"{}"}
+            with backend.view() as view:
+                assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, other: b"{}"}
 
     def test_settings_of_a_namespace_can_be_dropped(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put_namespace(NAMESPACE, SETTINGS)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.drop_namespace(bytes(16))
                 transaction.drop_namespace(NAMESPACE)
-            with backend.snapshot() as snapshot:
+            with backend.view() as view:
                 # a backend may keep settings that no page needs
-                assert dict(snapshot.namespaces()) in ({}, {NAMESPACE: SETTINGS})
+                assert dict(view.namespaces()) in ({}, {NAMESPACE: SETTINGS})
 
     def test_notes_are_kept_or_forgotten_as_a_whole(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put_note(b"name", b"value")
                 transaction.put_note(b"other", b"")
-            with backend.snapshot() as snapshot:
-                generation = snapshot.generation
-                kept = snapshot.note(b"name")
+            with backend.view() as view:
+                generation = view.generation
+                kept = view.note(b"name")
                 assert kept in (None, b"value")
-                assert snapshot.note(b"unknown") is None
-            with suppress(_Rollback), backend.transaction() as transaction:
+                assert view.note(b"unknown") is None
+            with suppress(_Rollback), backend.update() as transaction:
                 transaction.put_note(b"name", b"changed")
                 raise _Rollback
-            with backend.snapshot() as snapshot:
-                assert snapshot.note(b"name") == kept
-            with backend.transaction() as transaction:
+            with backend.view() as view:
+                assert view.note(b"name") == kept
+            with backend.update() as transaction:
                 transaction.put_note(b"name", None)
                 transaction.put_note(b"unknown", None)
                 assert transaction.note(b"name") is None
-            with backend.snapshot() as snapshot:
-                assert (snapshot.note(b"name"), snapshot.generation) == (None, generation)
+            with backend.view() as view:
+                assert (view.note(b"name"), view.generation) == (None, generation)
 
     def test_the_calls_for_many_pages_answer_like_those_for_one(self, tmp_path: Path) -> None:
         payloads = [_payload(i, 3000 * i) for i in range(5)]
@@ -280,10 +280,10 @@ class BackendContract:
             pages.append(make_page(payload, [i, i], parent=parent, start=2 * i))
         keys = [key for key, _ in pages]
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for (key, record), payload in zip(pages[:4], payloads, strict=False):
                     transaction.put(key, record, Usage(record.start), payload)
-            for opened in (backend.snapshot, backend.transaction):
+            for opened in (backend.view, backend.update):
                 with opened() as view:
                     assert view.deepest(keys) == 4
                     assert [view.deepest(keys[:n]) for n in range(5)] == [0, 1, 2, 3, 4]
@@ -299,9 +299,9 @@ class BackendContract:
 
     def test_scrubbing_changes_nothing_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 gone, _ = _put(transaction, 1), _put(transaction, 2)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.delete(gone)
             before = _stored(backend)
             backend.scrub()
@@ -314,15 +314,15 @@ class BackendContract:
         payloads = [_payload(size, size) for size in sizes]
         keys: dict[bytes, bytes] = {}
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for i, payload in enumerate(payloads):
                     key, record = make_page(payload, [i])
                     memory: Buffer = (payload, bytearray(payload), memoryview(payload))[i % 3]
                     transaction.put(key, record, Usage(1), memory)
                     keys[key] = payload
-            with backend.snapshot() as snapshot:
+            with backend.view() as view:
                 for key, payload in keys.items():
-                    stored = snapshot.payload(key)
+                    stored = view.payload(key)
                     assert stored is not None
                     assert bytes(stored) == payload
 
@@ -331,7 +331,7 @@ class BackendContract:
         memory = bytearray(payload)
         key, record = make_page(payload, [1])
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put(key, record, Usage(1), memory)
                 memory[:] = bytes(len(memory))
             assert _stored(backend)[key][2] == payload
@@ -340,10 +340,10 @@ class BackendContract:
 
     def test_a_transaction_sees_what_it_has_done_and_nobody_else_does(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 old = _put(transaction, 1)
             before = _stored(backend)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 used = transaction.used
                 new = _put(transaction, 2, _payload(2, 50_000))
                 transaction.delete(old)
@@ -359,43 +359,43 @@ class BackendContract:
 
     def test_a_transaction_that_fails_leaves_no_trace(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 kept, touched = _put(transaction, 1), _put(transaction, 2)
-            with backend.snapshot() as snapshot:
-                generation, used, namespaces = snapshot.generation, snapshot.used, dict(snapshot.namespaces())
+            with backend.view() as view:
+                generation, used, namespaces = view.generation, view.used, dict(view.namespaces())
             before = _stored(backend)
-            with suppress(_Rollback), backend.transaction() as transaction:
+            with suppress(_Rollback), backend.update() as transaction:
                 transaction.delete(kept)
                 transaction.touch(touched, Usage(99, 99))
                 transaction.put_namespace(bytes(16), b"other")
                 _put(transaction, 3, _payload(3, 100_000))
                 raise _Rollback
             assert _stored(backend) == before
-            with backend.snapshot() as snapshot:
-                assert (snapshot.generation, snapshot.used) == (generation, used)
-                assert dict(snapshot.namespaces()) == namespaces
-                assert snapshot.changes(generation) == []
+            with backend.view() as view:
+                assert (view.generation, view.used) == (generation, used)
+                assert dict(view.namespaces()) == namespaces
+                assert view.changes(generation) == []
 
     def test_transactions_of_threads_take_turns(self, tmp_path: Path) -> None:
         rounds, workers = 20, 4
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1, last_used=0)
 
             def count() -> None:
                 for _ in range(rounds):
-                    with backend.transaction() as transaction:
+                    with backend.update() as transaction:
                         usage = transaction.usage(key)
                         assert usage is not None
                         time.sleep(0)  # an invitation to get in between
                         transaction.touch(key, Usage(usage.last_used + 1))
 
             _together(*[count] * workers)
-            with backend.snapshot() as snapshot:
-                assert snapshot.usage(key) == Usage(rounds * workers)
+            with backend.view() as view:
+                assert view.usage(key) == Usage(rounds * workers)
 
     def test_many_threads_read_whole_transactions_while_others_write(self, tmp_path: Path) -> None:
-        """Two pages are put and deleted together, so a snapshot that is older than both has both or neither."""
+        """Two pages are put and deleted together, so a view that is older than both has both or neither."""
         done = threading.Event()
         a, b = make_page(b"a", [1])[0], make_page(b"b", [2])[0]
         with self.opened(tmp_path) as backend:
@@ -403,12 +403,12 @@ class BackendContract:
             def write() -> None:
                 try:
                     for i in range(60):
-                        with backend.transaction() as transaction:
+                        with backend.update() as transaction:
                             for tokens in ([1], [2]):
                                 payload = _payload(i, 3000)
                                 key, record = make_page(payload, tokens)
                                 transaction.put(key, record, Usage(i), payload)
-                        with backend.transaction() as transaction:
+                        with backend.update() as transaction:
                             transaction.delete(a)
                             transaction.delete(b)
                 finally:
@@ -416,48 +416,48 @@ class BackendContract:
 
             def read() -> None:
                 while not done.is_set():
-                    with backend.snapshot() as snapshot:
-                        for key, record, _ in snapshot.scan():
-                            payload = snapshot.payload(key)
+                    with backend.view() as view:
+                        for key, record, _ in view.scan():
+                            payload = view.payload(key)
                             if isinstance(record, Record) and payload is not None:
-                                now = snapshot.record(key)
+                                now = view.record(key)
                                 assert now is None or checksum(payload) in (record.checksum, now.checksum)
 
             _together(write, read, read, read)
             assert _stored(backend) == {}
 
-    # -- snapshots ----------------------------------------------------------------------------------------------------
+    # -- views ----------------------------------------------------------------------------------------------------
 
     def test_a_payload_stays_as_it_is_while_the_snapshot_is_open(self, tmp_path: Path) -> None:
         payload = _payload(1, 300_000)
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1, payload)
-            with backend.snapshot() as snapshot:
-                stored = snapshot.payload(key)
+            with backend.view() as view:
+                stored = view.payload(key)
                 assert stored is not None
 
                 def overwrite() -> None:
-                    with backend.transaction() as transaction:
+                    with backend.update() as transaction:
                         transaction.delete(key)
                     backend.reclaim()
                     for i in range(2, 12):
-                        with backend.transaction() as transaction:
+                        with backend.update() as transaction:
                             _put(transaction, i, _payload(i, 300_000))
 
                 _together(overwrite)
                 assert bytes(stored) == payload
-            with backend.snapshot() as snapshot:
-                assert snapshot.payload(key) is None
+            with backend.view() as view:
+                assert view.payload(key) is None
 
     def test_a_snapshot_may_be_handed_to_another_thread(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1)
-            with backend.snapshot() as snapshot:
+            with backend.view() as view:
                 read: list[object] = []
-                _together(lambda: read.append(snapshot.record(key)))
-                assert read == [snapshot.record(key)]
+                _together(lambda: read.append(view.record(key)))
+                assert read == [view.record(key)]
                 assert read != [None]
 
     # -- generations --------------------------------------------------------------------------------------------------
@@ -466,12 +466,12 @@ class BackendContract:
         with self.opened(tmp_path) as backend:
 
             def step(work: Callable[[Transaction], object]) -> int:
-                with backend.snapshot() as snapshot:
-                    before = snapshot.generation
-                with backend.transaction() as transaction:
+                with backend.view() as view:
+                    before = view.generation
+                with backend.update() as transaction:
                     work(transaction)
-                with backend.snapshot() as snapshot:
-                    return snapshot.generation - before
+                with backend.view() as view:
+                    return view.generation - before
 
             key, _ = make_page(_payload(1, 101), [1, 2])
             assert step(lambda transaction: transaction.record(key)) == 0
@@ -487,19 +487,19 @@ class BackendContract:
         with self.opened(tmp_path) as backend:
             for i in range(12):
                 changed: set[bytes] = set()
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     changed |= {_put(transaction, 10 * i + j) for j in range(3)}
                     if i:
                         gone = make_page(_payload(10 * i - 10, 100 + (10 * i - 10) % 50), [10 * i - 10, 10 * i - 9])[0]
                         assert transaction.delete(gone)
                         changed.add(gone)
-                with backend.snapshot() as snapshot:
-                    done.append((snapshot.generation, changed))
-            with backend.snapshot() as snapshot:
-                assert snapshot.changes(done[-1][0]) == []
-                assert snapshot.changes(done[-1][0] + 1) is None
-                assert snapshot.changes(2**40) is None
-                known = [snapshot.changes(generation) for generation, _ in done]
+                with backend.view() as view:
+                    done.append((view.generation, changed))
+            with backend.view() as view:
+                assert view.changes(done[-1][0]) == []
+                assert view.changes(done[-1][0] + 1) is None
+                assert view.changes(2**40) is None
+                known = [view.changes(generation) for generation, _ in done]
             for i, keys in enumerate(known):
                 if keys is not None:
                     assert set(keys) == set().union(*(changed for _, changed in done[i + 1 :]))
@@ -509,18 +509,18 @@ class BackendContract:
 
     def test_changes_come_oldest_first(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 first = _put(transaction, 1)
-            with backend.snapshot() as snapshot:
-                since = snapshot.generation
+            with backend.view() as view:
+                since = view.generation
             keys = []
             for i in range(2, 6):
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     keys.append(_put(transaction, i))
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.delete(first)
-            with backend.snapshot() as snapshot:
-                assert snapshot.changes(since) == [*keys, first]
+            with backend.view() as view:
+                assert view.changes(since) == [*keys, first]
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -529,10 +529,10 @@ class BackendContract:
         keys: list[bytes] = []
         with self.opened(tmp_path) as backend:
             for i in range(150):
-                with backend.snapshot() as snapshot:
-                    before = snapshot.used
+                with backend.view() as view:
+                    before = view.used
                 cost = 0
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     transaction.put_namespace(NAMESPACE, SETTINGS)
                     for _ in range(chance.choice([1, 1, 2, 5])):
                         payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
@@ -545,48 +545,48 @@ class BackendContract:
                         keys.append(key)
                     if i % 3 == 0:
                         transaction.delete(keys.pop(chance.randrange(len(keys))))
-                with backend.snapshot() as snapshot:
-                    assert snapshot.used.bytes - before.bytes <= cost
-                    assert snapshot.used.entries == len(keys)
+                with backend.view() as view:
+                    assert view.used.bytes - before.bytes <= cost
+                    assert view.used.entries == len(keys)
 
     def test_used_is_at_least_what_the_payloads_weigh_and_shrinks_when_they_go(self, tmp_path: Path) -> None:
         sizes = [10, 1000, 100_000, 1 << 20]
         with self.opened(tmp_path) as backend:
-            with backend.snapshot() as snapshot:
-                empty = snapshot.used
-            with backend.transaction() as transaction:
+            with backend.view() as view:
+                empty = view.used
+            with backend.update() as transaction:
                 keys = [_put(transaction, i, _payload(i, size)) for i, size in enumerate(sizes)]
-            with backend.snapshot() as snapshot:
-                full = snapshot.used
+            with backend.view() as view:
+                full = view.used
                 assert full.bytes - empty.bytes >= sum(sizes)
                 assert full.entries == len(sizes)
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for key in keys:
                     transaction.delete(key)
-            with backend.snapshot() as snapshot:
-                assert snapshot.used.entries == 0
-                assert snapshot.used.bytes - empty.bytes <= 32_768
+            with backend.view() as view:
+                assert view.used.entries == 0
+                assert view.used.bytes - empty.bytes <= 32_768
 
     def test_reclaim_and_sync_change_nothing_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 keys = [_put(transaction, i) for i in range(5)]
                 transaction.delete(keys[0])
             before = _stored(backend)
-            with backend.snapshot() as snapshot:
-                generation = snapshot.generation
+            with backend.view() as view:
+                generation = view.generation
             backend.sync()
             backend.reclaim()
             backend.sync()
             assert _stored(backend) == before
-            with backend.snapshot() as snapshot:
-                assert snapshot.generation == generation
+            with backend.view() as view:
+                assert view.generation == generation
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def test_closing_twice_does_nothing(self, tmp_path: Path) -> None:
         backend = self.open_backend(tmp_path)
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             _put(transaction, 1)
         location = backend.location
         backend.close()
@@ -596,14 +596,14 @@ class BackendContract:
 
     def test_a_forked_child_reads_and_writes_and_leaves_the_parent_alone(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 key = _put(transaction, 1)
             before = _stored(backend)
 
             def child() -> bool:
                 backend.after_fork()
                 found = _stored(backend) == before
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     new = _put(transaction, 2)
                 wrote = set(_stored(backend)) == {key, new}
                 backend.close()
@@ -611,7 +611,7 @@ class BackendContract:
 
             assert _in_child(child)
             assert _stored(backend)[key] == before[key]
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 another = _put(transaction, 3)
             assert another in _stored(backend)
 
@@ -624,13 +624,13 @@ class BackendContract:
                 number = 0
                 while not stop.is_set():
                     number += 1
-                    with backend.transaction() as transaction:
+                    with backend.update() as transaction:
                         _put(transaction, number % 20, _payload(number % 7, 2000))
                     backend.sync()
 
             def child() -> bool:
                 backend.after_fork()
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     key = _put(transaction, 100)
                 return key in _stored(backend)
 
@@ -653,43 +653,43 @@ class PersistentBackendContract(BackendContract):
 
     def test_what_was_committed_is_there_after_it_is_opened_again(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 keys = [_put(transaction, i, _payload(i, 10_000 * i)) for i in range(5)]
                 transaction.touch(keys[0], Usage(7, 8, pinned=True))
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.delete(keys[1])
             before = _stored(backend)
-            with backend.snapshot() as snapshot:
-                state = (snapshot.generation, snapshot.used, dict(snapshot.namespaces()), snapshot.changes(1))
+            with backend.view() as view:
+                state = (view.generation, view.used, dict(view.namespaces()), view.changes(1))
             backend.sync()
         with closing(self.reopen(tmp_path)) as backend:
             assert _stored(backend) == before
-            with backend.snapshot() as snapshot:
-                assert (snapshot.generation, snapshot.used, dict(snapshot.namespaces()), snapshot.changes(1)) == state
+            with backend.view() as view:
+                assert (view.generation, view.used, dict(view.namespaces()), view.changes(1)) == state
 
     def test_two_who_open_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
         with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
-            with one.snapshot() as snapshot:
-                since = snapshot.generation
-            with one.transaction() as transaction:
+            with one.view() as view:
+                since = view.generation
+            with one.update() as transaction:
                 first = _put(transaction, 1)
-            with two.transaction() as transaction:
+            with two.update() as transaction:
                 assert transaction.record(first) is not None
                 second = _put(transaction, 2)
                 transaction.delete(first)
-            with one.snapshot() as snapshot:
-                assert snapshot.record(first) is None
-                assert snapshot.record(second) is not None
-                assert snapshot.changes(since) == [first, second, first]
+            with one.view() as view:
+                assert view.record(first) is None
+                assert view.record(second) is not None
+                assert view.changes(since) == [first, second, first]
 
     def test_one_may_close_while_the_other_goes_on(self, tmp_path: Path) -> None:
         one, two = self.open_backend(tmp_path), self.reopen(tmp_path)
-        with one.transaction() as transaction:
+        with one.update() as transaction:
             key = _put(transaction, 1)
         one.close()
         one.close()
         assert set(_stored(two)) == {key}
-        with two.transaction() as transaction:
+        with two.update() as transaction:
             transaction.delete(key)
         two.close()
         with closing(self.reopen(tmp_path)) as three:
@@ -701,7 +701,7 @@ class PersistentBackendContract(BackendContract):
 
             def child() -> bool:
                 backend.after_fork()
-                with backend.transaction() as transaction:
+                with backend.update() as transaction:
                     _put(transaction, 2)
                 backend.close()
                 return True

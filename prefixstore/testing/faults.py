@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
-from prefixstore.engine.budget import Used
+from prefixstore.backends.base import Backend, Transaction, Used, View
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["FaultyBackend", "Operation", "SlowBackend"]
 
-Operation: TypeAlias = Literal["snapshot", "record", "payload", "transaction", "put", "delete", "commit", "sync"]
+Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "delete", "commit", "sync"]
 
 
-class _WrappedSnapshot(Snapshot):
-    def __init__(self, inner: Snapshot, before: Callable[[Operation], None]) -> None:
+class _WrappedView(View):
+    def __init__(self, inner: View, before: Callable[[Operation], None]) -> None:
         self._snapshot = inner
         self._before = before
 
@@ -58,7 +57,7 @@ class _WrappedSnapshot(Snapshot):
         return self._snapshot.used
 
 
-class _WrappedTransaction(_WrappedSnapshot, Transaction):
+class _WrappedTransaction(_WrappedView, Transaction):
     def __init__(self, inner: Transaction, before: Callable[[Operation], None]) -> None:
         super().__init__(inner, before)
         self._transaction = inner
@@ -102,15 +101,15 @@ class _WrappedBackend(Backend):
         return self._backend.location
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
-        self._before("snapshot")
-        with self._backend.snapshot() as snapshot:
-            yield _WrappedSnapshot(snapshot, self._before)
+    def view(self) -> Iterator[View]:
+        self._before("view")
+        with self._backend.view() as view:
+            yield _WrappedView(view, self._before)
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
-        self._before("transaction")
-        with self._backend.transaction() as transaction:
+    def update(self) -> Iterator[Transaction]:
+        self._before("update")
+        with self._backend.update() as transaction:
             yield _WrappedTransaction(transaction, self._before)
             # raised here, it takes the transaction back
             self._before("commit")
@@ -143,7 +142,7 @@ class FaultyBackend(_WrappedBackend):
     backend
         Does the work; closed with this one.
     operation
-        What fails: ``"snapshot"``, ``"record"``, ``"payload"``, ``"transaction"``, ``"put"``, ``"delete"``,
+        What fails: ``"view"``, ``"record"``, ``"payload"``, ``"update"``, ``"put"``, ``"delete"``,
         ``"commit"`` (nothing of the transaction stays) or ``"sync"``.
     error
         What is raised; `UnavailableError` by default.

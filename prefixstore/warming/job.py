@@ -1,7 +1,7 @@
 """Warming: a list of prompts into a store, each shared prefix computed once.
 
-The prompts are the leaves of a trie of tokens (`prefixstore.warming.trie`), which is walked depth first (`prefixstore.warming.walk`).
-Jobs on one list divide it by leases (`prefixstore.warming.leases`).
+The prompts are the leaves of a trie of tokens (`trie`), which is walked depth first (`walk`). Jobs on one list divide it by
+leases (`leases`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.engine.new_page import NewPage
+from prefixstore.engine.catalog import NewPage
 from prefixstore.format.keys import as_tokens, boundary_hash
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
@@ -80,16 +80,16 @@ class Member:
         parent = namespace.key
         for start in range(0, len(raw), 4 * P):
             piece = raw[start : start + 4 * P]
-            snapshot = len(piece) < 4 * P and self.chance.random() < 0.3
-            form = SNAPSHOT if snapshot else PAGE
+            view = len(piece) < 4 * P and self.chance.random() < 0.3
+            form = SNAPSHOT if view else PAGE
             key = boundary_hash(parent, piece, form)
             if not engine.has(key):
                 state = state_of(key)
-                lease = writer.lease(len(state))
-                if lease is None:
+                buffer = writer.acquire(len(state))
+                if buffer is None:
                     return
-                lease.view[:] = state
-                new = NewPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, lease, start, form)
+                buffer.view[:] = state
+                new = NewPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
                 writer.submit(new)
             parent = key
 

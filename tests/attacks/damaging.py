@@ -38,7 +38,7 @@ def build(scheme: str, directory: Path) -> None:
             sequences = [[i * 100 + j + k for k in range(12)] for j in range(10)]
             fill(backend, SETTINGS, sequences, size=rng.choice([300, 3000, 9000, 20000]))
         for key in rng.sample(sorted(contents(backend)), 60):
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.delete(key)
 
 
@@ -74,10 +74,10 @@ def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
 
 def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
     """All states that can be had."""
-    with backend.snapshot() as snapshot:
-        for key, _, _ in snapshot.scan():
+    with backend.view() as view:
+        for key, _, _ in view.scan():
             try:
-                record, payload = snapshot.record(key), snapshot.payload(key)
+                record, payload = view.record(key), view.payload(key)
                 if record is not None and payload is not None:
                     yield key, bytes(decode(record, payload))
             except StorageError:
@@ -91,13 +91,13 @@ def use(place: str, good: dict[bytes, bytes]) -> str:
             for key, state in states(backend):
                 if good.get(key) != state:
                     return f"wrong state under {key.hex()}"
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for key in list(good)[:7]:
                     transaction.delete(key)
             (path,) = fill(backend, SETTINGS, [[900_000 + i for i in range(12)]], size=5000)
-            with backend.snapshot() as snapshot:
-                list(snapshot.payload_keys())
-                _ = snapshot.namespaces(), snapshot.used, snapshot.changes(1)
+            with backend.view() as view:
+                list(view.payload_keys())
+                _ = view.namespaces(), view.used, view.changes(1)
             backend.reclaim()
             return "used" if set(path) <= dict(states(backend)).keys() else "what was written is not there"
     except StorageError as error:

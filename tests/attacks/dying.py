@@ -57,7 +57,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 def _serve() -> None:
     """Read orders, one a line; fork a child for each, and say how it ended."""
-    for module in ("lmdb", "sql", "sqlite", "postgresql"):
+    for module in ("lmdb.backend", "sql.backend", "sql.sqlite", "sql.postgresql"):
         # once here, instead of in each child
         importlib.import_module(f"prefixstore.backends.{module}")
     for line in sys.stdin:

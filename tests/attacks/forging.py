@@ -88,15 +88,15 @@ def moved(state: bytes, by: int) -> bytes:
 @contextmanager
 def replaced(backend: Backend, key: bytes, payload: bytes) -> Iterator[None]:
     """Other bytes under a key, with a checksum that fits them; the old ones again afterwards."""
-    with backend.snapshot() as snapshot:
-        record, usage, good = snapshot.record(key), snapshot.usage(key), bytes(snapshot.payload(key))
+    with backend.view() as view:
+        record, usage, good = view.record(key), view.usage(key), bytes(view.payload(key))
     forged = replace(record, codec=0, raw_bytes=len(payload), stored_bytes=len(payload), checksum=checksum(payload))
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put(key, forged, usage, payload)
     try:
         yield
     finally:
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.put(key, record, usage, good)
 
 
@@ -121,8 +121,8 @@ def forge(
     backend = open_backend(location, max_bytes=1 << 30)
     with PrefixStore(location, bound, **SETTINGS, read_only=True) as store, closing(backend):
         llm.set_cache(store)
-        with backend.snapshot() as snapshot:
-            states = {key: bytes(decode(record, snapshot.payload(key))) for key, record, _ in snapshot.scan()}
+        with backend.view() as view:
+            states = {key: bytes(decode(record, view.payload(key))) for key, record, _ in view.scan()}
         cases = [(key, *case) for key, state in sorted(states.items()) if state for case in forgeries(state)]
         for key, name, payload in cases[first::step]:
             print(f"{key.hex()}: {name}", flush=True)

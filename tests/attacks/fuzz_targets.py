@@ -21,10 +21,9 @@ import xxhash
 with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError, prompts
     from prefixstore.config import load_config
-    from prefixstore.format.codec import decode
+    from prefixstore.format.codec import PACKINGS, decode
     from prefixstore.format.keys import boundary_hash
     from prefixstore.format.namespace import Namespace
-    from prefixstore.format.packing import PACKINGS
     from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
     from prefixstore.llama.parse import parse_context, parse_sequence
     from prefixstore.llama.shape import shape_of, shape_of_sequence

@@ -33,16 +33,16 @@ def look_at(location: str) -> str:
     Where none is, one is made, as for any user.
     """
     with closing(open_backend(location, max_bytes=BUDGET.max_bytes)) as backend:
-        with backend.snapshot() as snapshot:
-            problems = violations(snapshot, BUDGET)
+        with backend.view() as view:
+            problems = violations(view, BUDGET)
             assert problems == [], problems
             pages = 0
-            for key, record, _ in snapshot.scan():
+            for key, record, _ in view.scan():
                 # past the store: the bytes are those of the key, whatever the record says
-                assert bytes(decode(record, snapshot.payload(key))) == state_of(key)
+                assert bytes(decode(record, view.payload(key))) == state_of(key)
                 pages += 1
-            assert snapshot.used.entries == pages
-            found = digest(snapshot)
+            assert view.used.entries == pages
+            found = digest(view)
         if location.startswith("lmdb"):
             data = Path(location.removeprefix("lmdb://")) / "data.mdb"
             # each page of the file is in use or free
@@ -64,23 +64,23 @@ def look_without_writing(location: str) -> None:
     """Verify a store that nobody has opened for writing since whatever happened to it."""
     with (
         closing(open_backend(location, max_bytes=BUDGET.max_bytes, read_only=True)) as backend,
-        backend.snapshot() as snapshot,
+        backend.view() as view,
     ):
-        problems = violations(snapshot, BUDGET)
+        problems = violations(view, BUDGET)
         assert problems == [], problems
 
 
 def pack() -> str:
     """A file of pages to import, as hexadecimal digits."""
-    from prefixstore.buffers import Buffers
+    from prefixstore.buffers import BufferPool
 
     file = io.BytesIO()
     with Archive("memory:") as archive:
-        with archive.backend.transaction() as transaction:
+        with archive.backend.update() as transaction:
             for settings, tokens in ((SPACES[0], [2, 2, 2, 2, 1, 1, 1, 1, 0]), (SPACES[1], [2, 2, 1, 0, 0, 0])):
                 transaction.put_namespace(settings.key, settings.canonical)
-                for new in pages_of(settings, tokens, Buffers(1 << 24).lease):
-                    page, state = new.page, bytes(new.lease.view)
+                for new in pages_of(settings, tokens, BufferPool(1 << 24).acquire):
+                    page, state = new.page, bytes(new.buffer.view)
                     some = memoryview(page.tokens).cast("i").tolist()
                     key, record = make_page(state, some, parent=page.parent, start=page.start, namespace=page.namespace)
                     transaction.put(key, record, Usage(page.last_used), state)

@@ -18,7 +18,7 @@ from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import Ordering, lru
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaging import MIB, build, location
 from tests.support.models import TORTURE, answer, prompt
@@ -106,8 +106,8 @@ def test_bytes_of_a_page_that_change_are_noticed_and_the_page_is_computed_anew(l
     store = PrefixStore(place, llm, **settings)
     complete(store)
     store.flush()
-    with store._engine._backend.snapshot() as snapshot:
-        payload = bytes(snapshot.payload(rng.choice(sorted(key for key, _, _ in snapshot.scan()))))
+    with store._engine._backend.view() as view:
+        payload = bytes(view.payload(rng.choice(sorted(key for key, _, _ in view.scan()))))
     if not running:
         store.close()
     hurt(file, payload, rng)
@@ -165,7 +165,7 @@ def test_whatever_is_at_a_location_is_refused_cleanly_or_used(tmp_path, scheme, 
         "from prefixstore import PrefixStore, PrefixStoreError\n"
         "from prefixstore.backends import open_backend\n"
         "try:\n"
-        "    with open_backend(sys.argv[1], max_bytes=1 << 26).snapshot() as s: print(len(list(s.scan())))\n"
+        "    with open_backend(sys.argv[1], max_bytes=1 << 26).view() as s: print(len(list(s.scan())))\n"
         "except PrefixStoreError as error: print(type(error).__name__)\n"
     )
     done = subprocess.run(

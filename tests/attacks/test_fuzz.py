@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from prefixstore.backends import open_backend
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.config import load_config
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
 from prefixstore.format.namespace import Namespace
@@ -91,7 +91,7 @@ def test_a_page_that_does_not_stand_where_the_one_before_ends_is_not_found_and_g
     location = place(scheme, tmp_path, request)
     payload = b"x" * 100
     key, record = first_page(start=start)
-    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.transaction() as transaction:
+    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
         transaction.put_namespace(SPACE.key, SPACE.canonical)
         transaction.put(key, record, Usage(1), payload)
     with Archive(location) as archive:
@@ -148,7 +148,7 @@ def test_settings_that_are_no_canonical_ones_are_refused_and_stop_nobody(tmp_pat
         PackReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
     # where they are in a store already
     location = f"lmdb://{tmp_path / 'kv'}"
-    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.transaction() as transaction:
+    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
         transaction.put_namespace(key, settings)
         transaction.put(*page, Usage(1), b"x" * 100)
     with Archive(location) as archive:
@@ -159,21 +159,21 @@ def test_settings_that_are_no_canonical_ones_are_refused_and_stop_nobody(tmp_pat
 
 
 def test_a_buffer_that_cannot_be_had_takes_no_room_of_those_that_can():
-    buffers = Buffers(1000)
+    buffers = BufferPool(1000)
     with pytest.raises((MemoryError, ValueError)):
-        buffers.lease(2**62, wait=True)
+        buffers.acquire(2**62, wait=True)
     assert buffers.leased == 0
-    assert buffers.lease(1000, wait=False) is not None
+    assert buffers.acquire(1000, wait=False) is not None
 
 
 def test_a_payload_that_claims_more_than_there_is_memory_is_an_error_of_ours(tmp_path):
     key, record = first_page(stored_bytes=2**61, checksum=checksum(b"x"))
     with closing(open_backend(f"sqlite:///{tmp_path / 'kv.db'}", max_bytes=64 << 20)) as backend:
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.put_namespace(SPACE.key, SPACE.canonical)
             transaction.put(key, record, Usage(1), b"x")
-        with backend.snapshot() as snapshot, pytest.raises(UnavailableError, match="memory"):
-            list(snapshot.fetch([key]))
+        with backend.view() as view, pytest.raises(UnavailableError, match="memory"):
+            list(view.fetch([key]))
 
 
 # -- states, prompts, configurations ----------------------------------------------------------------------------------

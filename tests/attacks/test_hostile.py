@@ -25,8 +25,8 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.errors import CorruptError, StorageError
-from prefixstore.format.codec import decode, pick
-from prefixstore.format.packing import PACKINGS
+from prefixstore.format.autocodec import pick
+from prefixstore.format.codec import PACKINGS, decode
 from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
 from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from prefixstore.stats import Counters
@@ -101,12 +101,12 @@ def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_
         forget(llm)
         answer(llm, tokens, 4)
         store.flush()
-        with store._engine._backend.snapshot() as snapshot:
-            pages = {record.start: (key, record, usage) for key, record, usage in snapshot.scan()}
+        with store._engine._backend.view() as view:
+            pages = {record.start: (key, record, usage) for key, record, usage in view.scan()}
             key, record, usage = pages[128]
-            state = bytes(decode(record, snapshot.payload(key)))
+            state = bytes(decode(record, view.payload(key)))
     forged = moved(state, 64)
-    with closing(open_backend(location, max_bytes=1 << 30)) as backend, backend.transaction() as transaction:
+    with closing(open_backend(location, max_bytes=1 << 30)) as backend, backend.update() as transaction:
         raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
         transaction.put(key, replace(record, **raw), usage, forged)
     with PrefixStore(location, llm, **settings) as store:

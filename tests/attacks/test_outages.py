@@ -137,7 +137,7 @@ def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_fo
 
 def test_a_slow_writer_drops_pages_within_its_memory_and_no_completion_waits(llama, weather):
     with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
-        weather().slow, weather().seconds = ("transaction", "put", "delete"), 0.4
+        weather().slow, weather().seconds = ("update", "put", "delete"), 0.4
         waited = []
         for seed in range(6):
             waited.append(server.ask(seed))
@@ -188,7 +188,7 @@ def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeyp
     store = PrefixStore("memory:", llm)
     server = Server(llm, store)
     server.learn(0)
-    weather().slow = ("transaction", "sync")
+    weather().slow = ("update", "sync")
     weather().gate.clear()
     server.ask(0)
     started = time.monotonic()

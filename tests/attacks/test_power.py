@@ -195,9 +195,9 @@ def test_a_store_is_recognized_whose_file_grew_while_the_power_failed(tmp_path):
     whole[28:32] = (int.from_bytes(whole[28:32], "big") + 3).to_bytes(4, "big")
     copy.write_bytes(whole)
     Path(f"{copy}-wal").write_bytes(log)
-    with closing(open_backend(f"sqlite:///{copy}", max_bytes=1 << 24)) as backend, backend.snapshot() as snapshot:
-        assert violations(snapshot, Budget(1 << 24)) == []
-        assert snapshot.used.entries == 1
+    with closing(open_backend(f"sqlite:///{copy}", max_bytes=1 << 24)) as backend, backend.view() as view:
+        assert violations(view, Budget(1 << 24)) == []
+        assert view.used.entries == 1
 
 
 def test_opening_a_store_to_look_does_not_let_its_file_grow(tmp_path):

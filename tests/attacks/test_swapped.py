@@ -22,13 +22,13 @@ MIB = 1 << 20
 def states(location: str) -> dict[bytes, bytes]:
     """All states that can be had, by every way to read them."""
     found: dict[bytes, bytes] = {}
-    with closing(open_backend(location, max_bytes=64 * MIB)) as backend, backend.snapshot() as snapshot:
-        for key, record, _ in snapshot.scan():
+    with closing(open_backend(location, max_bytes=64 * MIB)) as backend, backend.view() as view:
+        for key, record, _ in view.scan():
             if isinstance(record, Record):
                 with suppress(StorageError):
-                    found[key] = bytes(decode(record, snapshot.payload(key) or b""))
+                    found[key] = bytes(decode(record, view.payload(key) or b""))
                 with suppress(StorageError):
-                    for one, payload in snapshot.fetch([key]):
+                    for one, payload in view.fetch([key]):
                         assert found.get(key) in (None, bytes(decode(one, payload)))
                         found[key] = bytes(decode(one, payload))
     return found
@@ -54,9 +54,9 @@ def test_payloads_under_each_others_keys_are_no_states(tmp_path, request, scheme
         paths = fill(backend, space(), [list(range(8)), [9] * 8], size=size)
         good = {key: payload for key, (_, _, payload) in contents(backend).items()}
         (_, one), (_, other) = paths
-        with backend.snapshot() as snapshot:
-            records = {key: (snapshot.record(key), snapshot.usage(key)) for key in (one, other)}
-        with backend.transaction() as transaction:
+        with backend.view() as view:
+            records = {key: (view.record(key), view.usage(key)) for key in (one, other)}
+        with backend.update() as transaction:
             transaction.put(one, *records[one], good[other])
             transaction.put(other, *records[other], good[one])
     mend(location, good, {one, other})
@@ -69,10 +69,10 @@ def test_a_record_under_the_key_of_another_page_is_none(tmp_path, request, schem
     with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
         (path, other) = fill(backend, space(), [list(range(8)), [9] * 4])
         good = {key: payload for key, (_, _, payload) in contents(backend).items()}
-        with backend.snapshot() as snapshot:
-            record, usage = snapshot.record(path[0]), snapshot.usage(path[0])
+        with backend.view() as view:
+            record, usage = view.record(path[0]), view.usage(path[0])
         # SQL refuses to write it at all
-        with suppress(StorageError), backend.transaction() as transaction:
+        with suppress(StorageError), backend.update() as transaction:
             transaction.put(other[0], replace(record), usage, good[path[0]])
     if scheme == "lmdb":
         mend(location, good, {other[0]})

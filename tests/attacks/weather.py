@@ -32,7 +32,7 @@ class Weather(SlowBackend):
     def __init__(self, backend):
         super().__init__(backend, 0.0)
         self.seconds = 0.0
-        self.slow: tuple[Operation, ...] = ("snapshot", "payload", "record", "transaction", "put", "delete", "sync")
+        self.slow: tuple[Operation, ...] = ("view", "payload", "record", "update", "put", "delete", "sync")
         self.fails = False
         self.gate = threading.Event()
         self.gate.set()

@@ -16,16 +16,16 @@ import numpy as np
 import xxhash
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.base import Backend, Snapshot
+from prefixstore.backends.base import Backend, View
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import UnavailableError
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, boundary_hash
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
@@ -45,16 +45,16 @@ def state_of(key: bytes) -> bytes:
     return np.random.default_rng(int.from_bytes(key, "little")).bytes(key[0] * 60 % 12_000)
 
 
-def digest(snapshot: Snapshot) -> str:
+def digest(view: View) -> str:
     """All that a store holds, to the last bit."""
     hasher = xxhash.xxh3_128()
-    for key, record, usage in sorted(snapshot.scan(), key=lambda page: page[0]):
-        payload = snapshot.payload(key)
+    for key, record, usage in sorted(view.scan(), key=lambda page: page[0]):
+        payload = view.payload(key)
         for part in (key, record.pack(), usage.pack(), payload if payload is not None else b"none"):
             hasher.update(part)
-    for key, settings in sorted(snapshot.namespaces().items()):
+    for key, settings in sorted(view.namespaces().items()):
         hasher.update(key + settings)
-    hasher.update(snapshot.note(b"note") or b"")
+    hasher.update(view.note(b"note") or b"")
     return hasher.hexdigest()
 
 
@@ -109,9 +109,9 @@ class Watched:
         return getattr(self._backend, name)
 
     @contextmanager
-    def transaction(self) -> Iterator[Any]:
+    def update(self) -> Iterator[Any]:
         self._point()
-        with self._backend.transaction() as transaction:
+        with self._backend.update() as transaction:
             self._say("found", digest(transaction))
             yield _Writing(transaction, self._point)
             self._say("about", digest(transaction))
@@ -143,15 +143,15 @@ class Watched:
         return freed
 
 
-def pages_of(settings: Any, tokens: list[int], lease: Callable[[int], Any], form: int = PAGE) -> Iterator[NewPage]:
-    """The pages of a sequence, or a snapshot at its end, as captured now."""
+def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], form: int = PAGE) -> Iterator[NewPage]:
+    """The pages of a sequence, or a view at its end, as captured now."""
     raw, parent = as_tokens(tokens).tobytes(), settings.key
     for start in range(0, len(raw), 4 * P):
         piece = raw[start : start + 4 * P]
         is_last = start + 4 * P >= len(raw)
         key = boundary_hash(parent, piece, form if is_last else PAGE)
         state = state_of(key)
-        view = lease(len(state))
+        view = acquire(len(state))
         view.view[:] = state
         yield NewPage.of(
             settings.key, settings.canonical, parent, start // 4, piece, view, form=form if is_last else PAGE
@@ -167,18 +167,18 @@ class Work:
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
         counters = Counters()
         backend = open_backend(location, max_bytes=BUDGET.max_bytes)
-        with backend.snapshot() as snapshot:
-            say("found", digest(snapshot))
+        with backend.view() as view:
+            say("found", digest(view))
         self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), counters)
         self._writer = Writer(self.engine, 1 << 24, False, counters, read_only=False)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
         """All that is not there of a sequence, in one batch."""
         self.engine.match(settings.key, as_tokens(tokens), P)
-        news = list(pages_of(settings, tokens, self._writer.lease, form))
+        news = list(pages_of(settings, tokens, self._writer.acquire, form))
         self.engine.commit([new for new in news if self.engine.announce(new)])
         for new in news:
-            new.lease.release()
+            new.buffer.release()
 
     def use(self, settings: Any, tokens: list[int]) -> None:
         path = self.engine.match(settings.key, as_tokens(tokens), P)

@@ -23,12 +23,12 @@ from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.location import cache_directory
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import (
     FullError,
     InvalidParameterError,
@@ -36,7 +36,7 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import boundary_hash
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
@@ -84,15 +84,15 @@ class TestWrapped(BackendContract):
 def put(backend, number, size=1000):
     payload = np.random.default_rng(number).bytes(size)
     key, record = make_page(payload, [number])
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put_namespace(record.namespace, b"{}")
         transaction.put(key, record, Usage(number), payload)
     return key
 
 
 def keys_of(backend):
-    with backend.snapshot() as snapshot:
-        return {key for key, _, _ in snapshot.scan()}
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
 
 
 def python(code, *arguments, **options):
@@ -102,14 +102,14 @@ def python(code, *arguments, **options):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[2],
         **options,
     )
 
 
 WRITER = """
 import sys
-from test_backends import LMDBBackend, put
+from tests.backends.test_contract import LMDBBackend, put
 backend = LMDBBackend(sys.argv[1], int(sys.argv[2]))
 print("open", flush=True)
 for line in sys.stdin:
@@ -219,7 +219,7 @@ def test_two_threads_that_fork_at_once_both_get_a_child():
             statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
         threads = [threading.Thread(target=fork, daemon=True) for _ in range(2)]
-        with backend.transaction():
+        with backend.update():
             for thread in threads:
                 thread.start()
             started.wait()  # both are about to fork, and have to wait for this transaction
@@ -235,15 +235,15 @@ def forgets_old_changes(backend):
     with closing(backend):
         written = []
         for i in range(6):
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 changed = []
                 for number in (10 * i, 10 * i + 1):
                     key, record = make_page(b"x", [number])
                     transaction.put(key, record, Usage(1), b"x")
                     changed.append(key)
                 written.append(changed)
-        with backend.snapshot() as snapshot:
-            known = [snapshot.changes(since) for since in range(7)]
+        with backend.view() as view:
+            known = [view.changes(since) for since in range(7)]
         expected = [[key for keys in written[since:] for key in keys] for since in range(7)]
         assert known == [None, None, None, *expected[3:]]
 
@@ -351,7 +351,7 @@ def test_read_only_creates_nothing_and_writes_nothing(tmp_path):
 def test_a_closed_backend_says_so(tmp_path):
     backend = LMDBBackend(tmp_path / "kv", MIB)
     backend.close()
-    for use in (backend.snapshot, backend.transaction):
+    for use in (backend.view, backend.update):
         with pytest.raises(UnavailableError, match="closed"), use():
             raise AssertionError("it opened")
 
@@ -372,7 +372,7 @@ def test_a_location_opened_twice_is_one_environment_until_both_are_closed(tmp_pa
 def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
     code = """
 import sys
-from test_backends import LMDBBackend, put
+from tests.backends.test_contract import LMDBBackend, put
 sys.stdin.read()  # until all are ready
 backend = LMDBBackend(sys.argv[1], 1 << 24)
 print(put(backend, int(sys.argv[2])).hex())
@@ -413,23 +413,23 @@ lmdb.LMDBBackend(sys.argv[1], 1 << 24)
 
 def test_a_second_process_writes_while_this_one_reads(tmp_path):
     with closing(LMDBBackend(tmp_path, 8 * MIB)) as backend, Process(tmp_path, 8 * MIB) as other:
-        with backend.snapshot() as old:
+        with backend.view() as old:
             first = other.put(1)
             assert old.record(first) is None
             assert old.changes(0) == []
         assert keys_of(backend) == {first}
         second = put(backend, 2)
         third = other.put(3)
-        with backend.snapshot() as snapshot:
-            assert snapshot.changes(0) == [first, second, third]
+        with backend.view() as view:
+            assert view.changes(0) == [first, second, third]
 
 
 def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
     with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
         small = backend._environment.env.info()["map_size"]
         key = other.put(1, 8 * MIB)
-        with backend.snapshot() as snapshot:
-            assert len(snapshot.payload(key)) == 8 * MIB
+        with backend.view() as view:
+            assert len(view.payload(key)) == 8 * MIB
         assert backend._environment.env.info()["map_size"] > small
         other.put(2, 30 * MIB)
         mine = put(backend, 3, 5000)  # the first to notice is a transaction this time
@@ -444,14 +444,14 @@ def test_the_map_is_not_replaced_under_an_open_snapshot(tmp_path):
         def read():
             seen.append(keys_of(backend))
 
-        with backend.snapshot() as snapshot:
-            payload = snapshot.payload(key)
+        with backend.view() as view:
+            payload = view.payload(key)
             before = bytes(payload)
             new = other.put(2, 8 * MIB)
             reader = threading.Thread(target=read, daemon=True)
             reader.start()
             reader.join(0.1)
-            # it waits for this snapshot: nothing has moved
+            # it waits for this view: nothing has moved
             assert bytes(payload) == before
             assert seen == []
         reader.join(20)
@@ -466,7 +466,7 @@ def test_a_full_map_is_an_error_that_leaves_no_trace_and_can_be_mended(tmp_path)
         with pytest.raises(FullError):
             put(backend, 3, 2 * MIB)
         assert keys_of(backend) == {key}
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.delete(key)
         backend.reclaim()
         assert keys_of(backend) == set()
@@ -476,7 +476,7 @@ def test_a_full_map_is_an_error_that_leaves_no_trace_and_can_be_mended(tmp_path)
 
 KILLED = """
 import sys, random
-from test_backends import LMDBBackend, put
+from tests.backends.test_contract import LMDBBackend, put
 backend = LMDBBackend(sys.argv[1], 64 << 20)
 chance = random.Random(int(sys.argv[2]))
 base = int(sys.argv[2]) * 100_000
@@ -485,7 +485,7 @@ for number in range(base, base + 10_000):
     key = put(backend, number, chance.choice([10, 5_000, 300_000]))
     keys.append(key)
     if len(keys) > 40:
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.delete(keys.pop(0))
             transaction.delete(keys.pop(0))
     if number % 5 == 0:
@@ -506,13 +506,13 @@ def test_a_killed_process_leaves_a_store_that_is_whole(tmp_path):
         assert process.returncode == -signal.SIGKILL
         synced = {bytes.fromhex(word) for word in next(line for line in reversed(lines) if line.endswith("\n")).split()}
         with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
-            with backend.snapshot() as snapshot:
-                assert violations(snapshot, Budget(64 * MIB)) == []
-                kept = {key for key, _, _ in snapshot.scan()} & synced
+            with backend.view() as view:
+                assert violations(view, Budget(64 * MIB)) == []
+                kept = {key for key, _, _ in view.scan()} & synced
                 # it may have deleted some after it told us, a few and the oldest only
                 assert len(kept) >= len(synced) - 12
                 assert len(kept) >= 5
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for key, _, _ in list(transaction.scan()):
                     transaction.delete(key)
 
@@ -524,7 +524,7 @@ def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_
     max_bytes = 8 * MIB
     counters = Counters()
     engine = Engine(LMDBBackend(tmp_path, max_bytes), Budget(max_bytes), POLICIES["lru"](), pick("raw"), counters)
-    chance, buffers = random.Random(1), Buffers(MIB)
+    chance, buffers = random.Random(1), BufferPool(MIB)
     noise = np.random.default_rng(1).bytes(400_000)
     fills = []
     parent, start = bytes(16), 0
@@ -534,13 +534,13 @@ def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_
                 parent, start = bytes(16), 0
             size = chance.randint(1_000, 300_000)
             tokens = number.to_bytes(4, "little") * 4
-            lease = buffers.lease(size)
+            buffer = buffers.acquire(size)
             at = chance.randrange(100_000)
-            lease.view[:] = noise[at : at + size]
-            new = NewPage.of(bytes(16), b"{}", parent, start, tokens, lease)
+            buffer.view[:] = noise[at : at + size]
+            new = NewPage.of(bytes(16), b"{}", parent, start, tokens, buffer)
             assert engine.announce(new)
             assert engine.commit([new]) == 1
-            lease.release()
+            buffer.release()
             parent, start = boundary_hash(parent, tokens), start + 4
             if number > 200:
                 fills.append(engine.used()[0].bytes / max_bytes)

@@ -38,7 +38,7 @@ def page(number):
 
 def write(backend, numbers):
     for some in range(0, len(numbers), 8):
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             for number in numbers[some : some + 8]:
                 key, record, payload = page(number)
                 transaction.put_namespace(record.namespace, b"{}")
@@ -46,7 +46,7 @@ def write(backend, numbers):
 
 
 def delete(backend, numbers):
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         for number in numbers:
             assert transaction.delete(page(number)[0])
 
@@ -76,13 +76,13 @@ def readable(path, numbers):
 
 
 def contents(backend):
-    with backend.snapshot() as snapshot:
-        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}
 
 
 def check(backend):
-    with backend.snapshot() as snapshot:
-        return violations(snapshot, Budget(1 << 40))
+    with backend.view() as view:
+        return violations(view, Budget(1 << 40))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -199,8 +199,8 @@ def test_a_snapshot_of_what_was_deleted_is_waited_for(tmp_path, monkeypatch):
         held, leave = threading.Event(), threading.Event()
 
         def read():
-            with backend.snapshot() as snapshot:
-                payload = snapshot.payload(page(5)[0])
+            with backend.view() as view:
+                payload = view.payload(page(5)[0])
                 held.set()
                 leave.wait(30)
                 assert payload == page(5)[2]
@@ -223,8 +223,8 @@ import sys
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from tests.backends.test_lmdb_scrub import MIB, page
 backend = LMDBBackend(sys.argv[1], 64 * MIB)
-with backend.snapshot() as snapshot:
-    payload = snapshot.payload(page(5)[0])
+with backend.view() as view:
+    payload = view.payload(page(5)[0])
     print("held", flush=True)
     sys.stdin.readline()
     assert payload == page(5)[2]

@@ -20,12 +20,12 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.sql import backend as sql_backend
 from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.backends.sql.schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -80,7 +80,7 @@ def page(number, size=1000, parent=NAMESPACE, start=0):
 
 
 def put(backend, *pages):
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put_namespace(NAMESPACE, b"{}")
         for key, record, payload in pages:
             transaction.put(key, record, Usage(1), payload)
@@ -97,14 +97,14 @@ def chain(n, size):
 
 
 def keys_of(backend):
-    with backend.snapshot() as snapshot:
-        return {key for key, _, _ in snapshot.scan()}
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
 
 
 def everything(backend):
-    with backend.snapshot() as snapshot:
-        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}, dict(
-            snapshot.namespaces()
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}, dict(
+            view.namespaces()
         )
 
 
@@ -244,8 +244,8 @@ def test_read_only_writes_nothing(url):
         for _ in range(2):
             with opened(url, read_only=True) as reader:
                 assert keys_of(reader) == set(keys)
-                with reader.snapshot() as snapshot:
-                    assert len(list(snapshot.fetch(keys))) == 2
+                with reader.view() as view:
+                    assert len(list(view.fetch(keys))) == 2
                 for work in (lambda: put(reader, page(9)), reader.scrub):
                     with pytest.raises(UnavailableError, match="read-only"):
                         work()
@@ -259,7 +259,7 @@ def test_read_only_writes_nothing(url):
 def test_a_closed_backend_says_so(url):
     backend = open_backend(url, max_bytes=MIB)
     backend.close()
-    for use in (backend.snapshot, backend.transaction):
+    for use in (backend.view, backend.update):
         with pytest.raises(UnavailableError, match="closed"), use():
             raise AssertionError("it opened")
 
@@ -289,7 +289,7 @@ def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_da
     ]
     pages = [*chain(4, 1_300_000), page(9, 0), page(10, 17)]
     with closing(open_backend(locations[0], max_bytes=64 * MIB)) as backend:
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.put_namespace(NAMESPACE, b'{"label":"x"}')
             for i, (key, record, payload) in enumerate(pages):
                 usage = Usage(2**62 + i, 2**32 - 1 - i, pinned=i % 2 == 0, priority=(-1) ** i * 2**14, expires=i)
@@ -298,17 +298,17 @@ def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_da
         source = backend
         for location in locations[1:]:
             copy = open_backend(location, max_bytes=64 * MIB)
-            with source.snapshot() as snapshot, copy.transaction() as transaction:
-                for key, settings in snapshot.namespaces().items():
+            with source.view() as view, copy.update() as transaction:
+                for key, settings in view.namespaces().items():
                     transaction.put_namespace(key, settings)
-                for key, record, usage in snapshot.scan():
-                    transaction.put(key, record, usage, snapshot.payload(key))
+                for key, record, usage in view.scan():
+                    transaction.put(key, record, usage, view.payload(key))
             source.close()
             source = copy
             assert everything(copy) == expected, location
-            with copy.snapshot() as snapshot:
+            with copy.view() as view:
                 keys = [key for key, _, _ in pages]
-                assert [(record, bytes(payload)) for record, payload in snapshot.fetch(keys)] == [
+                assert [(record, bytes(payload)) for record, payload in view.fetch(keys)] == [
                     (record, payload) for _, record, payload in pages
                 ]
         source.close()
@@ -325,13 +325,13 @@ def test_a_row_with_a_changed_column_is_damaged(url, column):
     with opened(url) as backend:
         (key,) = put(backend, page(1))
         change(backend, update(PAGES).values({column: WRONG[column]}))
-        with backend.snapshot() as snapshot:
+        with backend.view() as view:
             with pytest.raises(CorruptError, match=key.hex()):
-                snapshot.record(key)
+                view.record(key)
             with pytest.raises(CorruptError, match=key.hex()):
-                list(snapshot.fetch([key]))
-            assert isinstance(snapshot.records([key])[key][0], CorruptError)
-            assert [type(record) for _, record, _ in snapshot.scan()] == [CorruptError]
+                list(view.fetch([key]))
+            assert isinstance(view.records([key])[key][0], CorruptError)
+            assert [type(record) for _, record, _ in view.scan()] == [CorruptError]
 
 
 @pytest.mark.parametrize(
@@ -348,10 +348,10 @@ def test_a_row_with_what_no_record_holds_is_damaged_in_sqlite(tmp_path, wrong):
         connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
         connection.execute("PRAGMA writable_schema=RESET")
         connection.execute(f"UPDATE prefixstore_pages SET {name} = ?", (value,))
-    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.snapshot() as snapshot:
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, backend.view() as view:
         with pytest.raises(CorruptError):
-            snapshot.record(key)
-        assert isinstance(snapshot.records([key])[key][0], CorruptError)
+            view.record(key)
+        assert isinstance(view.records([key])[key][0], CorruptError)
 
 
 def test_a_row_under_another_key_is_damaged(url):
@@ -359,26 +359,26 @@ def test_a_row_under_another_key_is_damaged(url):
         put(backend, page(1, 10))
         change(backend, PIECES.delete())
         change(backend, update(PAGES).values(key=bytes(16)))
-        with backend.snapshot() as snapshot, pytest.raises(CorruptError, match="another page"):
-            snapshot.record(bytes(16))
+        with backend.view() as view, pytest.raises(CorruptError, match="another page"):
+            view.record(bytes(16))
 
 
 def test_a_row_of_a_newer_version_is_left_to_it(url):
     with opened(url) as backend:
         (key,) = put(backend, page(1))
         change(backend, update(PAGES).values(version=FORMAT_VERSION + 1, seal=b"whatever"))
-        with backend.snapshot() as snapshot:
+        with backend.view() as view:
             with pytest.raises(IncompatibleError, match="upgrade"):
-                snapshot.record(key)
-            assert isinstance(snapshot.records([key])[key][0], IncompatibleError)
+                view.record(key)
+            assert isinstance(view.records([key])[key][0], IncompatibleError)
 
 
 def test_a_row_whose_version_alone_is_damaged_is_damaged(url):
     with opened(url) as backend:
         (key,) = put(backend, page(1))
         change(backend, update(PAGES).values(version=FORMAT_VERSION + 1))
-        with backend.snapshot() as snapshot, pytest.raises(CorruptError, match="seal"):
-            snapshot.record(key)
+        with backend.view() as view, pytest.raises(CorruptError, match="seal"):
+            view.record(key)
 
 
 def test_a_payload_whose_pieces_are_missing_or_too_many_is_damaged(url):
@@ -386,21 +386,21 @@ def test_a_payload_whose_pieces_are_missing_or_too_many_is_damaged(url):
     with opened(url) as backend:
         keys = put(backend, *pages)
         change(backend, PIECES.delete().where(PIECES.c.page == keys[1]))
-        with backend.snapshot() as snapshot:
-            fetched = snapshot.fetch(keys)
+        with backend.view() as view:
+            fetched = view.fetch(keys)
             assert next(fetched)[0] == pages[0][1]
             with pytest.raises(CorruptError, match="no payload"):
                 next(fetched)
         change(backend, PIECES.delete().where(PIECES.c.page == keys[2], PIECES.c.number == 0))
-        with backend.snapshot() as snapshot:
-            ((_, payload),) = snapshot.fetch([keys[2]])
+        with backend.view() as view:
+            ((_, payload),) = view.fetch([keys[2]])
             assert len(payload) == MIB  # the codec sees that it is too short
         change(backend, PIECES.insert().values(page=keys[0], number=2, data=b"more"))
-        with backend.snapshot() as snapshot:
+        with backend.view() as view:
             with suppress(CorruptError):
-                ((_, payload),) = snapshot.fetch([keys[0]])
+                ((_, payload),) = view.fetch([keys[0]])
                 assert len(payload) == 2 * MIB + 4
-            assert [v.rule for v in violations(snapshot, Budget(64 * MIB))] == ["payload"] * 3
+            assert [v.rule for v in violations(view, Budget(64 * MIB))] == ["payload"] * 3
 
 
 def test_a_fetched_payload_stays_as_it_is_while_any_view_of_it_is_held(tmp_path):
@@ -408,15 +408,15 @@ def test_a_fetched_payload_stays_as_it_is_while_any_view_of_it_is_held(tmp_path)
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         keys = put(backend, *pages)
         buffers = backend.database._buffers
-        with backend.snapshot() as snapshot:
-            held = [memoryview(payload)[7:] for _, payload in snapshot.fetch(keys)]
-            again = [memoryview(payload)[7:] for _, payload in snapshot.fetch(keys)]
+        with backend.view() as view:
+            held = [memoryview(payload)[7:] for _, payload in view.fetch(keys)]
+            again = [memoryview(payload)[7:] for _, payload in view.fetch(keys)]
             for i, (_, _, payload) in enumerate(pages):
                 assert held[i] == again[i] == payload[7:]
             assert buffers.leased == 10 * len(pages[0][2])
             del held, again
             assert buffers.leased == 0
-            for _, payload in snapshot.fetch(keys):
+            for _, payload in view.fetch(keys):
                 # one that is used, and one that is read
                 assert buffers.leased <= 2 * len(payload)
 
@@ -427,16 +427,16 @@ def test_without_blob_handles_payloads_are_the_same(tmp_path, monkeypatch):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         keys = put(backend, *pages)
         monkeypatch.setattr(sys, "version_info", (3, 10))
-        with backend.snapshot() as snapshot:
-            assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [payload for _, _, payload in pages]
+        with backend.view() as view:
+            assert [bytes(payload) for _, payload in view.fetch(keys)] == [payload for _, _, payload in pages]
 
 
 def test_changes_that_are_too_old_are_forgotten(url, monkeypatch):
     monkeypatch.setattr(sql_backend, "CHANGES_KEPT", 3)
     with opened(url) as backend:
         written = [put(backend, page(10 * i), page(10 * i + 1)) for i in range(6)]
-        with backend.snapshot() as snapshot:
-            known = [snapshot.changes(since) for since in range(7)]
+        with backend.view() as view:
+            known = [view.changes(since) for since in range(7)]
         assert known == [None] * 3 + [[key for keys in written[since:] for key in keys] for since in range(3, 7)]
         with backend.database.connection() as connection:
             assert connection.execute(select(func.count()).select_from(CHANGES)).scalar() == 6
@@ -446,23 +446,23 @@ def test_a_walk_reads_some_rows_at_a_time_and_misses_none(url):
     n = sql_backend.ROWS + 10
     with opened(url) as backend:
         keys = put(backend, *(page(i, 4) for i in range(n)))
-        with backend.snapshot() as snapshot:
-            assert sorted(key for key, _, _ in snapshot.scan()) == sorted(keys)
-            assert sorted(snapshot.payload_keys()) == sorted(keys)
-            assert snapshot.used.entries == n
+        with backend.view() as view:
+            assert sorted(key for key, _, _ in view.scan()) == sorted(keys)
+            assert sorted(view.payload_keys()) == sorted(keys)
+            assert view.used.entries == n
 
 
 def test_uses_are_written_together(url):
     with opened(url) as backend:
         keys = put(backend, *(page(i, 4) for i in range(50)))
-        with backend.transaction() as transaction, statements(backend) as sent:
+        with backend.update() as transaction, statements(backend) as sent:
             for i, key in enumerate([*keys, bytes(16)]):
                 transaction.touch(key, Usage(i))
             transaction.record(bytes(16))
         assert sum("UPDATE prefixstore_pages" in statement for statement in sent) == 1
-        with backend.snapshot() as snapshot:
-            assert [snapshot.usage(key).last_used for key in keys] == list(range(50))
-            assert snapshot.usage(bytes(16)) is None
+        with backend.view() as view:
+            assert [view.usage(key).last_used for key in keys] == list(range(50))
+            assert view.usage(bytes(16)) is None
 
 
 # -- round trips and plans ---------------------------------------------------------------------------------------------
@@ -475,16 +475,16 @@ def test_what_a_lookup_asks_is_one_round_trip_each(new_database):
         every = [key for key, _, _ in pages]
         unknown = [bytes([i % 256, i // 256]) * 8 for i in range(5000)]
         asked = {
-            "is anything new": lambda snapshot: snapshot.generation and snapshot.changes(snapshot.generation) == [],
-            "the deepest boundary": lambda snapshot: snapshot.deepest(every) == 30,
-            "of thousands": lambda snapshot: snapshot.deepest(keys + unknown) == 30,
-            "pages": lambda snapshot: len(list(snapshot.fetch(keys))) == 30,
-            "records": lambda snapshot: len(snapshot.records(every)) == 30,
-            "what is used": lambda snapshot: snapshot.used.entries == 30,
+            "is anything new": lambda view: view.generation and view.changes(view.generation) == [],
+            "the deepest boundary": lambda view: view.deepest(every) == 30,
+            "of thousands": lambda view: view.deepest(keys + unknown) == 30,
+            "pages": lambda view: len(list(view.fetch(keys))) == 30,
+            "records": lambda view: len(view.records(every)) == 30,
+            "what is used": lambda view: view.used.entries == 30,
         }
         for what, ask in asked.items():
-            with statements(backend) as sent, backend.snapshot() as snapshot:
-                assert ask(snapshot), what
+            with statements(backend) as sent, backend.view() as view:
+                assert ask(view), what
             assert len(sent) == 1, what
 
 
@@ -492,9 +492,9 @@ def test_thousands_of_keys_are_one_question_in_sqlite_too(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         keys = put(backend, *chain(10, 100))
         unknown = [i.to_bytes(16, "big") for i in range(100_000)]
-        with backend.snapshot() as snapshot, statements(backend) as sent:
-            assert snapshot.deepest(keys + unknown) == 10
-            assert len(snapshot.records(unknown + keys)) == 10
+        with backend.view() as view, statements(backend) as sent:
+            assert view.deepest(keys + unknown) == 10
+            assert len(view.records(unknown + keys)) == 10
         assert len(sent) == 2
 
 
@@ -503,11 +503,11 @@ def test_pages_beyond_what_one_answer_holds_come_with_the_next(new_database, mon
     pages = chain(9, 4000)
     with opened(new_database()) as backend:
         keys = put(backend, *pages)
-        with backend.snapshot() as snapshot, statements(backend) as sent:
-            assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [payload for _, _, payload in pages]
+        with backend.view() as view, statements(backend) as sent:
+            assert [bytes(payload) for _, payload in view.fetch(keys)] == [payload for _, _, payload in pages]
         assert len(sent) == 3
-        with backend.snapshot() as snapshot:
-            assert len(list(snapshot.fetch([*keys[:5], bytes(16), *keys[5:]]))) == 5
+        with backend.view() as view:
+            assert len(list(view.fetch([*keys[:5], bytes(16), *keys[5:]]))) == 5
 
 
 def explained(backend, statement, parameters):
@@ -534,15 +534,15 @@ def test_whatever_runs_for_a_lookup_or_an_eviction_uses_an_index(url):
             sent.append((statement, parameters[0] if executemany else parameters))
 
         event.listen(backend.database.engine, "before_cursor_execute", note)
-        with backend.snapshot() as snapshot:
-            assert snapshot.changes(1) is not None
-            snapshot.record(keys[0])
-            snapshot.usage(keys[0])
-            snapshot.payload(keys[0])
-            snapshot.records(keys[:20])
-            snapshot.deepest(keys[:20])
-            list(snapshot.fetch(keys[:20]))
-        with backend.transaction() as transaction:
+        with backend.view() as view:
+            assert view.changes(1) is not None
+            view.record(keys[0])
+            view.usage(keys[0])
+            view.payload(keys[0])
+            view.records(keys[:20])
+            view.deepest(keys[:20])
+            list(view.fetch(keys[:20]))
+        with backend.update() as transaction:
             transaction.touch(keys[0], Usage(1))
             transaction.delete(keys[1])
         event.remove(backend.database.engine, "before_cursor_execute", note)
@@ -570,9 +570,9 @@ def new_engine(backend, max_bytes=64 * MIB, **terms):
 
 
 def new_page(buffers, number, size, parent=NAMESPACE, start=0):
-    lease = buffers.lease(size)
-    lease.view[:] = np.random.default_rng(number).bytes(size)
-    return NewPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, lease)
+    buffer = buffers.acquire(size)
+    buffer.view[:] = np.random.default_rng(number).bytes(size)
+    return NewPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, buffer)
 
 
 def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new_database):
@@ -592,7 +592,7 @@ def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new
         key, record, payload = page(2, 3 * MIB)
 
         def write(*, then_ask):
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 transaction.put(key, record, Usage(1), payload)
                 kill_writer()
                 if then_ask:
@@ -610,7 +610,7 @@ def test_the_engine_goes_on_when_a_connection_drops_in_mid_write(new_database):
     url = new_database()
     with opened(url) as other:
         engine, counters = new_engine(open_backend(url, max_bytes=64 * MIB))
-        buffers = Buffers(64 * MIB)
+        buffers = BufferPool(64 * MIB)
         with closing(engine):
             new = new_page(buffers, 1, 2 * MIB)
             assert engine.announce(new)
@@ -655,14 +655,14 @@ def test_idle_connections_that_the_server_closed_are_not_noticed(new_database):
                 ).all()
 
         for use in (
-            lambda snapshot: snapshot.generation,
-            lambda snapshot: list(snapshot.scan()),
-            lambda snapshot: list(snapshot.fetch(keys)),
-            lambda snapshot: snapshot.deepest(keys),
+            lambda view: view.generation,
+            lambda view: list(view.scan()),
+            lambda view: list(view.fetch(keys)),
+            lambda view: view.deepest(keys),
         ):
             kill_idle()
-            with backend.snapshot() as snapshot:
-                assert use(snapshot)
+            with backend.view() as view:
+                assert use(view)
         kill_idle()
         put(backend, page(9))
         kill_idle()
@@ -679,7 +679,7 @@ def test_a_server_that_was_started_anew_is_found_again(request):
         keys = put(backend, page(1))
         backend.sync()
         server.stop()
-        for use in (backend.snapshot, backend.transaction):
+        for use in (backend.view, backend.update):
             with pytest.raises(UnavailableError), use() as view:
                 assert view.generation
         server.start()
@@ -702,7 +702,7 @@ def test_who_holds_the_lock_for_too_long_makes_others_give_up(where, request, tm
             except UnavailableError as error:
                 failures.append(error)
 
-        with one.transaction() as transaction:
+        with one.update() as transaction:
             key, record, payload = page(1)
             transaction.put(key, record, Usage(1), payload)
             thread = threading.Thread(target=write)
@@ -717,7 +717,7 @@ def test_who_holds_the_lock_for_too_long_makes_others_give_up(where, request, tm
 def test_snapshots_go_on_while_somebody_writes(url):
     with opened(url) as backend, opened(url) as other:
         keys = put(backend, page(1))
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             key, record, payload = page(2, 3 * MIB)
             transaction.put(key, record, Usage(1), payload)
             assert keys_of(other) == set(keys)
@@ -743,10 +743,10 @@ def test_a_killed_process_leaves_a_store_that_is_whole(url):
             process.send_signal(signal.SIGKILL)
             written = 5 + 3 * attempt + len(process.stdout.readlines())
         with opened(url) as backend:
-            with backend.snapshot() as snapshot:
-                assert violations(snapshot, Budget(64 * MIB)) == []
-                assert snapshot.used.entries in (written, written + 1)
-            with backend.transaction() as transaction:
+            with backend.view() as view:
+                assert violations(view, Budget(64 * MIB)) == []
+                assert view.used.entries in (written, written + 1)
+            with backend.update() as transaction:
                 for key, _, _ in list(transaction.scan()):
                     transaction.delete(key)
 
@@ -766,15 +766,15 @@ def test_a_full_disk_is_an_error_that_leaves_no_trace(tmp_path):
 
 EVICTING = """
 import sys
-from tests.backends.test_sql import Buffers, MIB, closing, new_engine, new_page, open_backend
+from tests.backends.test_sql import BufferPool, MIB, closing, new_engine, new_page, open_backend
 engine, counters = new_engine(open_backend(sys.argv[1], max_bytes=6 * MIB), 6 * MIB)
-buffers = Buffers(MIB)
+buffers = BufferPool(MIB)
 with closing(engine):
     for number in range(80):
         new = new_page(buffers, 1000 * int(sys.argv[2]) + number, 50_000 + 3000 * (number % 50))
         assert engine.announce(new)
         assert engine.commit([new]) == 1
-        new.lease.release()
+        new.buffer.release()
         assert engine.used()[0].bytes <= 6 * MIB
 print("done", counters.group("dropped"))
 """
@@ -799,10 +799,10 @@ def test_what_is_used_is_what_postgresql_says_or_more(new_database):
     for pages in ([page(i, 10) for i in range(500)], [page(i, 2500) for i in range(300)], chain(6, 3 * MIB)):
         with opened(new_database()) as backend:
             put(backend, *pages)
-            with backend.snapshot() as snapshot, backend.database.connection() as connection:
+            with backend.view() as view, backend.database.connection() as connection:
                 taken = connection.execute(text(sizes)).scalar()
-                print(len(pages), "pages:", taken, "of", snapshot.used.bytes)
-                assert taken <= snapshot.used.bytes
+                print(len(pages), "pages:", taken, "of", view.used.bytes)
+                assert taken <= view.used.bytes
 
 
 def test_what_is_used_is_what_the_sqlite_file_takes(tmp_path):
@@ -810,9 +810,9 @@ def test_what_is_used_is_what_the_sqlite_file_takes(tmp_path):
         pages = chain(20, MIB)
         keys = put(backend, *pages)
         backend.sync()
-        with backend.snapshot() as snapshot:
-            assert 0 <= snapshot.used.bytes - (tmp_path / "kv.db").stat().st_size < 100_000
-        with backend.transaction() as transaction:
+        with backend.view() as view:
+            assert 0 <= view.used.bytes - (tmp_path / "kv.db").stat().st_size < 100_000
+        with backend.update() as transaction:
             for key in reversed(keys[2:]):
                 transaction.delete(key)
             assert transaction.used.bytes < 3 * MIB
@@ -821,7 +821,7 @@ def test_what_is_used_is_what_the_sqlite_file_takes(tmp_path):
         for _ in range(3):
             put(backend, *pages[2:])
             backend.sync()
-            with backend.transaction() as transaction:
+            with backend.update() as transaction:
                 for key in reversed(keys[2:]):
                     transaction.delete(key)
         backend.sync()
@@ -830,7 +830,7 @@ def test_what_is_used_is_what_the_sqlite_file_takes(tmp_path):
 
 def test_many_threads_evict_and_fetch_at_once(url):
     engine, counters = new_engine(open_backend(url, max_bytes=8 * MIB), 8 * MIB)
-    buffers = Buffers(64 * MIB)
+    buffers = BufferPool(64 * MIB)
     failures = []
     with closing(engine):
 
@@ -843,7 +843,7 @@ def test_many_threads_evict_and_fetch_at_once(url):
                         if not engine.announce(new):
                             break
                         engine.commit([new])
-                        new.lease.release()
+                        new.buffer.release()
                         parent, start = boundary_hash(parent, new.page.tokens), start + 4
                     path = engine.match(NAMESPACE, np.frombuffer(new.page.tokens, np.int32), 4)
                     with engine.fetching(path.pages) as states:
@@ -876,7 +876,7 @@ def test_after_a_scrub_nothing_of_a_deleted_page_is_in_the_files(tmp_path):
             return b"".join(path.read_bytes() for path in tmp_path.iterdir())
 
         assert b"secret of a tenant" in files()
-        with backend.transaction() as transaction:
+        with backend.update() as transaction:
             transaction.delete(key)
         backend.scrub()
         assert b"secret of a tenant" not in files()

@@ -20,7 +20,6 @@ from sqlalchemy import create_engine, inspect, text
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql import revisions as sql_revisions
 from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, REVISIONS, VERSION_TABLE
 from prefixstore.cli import main
 from prefixstore.engine.budget import Budget
@@ -42,15 +41,15 @@ def opened(url, **options):
 def put(backend, number, size=1000):
     payload = np.random.default_rng(number).bytes(size)
     key, record = make_page(payload, [number])
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put_namespace(NAMESPACE, b"{}")
         transaction.put(key, record, Usage(1), payload)
     return key
 
 
 def keys_of(backend):
-    with backend.snapshot() as snapshot:
-        return {key for key, _, _ in snapshot.scan()}
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
 
 
 def refusal(url, **options):
@@ -87,30 +86,30 @@ def empty_url(request, tmp_path):
 def holds_the_old_pages(backend, revision):
     assert revision == "0001"
     sizes = [700, 900, 0]
-    with backend.snapshot() as snapshot:
+    with backend.view() as view:
         parent, keys = NAMESPACE, []
         for i, size in enumerate(sizes):
             payload = np.random.default_rng(i).bytes(size)
             key, record = make_page(payload, [i, i + 1, i + 2, i + 3], parent=parent, start=4 * i)
-            assert snapshot.record(key) == record
-            assert snapshot.usage(key) == Usage(1000 + i, i, pinned=i == 1)
-            assert bytes(snapshot.payload(key)) == payload
+            assert view.record(key) == record
+            assert view.usage(key) == Usage(1000 + i, i, pinned=i == 1)
+            assert bytes(view.payload(key)) == payload
             parent = key
             keys.append(key)
-        assert [bytes(payload) for _, payload in snapshot.fetch(keys)] == [
+        assert [bytes(payload) for _, payload in view.fetch(keys)] == [
             np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)
         ]
-        assert snapshot.deepest(keys) == 3
-        assert snapshot.generation == 3
-        assert snapshot.changes(1) == keys[1:]
-        assert snapshot.used.entries == 3
-        assert violations(snapshot, Budget(64 * MIB)) == []
-    with backend.transaction() as transaction:
+        assert view.deepest(keys) == 3
+        assert view.generation == 3
+        assert view.changes(1) == keys[1:]
+        assert view.used.entries == 3
+        assert violations(view, Budget(64 * MIB)) == []
+    with backend.update() as transaction:
         transaction.touch(keys[0], Usage(1, priority=5, expires=6))
         assert transaction.delete(keys[2])
-    with backend.snapshot() as snapshot:
-        assert snapshot.usage(keys[0]) == Usage(1, priority=5, expires=6)
-        assert snapshot.used.entries == 2
+    with backend.view() as view:
+        assert view.usage(keys[0]) == Usage(1, priority=5, expires=6)
+        assert view.used.entries == 2
         with backend.database.connection() as connection:
             counted = connection.execute(
                 text("SELECT entries, bytes, (SELECT sum(stored_bytes + length(tokens)) FROM prefixstore_pages) "
@@ -123,7 +122,7 @@ def holds_the_old_pages(backend, revision):
 
 
 def test_the_revisions_in_the_code_are_those_of_the_migrations():
-    scripts = ScriptDirectory(str(sql_revisions.migrations_directory()))
+    scripts = ScriptDirectory(str(migrate.migrations_directory()))
     assert tuple(script.revision for script in scripts.walk_revisions())[::-1] == REVISIONS
     assert scripts.get_current_head() == HEAD
 
@@ -220,8 +219,8 @@ def test_processes_that_upgrade_at_once_all_get_it(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
     write_old(url, OLD[0])
     open_at_once(url)
-    with opened(url) as backend, backend.snapshot() as snapshot:
-        assert snapshot.used.entries == 3 + 4
+    with opened(url) as backend, backend.view() as view:
+        assert view.used.entries == 3 + 4
 
 
 def open_at_once(url):
@@ -257,13 +256,13 @@ def test_a_newer_schema_is_refused_and_untouched(empty_url):
 
 
 def test_the_migrations_are_found_beside_the_package_or_in_it(tmp_path, monkeypatch):
-    assert sql_revisions.migrations_directory() == DATA.parents[1] / "migrations"
-    module = tmp_path / "prefixstore" / "backends" / "sql_revisions.py"
-    monkeypatch.setattr(sql_revisions, "__file__", str(module))
+    assert migrate.migrations_directory() == DATA.parents[1] / "migrations"
+    module = tmp_path / "prefixstore" / "backends" / "sql" / "migrations.py"
+    monkeypatch.setattr(migrate, "__file__", str(module))
     with pytest.raises(LocationError, match="install"):
-        sql_revisions.migrations_directory()
+        migrate.migrations_directory()
     shutil.copytree(DATA.parents[1] / "migrations", tmp_path / "prefixstore" / "migrations")
-    assert sql_revisions.migrations_directory() == tmp_path / "prefixstore" / "migrations"
+    assert migrate.migrations_directory() == tmp_path / "prefixstore" / "migrations"
 
 
 # -- PostgreSQL: the location ------------------------------------------------------------------------------------------

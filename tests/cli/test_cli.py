@@ -230,7 +230,7 @@ def test_text_is_shown_and_found_with_a_model(served, run, as_json):
 
 def swap_payloads(location, one, other):
     """A page with the state of another, and all checksums right."""
-    with Archive(location) as archive, archive.backend.transaction() as transaction:
+    with Archive(location) as archive, archive.backend.update() as transaction:
         record, usage, payload = transaction.record(one), transaction.usage(one), bytes(transaction.payload(other))
         donor = transaction.record(other)
         changed = replace(record, checksum=checksum(payload), codec=donor.codec, stored_bytes=len(payload))
@@ -240,7 +240,7 @@ def swap_payloads(location, one, other):
 
 def test_check_finds_what_is_broken_and_repairs_it(store, as_json, run):
     assert as_json("check", store)[0] == 0
-    with Archive(store) as archive, archive.backend.transaction() as transaction:
+    with Archive(store) as archive, archive.backend.update() as transaction:
         first = next(key for key, record, _ in transaction.scan() if record.namespace == YOURS.key and not record.start)
         record, usage = transaction.record(first), transaction.usage(first)
         transaction.delete(first)

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import Buffers
-from prefixstore.engine.budget import Budget, Quota, parse_seconds
+from prefixstore.buffers import BufferPool
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, boundary_hash
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
+from prefixstore.units import parse_seconds
 
 MIB = 1 << 20
 P = 4  # tokens in a page
@@ -38,7 +39,7 @@ class Tenant:
         self.counters = Counters()
         budget = Budget(max_bytes, None, quota or Quota())
         self.engine = Engine(backend, budget, POLICIES[policy](), pick("raw"), self.counters, **terms)
-        self.buffers = Buffers(1 << 30)
+        self.buffers = BufferPool(1 << 30)
 
     def put(self, tokens, size=SIZE):
         """Store the pages of a sequence that are missing; how many are stored now."""
@@ -46,15 +47,15 @@ class Tenant:
         raw, parent, batch = as_tokens(tokens).tobytes(), self.namespace.key, []
         for start in range(0, len(raw), 4 * P):
             piece = raw[start : start + 4 * P]
-            lease = self.buffers.lease(size)
-            lease.view[:] = np.random.default_rng(start).bytes(size)
-            new = NewPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, lease)
+            buffer = self.buffers.acquire(size)
+            buffer.view[:] = np.random.default_rng(start).bytes(size)
+            new = NewPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
             if self.engine.announce(new):
                 batch.append(new)
             parent = boundary_hash(parent, piece)
         stored = self.engine.commit(batch)
         for new in batch:
-            new.lease.release()
+            new.buffer.release()
         return stored
 
     def match(self, tokens):
@@ -198,8 +199,8 @@ def test_a_page_that_was_not_used_for_its_time_is_not_found_and_then_deleted(bac
     assert store.match([1] * 8) == 0
     store.engine.commit([])
     assert store.counters["expired"] == 2
-    with backend.snapshot() as snapshot:
-        assert list(snapshot.scan()) == []
+    with backend.view() as view:
+        assert list(view.scan()) == []
 
 
 def test_a_use_starts_the_time_anew_for_other_processes_too(backend, clock):
@@ -271,13 +272,13 @@ def test_a_time_that_is_none_is_named(ttl):
 
 def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
     Tenant(backend, tenant("a"), ttl=60, priority=-3).put([1] * P)
-    with backend.snapshot() as snapshot:
-        ((key, _, usage),) = snapshot.scan()
+    with backend.view() as view:
+        ((key, _, usage),) = view.scan()
     assert (usage.priority, usage.expires) == (-3, clock.now + 60 * 10**9)
     reader = Tenant(backend, tenant("a"))
     reader.use([1] * P)
     reader.engine.pin(reader.namespace.key, as_tokens([1] * P), P, pinned=True)
-    with backend.snapshot() as snapshot:
-        assert snapshot.usage(key).priority == -3
-        assert snapshot.usage(key).expires == usage.expires
-        assert snapshot.usage(key).hits == 1
+    with backend.view() as view:
+        assert view.usage(key).priority == -3
+        assert view.usage(key).expires == usage.expires
+        assert view.usage(key).hits == 1

@@ -18,14 +18,14 @@ import xxhash
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import FullError, UnavailableError
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, boundary_hash, boundary_hashes
 from prefixstore.format.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
@@ -55,7 +55,7 @@ class Store:
         self.counters = Counters()
         budget = Budget(self.max_bytes, self.max_entries)
         self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters)
-        self.buffers = Buffers(1 << 30)
+        self.buffers = BufferPool(1 << 30)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[NewPage]:
         """The pages of a sequence that are worth taking, the tail included, as captured now."""
@@ -65,9 +65,9 @@ class Store:
             piece = raw[start : start + 4 * P]
             key = boundary_hash(parent, piece)
             if self.engine.wants(namespace, parent, piece) or news:
-                lease = self.buffers.lease(size)
-                lease.view[:] = state_of(key, size)
-                news.append(NewPage.of(namespace, b'{"n":1}', parent, start // 4, piece, lease))
+                buffer = self.buffers.acquire(size)
+                buffer.view[:] = state_of(key, size)
+                news.append(NewPage.of(namespace, b'{"n":1}', parent, start // 4, piece, buffer))
             parent = key
         return news
 
@@ -80,7 +80,7 @@ class Store:
         batch = self.announce(tokens, size, **options)
         stored = self.engine.commit(batch)
         for new in batch:
-            new.lease.release()
+            new.buffer.release()
         return stored
 
     def match(self, tokens, *, namespace=NS) -> int:
@@ -98,8 +98,8 @@ class Store:
         return len(loaded)
 
     def stored_keys(self) -> set[bytes]:
-        with self.backend.snapshot() as snapshot:
-            return {key for key, _, _ in snapshot.scan()}
+        with self.backend.view() as view:
+            return {key for key, _, _ in view.scan()}
 
     def close(self):
         assert self.engine.check() == []
@@ -156,7 +156,7 @@ def test_a_page_is_found_and_restored_before_it_is_written():
         assert store.fetch(A) == 3
         assert store.engine.commit(batch) == 3
         for new in batch:
-            new.lease.release()
+            new.buffer.release()
         assert len(store.stored_keys()) == 3
         assert store.fetch(A) == 3
 
@@ -169,10 +169,10 @@ def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
             first = next(states)
             assert store.engine.commit(batch) == 3
             for new in batch:
-                new.lease.release()
+                new.buffer.release()
             assert store.buffers.leased == 3000
             # nobody gets these buffers yet
-            other = store.buffers.lease(1000)
+            other = store.buffers.acquire(1000)
             other.view[:] = bytes(1000)
             assert bytes(first) == state_of(path.pages[0].key)
             assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[1:]]
@@ -183,12 +183,12 @@ def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
 def test_the_codec_that_packs_gives_back_the_same_bytes():
     with store_of(codec="zstd") as store:
         tokens = as_tokens(A[:4]).tobytes()
-        lease = store.buffers.lease(100_000)
-        lease.view[:] = bytes(100_000)
-        new = NewPage.of(NS, b"{}", NS, 0, tokens, lease)
+        buffer = store.buffers.acquire(100_000)
+        buffer.view[:] = bytes(100_000)
+        new = NewPage.of(NS, b"{}", NS, 0, tokens, buffer)
         assert store.engine.announce(new)
         assert store.engine.commit([new]) == 1
-        lease.release()
+        buffer.release()
         path = store.engine.match(NS, as_tokens(A), P)
         with store.engine.fetching(path.pages) as states:
             assert [bytes(state) for state in states] == [bytes(100_000)]
@@ -496,7 +496,7 @@ def test_what_finds_no_room_at_last_is_dropped_and_counted_and_no_exception():
         assert store.engine.wants(NS, NS, as_tokens(B[:4]).tobytes())
 
 
-@pytest.mark.parametrize("operation", ["transaction", "record", "put", "delete", "commit"])
+@pytest.mark.parametrize("operation", ["update", "record", "put", "delete", "commit"])
 def test_a_backend_that_fails_once_costs_a_batch_and_no_more(operation):
     backend = FaultyBackend(MemoryBackend(), operation, at=10**9)
     with store_of(backend, max_entries=5) as store:
@@ -534,7 +534,7 @@ def test_a_pin_that_fails_pins_nothing():
 
 
 def test_a_backend_that_cannot_be_read_is_an_error_for_the_caller_and_no_harm():
-    backend = FaultyBackend(MemoryBackend(), "snapshot", at=3)
+    backend = FaultyBackend(MemoryBackend(), "view", at=3)
     with store_of(backend) as store:
         store.put(A)
         store.match(A)
@@ -623,17 +623,17 @@ def test_a_use_is_written_with_the_next_batch_and_heeded_by_the_other_engine(tmp
         one.put(B)
         assert two.match(A) == 12
         key = boundary_hashes(NS, as_tokens(A), P)[0]
-        with one.backend.snapshot() as snapshot:
-            before = snapshot.usage(key)
+        with one.backend.view() as view:
+            before = view.usage(key)
         assert one.fetch(A) == 3
-        with one.backend.snapshot() as snapshot:
-            assert snapshot.usage(key) == before
+        with one.backend.view() as view:
+            assert view.usage(key) == before
         assert one.engine.has_notes
         one.engine.commit([])
         assert not one.engine.has_notes
-        with one.backend.snapshot() as snapshot:
-            assert snapshot.usage(key).hits == 1
-            assert snapshot.usage(key).last_used > before.last_used
+        with one.backend.view() as view:
+            assert view.usage(key).hits == 1
+            assert view.usage(key).last_used > before.last_used
         two.put(C)
         assert [one.match(A), one.match(B), one.match(C)] == [12, 0, 12]
 
@@ -645,8 +645,8 @@ def test_uses_of_a_page_before_it_is_written_are_counted_once():
         store.engine.commit(batch)
         store.fetch(A)
         store.engine.commit([])
-        with store.backend.snapshot() as snapshot:
-            assert snapshot.usage(batch[0].page.key).hits == 3
+        with store.backend.view() as view:
+            assert view.usage(batch[0].page.key).hits == 3
 
 
 def test_a_pin_of_one_engine_is_heeded_by_the_other(tmp_path):
@@ -685,7 +685,7 @@ def test_a_page_that_both_engines_have_captured_is_stored_once(tmp_path):
 def test_an_older_snapshot_does_not_take_the_index_back(tmp_path):
     with two_stores(tmp_path) as (one, two):
         assert one.match(A) == 0
-        with one.backend.snapshot() as old:
+        with one.backend.view() as old:
             threads = [threading.Thread(target=two.put, args=(A,))]
             threads[0].start()
             threads[0].join()
@@ -755,7 +755,7 @@ def test_what_was_submitted_is_durable_after_a_flush(tmp_path, behind):
         # known by now: the buffer goes back at once
         again = Store(MemoryBackend()).pages(A)
         assert [writer.submit(new) for new in again] == [False] * 3
-        assert not any(new.lease.hold() for new in again)
+        assert not any(new.buffer.hold() for new in again)
 
 
 def test_close_writes_what_is_queued_and_noted():
@@ -794,9 +794,9 @@ def test_the_queue_is_bounded_and_has_room_again_when_its_pages_are_written():
 
     class Gated(MemoryBackend):
         @contextmanager
-        def transaction(self):
+        def update(self):
             gate.wait(20)
-            with super().transaction() as transaction:
+            with super().update() as transaction:
                 yield transaction
 
     with store_of(Gated()) as store, writer_of(store, queue_bytes=2500) as writer:
@@ -804,14 +804,14 @@ def test_the_queue_is_bounded_and_has_room_again_when_its_pages_are_written():
             (new,) = store.pages([number] * 4)
             assert writer.submit(new)
         assert writer.queued_bytes == 2000
-        assert writer.lease(1000) is None
-        assert writer.lease(500) is not None
+        assert writer.acquire(1000) is None
+        assert writer.acquire(500) is not None
         waiting = []
-        thread = threading.Thread(target=lambda: waiting.append(writer.lease(1000, wait=True)), daemon=True)
+        thread = threading.Thread(target=lambda: waiting.append(writer.acquire(1000, wait=True)), daemon=True)
         thread.start()
         gate.set()
         thread.join(20)
-        assert [lease.view.nbytes for lease in waiting] == [1000]
+        assert [buffer.view.nbytes for buffer in waiting] == [1000]
         writer.flush()
         assert len(store.stored_keys()) == 2
 
@@ -824,8 +824,8 @@ def test_uses_are_written_behind_without_a_batch(monkeypatch):
             store.fetch(A)
             writer.nudge()
             wait_for(lambda: not store.engine.has_notes, "the note")
-        with store.backend.snapshot() as snapshot:
-            assert {usage.hits for _, _, usage in snapshot.scan()} == {1}
+        with store.backend.view() as view:
+            assert {usage.hits for _, _, usage in view.scan()} == {1}
 
 
 def test_a_reader_notes_nothing_and_flushes_nothing(tmp_path):
@@ -948,11 +948,11 @@ def captured(store, writer, tokens, size):
         piece = raw[start : start + 4 * P]
         key = boundary_hash(parent, piece)
         if store.engine.wants(NS, parent, piece):
-            lease = writer.lease(size)
-            if lease is None:
+            buffer = writer.acquire(size)
+            if buffer is None:
                 return
-            lease.view[:] = state_of(key, size)
-            yield NewPage.of(NS, b'{"n":1}', parent, start // 4, piece, lease)
+            buffer.view[:] = state_of(key, size)
+            yield NewPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
         parent = key
 
 
@@ -963,10 +963,10 @@ def snapshot_of(store, tokens, size=100) -> NewPage:
     """A snapshot behind these tokens, as captured now."""
     keys = [NS, *boundary_hashes(NS, as_tokens(tokens), P)]
     start = (len(keys) - 1) * P
-    lease = store.buffers.lease(size)
+    buffer = store.buffers.acquire(size)
     raw = as_tokens(tokens[start:]).tobytes()
-    new = NewPage.of(NS, b'{"n":1}', keys[-1], start, raw, lease, 0, 1)
-    lease.view[:] = state_of(new.page.key, size)
+    new = NewPage.of(NS, b'{"n":1}', keys[-1], start, raw, buffer, 0, 1)
+    buffer.view[:] = state_of(new.page.key, size)
     return new
 
 
@@ -1026,8 +1026,8 @@ def test_snapshots_are_thinned_with_the_next_batch_but_for_those_that_are_pinned
         assert store.engine.has_notes
         store.engine.commit([])
         assert not store.engine.has_notes
-        with store.backend.snapshot() as snapshot:
-            left = [record.start + len(record.tokens) // 4 for _, record, _ in snapshot.scan() if record.form == 1]
+        with store.backend.view() as view:
+            left = [record.start + len(record.tokens) // 4 for _, record, _ in view.scan() if record.form == 1]
         assert 17 in left
         assert 58 in left
         assert len(left) <= 3
@@ -1102,8 +1102,8 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_
         meddle = None
 
         @contextmanager
-        def transaction(self):
-            with super().transaction() as transaction:
+        def update(self):
+            with super().update() as transaction:
                 cost = transaction.cost
 
                 def asked(record, n_bytes):
@@ -1118,15 +1118,15 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_
     with store_of(backend, max_entries=1) as store:
         store.put(A[:4])
         parent = boundary_hashes(NS, as_tokens(A), P)[0]
-        lease = store.buffers.lease(1000)
-        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), lease, form=SNAPSHOT)
+        buffer = store.buffers.acquire(1000)
+        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
         catalog = store.engine._catalog
         backend.meddle = (
             (lambda: catalog.thin(new.page)) if meddle == "thin" else (lambda: catalog.forget(new.page.key))
         )
         assert store.engine.commit([new]) == 0
-        lease.release()
+        buffer.release()
         assert store.engine.check() == []
         assert new.page.key not in store.stored_keys()
 
@@ -1135,11 +1135,11 @@ def test_what_a_thinned_snapshot_depends_on_stays_until_it_is_deleted():
     with store_of(max_entries=2) as store:
         store.put(A[:4])
         parent = boundary_hashes(NS, as_tokens(A), P)[0]
-        lease = store.buffers.lease(1000)
-        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), lease, form=SNAPSHOT)
+        buffer = store.buffers.acquire(1000)
+        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
         assert store.engine.commit([new]) == 1
-        lease.release()
+        buffer.release()
         # in the middle of a transaction, which deletes what was thinned before it began
         with store.engine._catalog.transaction(store.backend) as transaction:
             store.engine._catalog.thin(new.page)

@@ -12,15 +12,14 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import Buffers
-from prefixstore.engine import read_ahead
+from prefixstore.buffers import BufferPool
+from prefixstore.engine import readers as read_ahead
 from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.catalog import Catalog, NewPage
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.fetch import Fetcher
-from prefixstore.engine.new_page import NewPage
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import ReadPace, encode
 from prefixstore.format.keys import as_tokens, boundary_hash
@@ -38,12 +37,12 @@ def state_of(i: int, size: int = SIZE) -> bytes:
 class Snapshot:
     """Passes everything on, and notices two threads at once, and threads that come too late."""
 
-    def __init__(self, snapshot, watcher):
-        self.snapshot = snapshot
+    def __init__(self, view, watcher):
+        self.view = view
         self.watcher = watcher
 
     def fetch(self, keys):
-        inner = self.snapshot.fetch(keys)
+        inner = self.view.fetch(keys)
         try:
             for i, _ in enumerate(keys):
                 with self.watcher.alone():
@@ -56,7 +55,7 @@ class Snapshot:
             self.watcher.fetches_closed += 1
 
     def __getattr__(self, name):
-        return getattr(self.snapshot, name)
+        return getattr(self.view, name)
 
 
 class Watcher(MemoryBackend):
@@ -73,19 +72,19 @@ class Watcher(MemoryBackend):
 
     @contextmanager
     def alone(self):
-        assert self.in_use.acquire(blocking=False), "two threads use one snapshot"
+        assert self.in_use.acquire(blocking=False), "two threads use one view"
         try:
-            assert self.open, "the snapshot is closed"
+            assert self.open, "the view is closed"
             yield
         finally:
             self.in_use.release()
 
     @contextmanager
-    def snapshot(self):
-        with super().snapshot() as snapshot:
+    def view(self):
+        with super().view() as view:
             self.open += 1
             try:
-                yield Snapshot(snapshot, self)
+                yield Snapshot(view, self)
             finally:
                 self.open -= 1
 
@@ -100,7 +99,7 @@ class Store:
         self.backend, self.counters = backend, Counters()
         self.catalog = Catalog(POLICIES["lru"](), self.counters)
         self.fetcher = Fetcher(backend, self.catalog, self.counters, ReadPace(), Breaker(lambda _: None, self.counters))
-        self.buffers = Buffers(1 << 30)
+        self.buffers = BufferPool(1 << 30)
         turns = iter(codecs)
         committer = Committer(
             backend, self.catalog, Budget(1 << 30, None), lambda _, raw: encode(raw, next(turns)), self.counters
@@ -108,15 +107,15 @@ class Store:
         self.news, parent = [], NS
         for i in range(len(codecs) + pending):
             tokens = as_tokens([i] * P).tobytes()
-            lease = self.buffers.lease(SIZE)
-            lease.view[:] = state_of(i)
-            new = NewPage.of(NS, b"{}", parent, i * P, tokens, lease)
+            buffer = self.buffers.acquire(SIZE)
+            buffer.view[:] = state_of(i)
+            new = NewPage.of(NS, b"{}", parent, i * P, tokens, buffer)
             parent = boundary_hash(parent, tokens)
             assert self.catalog.announce(new)
             self.news.append(new)
         assert committer.commit(self.news[: len(codecs)]) == len(codecs)
         for new in self.news[: len(codecs)]:
-            new.lease.release()
+            new.buffer.release()
         self.pages = [new.page for new in self.news]
 
     @property
@@ -187,8 +186,8 @@ def test_streamed_a_few_buffers_are_enough(workers):
 
 def test_a_raw_page_is_not_copied(tmp_path):
     with store_of(["raw", "planes"], LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
-        with store.backend.snapshot() as snapshot:
-            stored = np.frombuffer(snapshot.payload(store.pages[0].key), np.uint8)
+        with store.backend.view() as view:
+            stored = np.frombuffer(view.payload(store.pages[0].key), np.uint8)
             with store.fetcher.fetching(store.pages) as states:
                 assert np.frombuffer(next(states), np.uint8).ctypes.data == stored.ctypes.data
         del stored
@@ -225,7 +224,7 @@ def test_what_waits_to_be_written_comes_from_its_buffer():
     with store_of(MIXED, pending=3) as store:
         assert store.fetch() == len(MIXED) + 3
         for new in store.news[-3:]:
-            new.lease.release()
+            new.buffer.release()
         assert store.buffers.leased == 0
 
 
@@ -317,7 +316,7 @@ def test_what_the_backend_raises_is_counted_when_the_turn_of_that_page_comes(wor
 
 def test_a_page_that_is_gone_ends_the_restore(workers):
     with store_of(MIXED) as store:
-        with store.backend.transaction() as transaction:
+        with store.backend.update() as transaction:
             for page in store.pages[6:]:
                 transaction.delete(page.key)
         assert store.fetch() == 6
@@ -377,7 +376,7 @@ def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, s
 
 def test_many_threads_restore_at_the_same_time(workers):
     with store_of(MIXED) as store:
-        store.backend.alone = nullcontext  # each has a snapshot of its own
+        store.backend.alone = nullcontext  # each has a view of its own
         failed = []
 
         def work(seed):

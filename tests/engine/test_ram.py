@@ -32,18 +32,18 @@ class TestTierOverLMDB(PersistentBackendContract):
 
 def put(backend, number, payload=b"payload"):
     key, record = make_page(payload, [number])
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put(key, record, Usage(1), payload)
     return key, record.tokens
 
 
 def delete(backend, key):
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.delete(key)
 
 
 def look(backend):
-    with backend.snapshot():
+    with backend.view():
         pass
 
 
@@ -163,7 +163,7 @@ def test_damage_in_the_location_is_not_hidden_from_check(tmp_path, llama):
         answer(llm, prompt(600))
         store.flush()
         tier = store._engine._backend
-        with tier.transaction() as transaction:
+        with tier.update() as transaction:
             key, record, usage = next(iter(transaction.scan()))
             transaction.put(key, record, usage, bytes(record.stored_bytes))
         assert [violation.rule for violation in store.check()] == ["payload"]

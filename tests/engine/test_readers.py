@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from prefixstore import PrefixStore, read_along
+from prefixstore import PrefixStore
+from prefixstore.engine import readers as read_along
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
@@ -71,7 +72,7 @@ def test_what_the_backend_raises_is_no_word_against_the_page_before(error, reaso
 
 def test_a_page_that_is_gone_ends_it():
     with store_of(RAW) as store:
-        with store.backend.transaction() as transaction:
+        with store.backend.update() as transaction:
             for page in store.pages[6:]:
                 transaction.delete(page.key)
         given, verified = take_all(store)
@@ -115,7 +116,7 @@ def test_what_is_packed_is_verified_before_it_is_given_out():
 
 
 def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_path):
-    """The page lies in memory of the snapshot, which must not close under the thread."""
+    """The page lies in memory of the view, which must not close under the thread."""
     begun, go_on, over = threading.Event(), threading.Event(), []
     real = read_along.verify_checksum
 

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.new_page import NewPage
 from prefixstore.engine.queue import Writer
-from prefixstore.format.codec import pick
+from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, boundary_hash
 from prefixstore.stats import Counters
 from tests.support.models import TORTURE
@@ -93,9 +93,9 @@ class Machine(RuleBasedStateMachine):
             key = boundary_hash(parent, piece)
             if engine.wants(namespace, parent, piece):
                 state = state_of(key)
-                lease = self.writers[which].lease(len(state))
-                lease.view[:] = state
-                new = NewPage.of(namespace, namespace, parent, start // 4, piece, lease)
+                buffer = self.writers[which].acquire(len(state))
+                buffer.view[:] = state
+                new = NewPage.of(namespace, namespace, parent, start // 4, piece, buffer)
                 assert engine.announce(new)
                 news.append(new)
             parent = key
@@ -107,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         news = self.capture(which, namespace, tokens)
         assert self.engines[which].commit(news) <= len(news)
         for new in news:
-            new.lease.release()
+            new.buffer.release()
         self.stored.add((namespace, tokens))
 
     waiting: list[NewPage] = []  # noqa: RUF012 - replaced, never changed
@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
     def flush(self):
         self.engines[self.writes].commit(self.waiting)
         for new in self.waiting:
-            new.lease.release()
+            new.buffer.release()
         self.waiting = []
         self.stored |= getattr(self, "later", set())
         self.later = set()
@@ -181,8 +181,8 @@ class Machine(RuleBasedStateMachine):
             assert engine.check() == []
             # the index knows what is stored, and what waits
             engine.match(NAMESPACES[0], as_tokens([]), P)
-            with engine._backend.snapshot() as snapshot:
-                keys = {key for key, _, _ in snapshot.scan()}
+            with engine._backend.view() as view:
+                keys = {key for key, _, _ in view.scan()}
             assert set(engine._catalog.index.pages) == keys | set(engine._catalog.pending)
             used, stored, raw = engine.used()
             assert used.entries == len(keys)

@@ -13,11 +13,10 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
-from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadPace, choose, encode
-from prefixstore.format.codec import CODECS, decode, decode_into, pick, verify
-from prefixstore.format.packing import BLOCK, PACKINGS
+from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadPace, choose, encode, pick
+from prefixstore.format.codec import BLOCK, CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
 NS, OTHER = b"n" * 16, b"o" * 16
@@ -69,7 +68,7 @@ def test_what_a_packing_makes_can_be_unpacked_even_where_it_does_not_shrink(name
     stored = memoryview(PACKINGS[name].pack(raw))
     out = bytearray(b"?" * len(raw))
     assert PACKINGS[name].claimed(stored) == len(raw)
-    PACKINGS[name].unpack(stored, memoryview(out), Buffers(0))
+    PACKINGS[name].unpack(stored, memoryview(out), BufferPool(0))
     assert out == raw
 
 
@@ -108,7 +107,7 @@ def test_planes_save_most_of_floats_and_a_level_is_not_part_of_the_number():
 
 
 def test_a_page_is_decoded_into_the_memory_it_is_given_and_lent_buffers_go_back():
-    raw, buffers = floats(), Buffers(1 << 20)
+    raw, buffers = floats(), BufferPool(1 << 20)
     for name in CODECS:
         number, stored = encode(raw, name)
         record = record_of(stored, len(raw), number)
@@ -143,7 +142,7 @@ def test_a_page_that_is_damaged_and_sealed_anew_writes_nothing_outside_its_memor
     for _ in range(data.draw(st.integers(1, 4))):
         wrong[data.draw(st.integers(0, len(wrong) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     stored = bytes(wrong[: data.draw(st.integers(0, len(wrong)))])
-    record, buffers = record_of(stored, len(raw), CODECS[name]), Buffers(1 << 20)
+    record, buffers = record_of(stored, len(raw), CODECS[name]), BufferPool(1 << 20)
     out = bytearray(b"?" * (len(raw) + 64))
     with suppress(CorruptError):
         decode_into(record, verify(record, stored), memoryview(out)[32:-32], buffers)

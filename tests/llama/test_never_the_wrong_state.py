@@ -163,8 +163,8 @@ def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
     with PrefixStore(filled, llm, read_only=True) as store:
         # the state of the second page, somewhere in its middle
         page = store._engine.match(*store._place(TOKENS)).pages[1]
-        with store._engine._backend.snapshot() as snapshot:
-            middle = bytes(snapshot.payload(page.key)[100_000:100_064])
+        with store._engine._backend.view() as view:
+            middle = bytes(view.payload(page.key)[100_000:100_064])
     at = content.index(middle)
     content[at] ^= 1
     data.write_bytes(content)

@@ -505,7 +505,7 @@ def test_a_store_that_may_only_be_read_reads(llm_of, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
-@pytest.mark.parametrize("operation", ["snapshot", "record", "payload", "transaction", "put", "commit"])
+@pytest.mark.parametrize("operation", ["view", "record", "payload", "update", "put", "commit"])
 def test_a_backend_that_fails_costs_a_miss_and_comes_back(llm_of, monkeypatch, kind, operation):
     faulty = FaultyBackend(MemoryBackend(), operation, times=4)
     monkeypatch.setattr("prefixstore.store.open_backend", lambda *_, **__: faulty)

@@ -310,8 +310,8 @@ def test_a_damaged_snapshot_is_removed_and_the_one_before_it_used(llama, arch, t
         answer(llm, tokens, 1)
         store.flush()
         deepest = store._engine.match_snapshot(*store._place(tokens), 699).pages[-1]
-        with store._engine._backend.snapshot() as snapshot:
-            middle = bytes(snapshot.payload(deepest.key)[200:264])
+        with store._engine._backend.view() as view:
+            middle = bytes(view.payload(deepest.key)[200:264])
     data = tmp_path / "data.mdb"
     content = bytearray(data.read_bytes())
     content[content.index(middle)] ^= 1
@@ -438,7 +438,7 @@ def test_a_full_queue_drops_snapshots_and_counts_them(llama, arch):
     llm = llama(arch)
     with PrefixStore("memory:", llm, queue_bytes=1) as store:
         llm.set_cache(store)
-        held = store._writer.lease(1)
+        held = store._writer.acquire(1)
         answer(llm, prompt(1000), 1)
         assert store.stats().dropped["queue_full"] > 0
         assert store.match(prompt(1000)).n_tokens == 0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixstore import CorruptError
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.llama.memory import Memory, page_tokens_for
 from prefixstore.llama.parse import parse_context, parse_sequence
 from prefixstore.llama.state import Assembly, assemble
@@ -44,9 +44,9 @@ def set_context(llm, state: bytes) -> None:
 
 def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, bytes]]:
     """What the attached store takes out of the context."""
-    buffers, pages = Buffers(1 << 30), []
+    buffers, pages = BufferPool(1 << 30), []
     ranges = [(start, min(start + page_tokens, n)) for start in range(0, n, page_tokens)]
-    Memory(llm).take(ranges, buffers.lease, lambda start, end, lease: pages.append((start, end, bytes(lease.view))))
+    Memory(llm).take(ranges, buffers.acquire, lambda start, end, buffer: pages.append((start, end, bytes(buffer.view))))
     assert [page[:2] for page in pages] == ranges
     return pages
 

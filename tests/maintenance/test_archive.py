@@ -95,8 +95,8 @@ def test_what_is_chosen_is_purged_and_nothing_else(archive, choice, left):
     assert removed.bytes == 1000 * removed.pages
     assert contents(archive.backend).items() <= before.items()
     assert archive.check() == []
-    with archive.backend.snapshot() as snapshot:
-        assert len(snapshot.namespaces()) == len(left)
+    with archive.backend.view() as view:
+        assert len(view.namespaces()) == len(left)
 
 
 def test_a_page_is_purged_with_all_behind_it(archive):
@@ -109,7 +109,7 @@ def test_a_page_is_purged_with_all_behind_it(archive):
 
 def test_what_was_used_of_late_keeps_what_it_is_behind_of(archive):
     paths = fill(archive.backend, MINE, SEQUENCES[:2], last_used=1)
-    with archive.backend.transaction() as transaction:
+    with archive.backend.update() as transaction:
         usage = transaction.usage(paths[1][-1])
         transaction.touch(paths[1][-1], type(usage)(time.time_ns()))
     assert archive.purge(older_than=60.0).pages == 1
@@ -118,7 +118,7 @@ def test_what_was_used_of_late_keeps_what_it_is_behind_of(archive):
 
 def test_a_purge_of_everything_leaves_nothing_that_was_unreadable_either(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
-    with archive.backend.transaction() as transaction:
+    with archive.backend.update() as transaction:
         transaction.delete(paths[0][0])  # two pages hang in the air now
     assert len(archive.check()) == 2
     archive.purge(namespace=MINE.key.hex())

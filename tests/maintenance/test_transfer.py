@@ -65,7 +65,7 @@ def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, r
         assert (moved.pages, moved.bytes, moved.namespaces, moved.present) == (9, 9000, 2, 0)
         assert contents(target.backend) == before
         assert target.check() == []
-        with target.backend.snapshot() as there, source.backend.snapshot() as here:
+        with target.backend.view() as there, source.backend.view() as here:
             assert there.namespaces() == here.namespaces()
         assert copy_store(source, target).present == 9
         target.purge(everything=True)
@@ -186,7 +186,7 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_brought_bac
 
 def test_damaged_pages_are_left_out_with_what_is_behind_them(source, tmp_path):
     paths = fill(source.backend, MINE, SEQUENCES)
-    with source.backend.transaction() as transaction:
+    with source.backend.update() as transaction:
         key = paths[0][0]
         record, usage = transaction.record(key), transaction.usage(key)
         transaction.delete(key)

@@ -27,7 +27,7 @@ def space(salt=None, **more):
 def fill(backend, settings, sequences, *, last_used=0, size=1000, pinned=False):
     """Put sequences of tokens, in pages of four; the keys of the pages of each."""
     paths = []
-    with backend.transaction() as transaction:
+    with backend.update() as transaction:
         transaction.put_namespace(settings.key, settings.canonical)
         for tokens in sequences:
             parent, path = settings.key, []
@@ -46,5 +46,5 @@ def fill(backend, settings, sequences, *, last_used=0, size=1000, pinned=False):
 
 def contents(backend):
     """All pages: record, usage, bytes."""
-    with backend.snapshot() as snapshot:
-        return {key: (record, usage, bytes(snapshot.payload(key))) for key, record, usage in snapshot.scan()}
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}

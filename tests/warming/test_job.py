@@ -230,8 +230,8 @@ def test_an_exception_leaves_what_was_computed_and_no_lease(llama, tmp_path, err
             warm(llm, store, PROMPTS, progress=tell)
         computed = store.stats().tokens_computed
         assert warm(llm, store, PROMPTS).evaluated_tokens == UNIQUE - computed
-        with store.engine._backend.snapshot() as snapshot:
-            notes = snapshot._txn.cursor(snapshot._db[b"meta"]).iternext(values=False)
+        with store.engine._backend.view() as view:
+            notes = view._txn.cursor(view._db[b"meta"]).iternext(values=False)
             assert [name for name in notes if bytes(name).startswith(b"note:" + PREFIX)] == []
 
 

@@ -1,7 +1,7 @@
 """Pages in an LMDB environment: a directory that many processes share.
 
 A payload is one value, so it lies in one piece in the memory map and a restore reads it from there. LMDB never
-overwrites what an open snapshot can see, so the map is safe to read while others evict. The size of the map is what
+overwrites what an open view can see, so the map is safe to read while others evict. The size of the map is what
 bounds the file: it never grows beyond `FILE_FACTOR` times the budget, whatever the churn.
 """
 
@@ -18,12 +18,11 @@ from typing import Any
 
 import lmdb
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.base import Backend, Transaction, Used, View
 from prefixstore.backends.files import make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.scrub import common, erase, punch, read_layout, split
 from prefixstore.backends.location import path_of
-from prefixstore.engine.budget import Used
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -42,7 +41,7 @@ READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20
 
 
-class _View(Snapshot):
+class _View(View):
     def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
         self._txn = txn
         self._db = databases
@@ -224,13 +223,13 @@ class LMDBBackend(Backend):
         return f"lmdb://{self._path}"
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def view(self) -> Iterator[View]:
         environment = self._open()
         with environment.begin(write=False) as txn:
             yield _View(txn, environment.databases)
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def update(self) -> Iterator[Transaction]:
         environment = self._writable()
         with environment.begin(write=True) as txn:
             change = _Change(txn, environment.databases)
@@ -256,7 +255,7 @@ class LMDBBackend(Backend):
         """Write zeros over all that is free in the file, page by page and inside of pages.
 
         Servers go on meanwhile. They write through new handles from now on, because LMDB's buffers of the old ones hold
-        what they have written. A snapshot of what was deleted must end first, for which this waits some seconds.
+        what they have written. A view of what was deleted must end first, for which this waits some seconds.
         """
         environment = self._writable()
         with environment.begin(write=True) as txn:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
 
-from prefixstore.backends.base import Backend, Snapshot, Transaction
+from prefixstore.backends.base import Backend, Transaction, Used, View
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.schema import (
     CHANGES,
@@ -31,7 +31,6 @@ from prefixstore.backends.sql.schema import (
     usage_of,
     usage_row,
 )
-from prefixstore.engine.budget import Used
 from prefixstore.errors import StorageError
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -72,7 +71,7 @@ _TOUCH = (
 _FORGET = delete(CHANGES).where(CHANGES.c.generation <= bindparam("until"))
 
 
-class _View(Snapshot):
+class _View(View):
     def __init__(self, database: Database, connection: Connection, *, retry: bool) -> None:
         self._database = database
         self._connection = connection
@@ -281,12 +280,12 @@ class SQLBackend(Backend):
         return self._database.location
 
     @contextmanager
-    def snapshot(self) -> Iterator[Snapshot]:
+    def view(self) -> Iterator[View]:
         with self._database.reading() as connection:
             yield _View(self._database, connection, retry=True)
 
     @contextmanager
-    def transaction(self) -> Iterator[Transaction]:
+    def update(self) -> Iterator[Transaction]:
         with self._database.writing() as connection:
             change = _Change(self._database, connection)
             yield change

@@ -237,7 +237,7 @@ class Database(ABC):
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[Connection]:
-        """A connection for a snapshot."""
+        """A connection for a view."""
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -284,11 +284,11 @@ class Database(ABC):
 
     @abstractmethod
     def fix(self, connection: Connection) -> None:
-        """From here on everything that a snapshot reads is of one moment."""
+        """From here on everything that a view reads is of one moment."""
 
     @abstractmethod
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
-        """`Snapshot.fetch`."""
+        """`View.fetch`."""
 
     def read_anew(self, connection: Connection) -> None:  # noqa: B027 - a server has its own way
         """What is read next on this connection comes from where others read it, and is not remembered."""

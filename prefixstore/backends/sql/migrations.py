@@ -2,12 +2,124 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, inspect, select, text
+from sqlalchemy.exc import SQLAlchemyError
 
 from prefixstore.backends.sql import database_of
+from prefixstore.backends.sql.database import translate
+from prefixstore.backends.sql.schema import HEAD, MAGIC, META, REVISIONS, VERSION_TABLE
+from prefixstore.errors import IncompatibleError, LocationError
 
-__all__ = ["Status", "check", "upgrade", "upgrade_sql"]
+__all__ = [
+    "Status",
+    "check",
+    "migrations_directory",
+    "require_head",
+    "revision_of",
+    "sql_between",
+    "upgrade",
+    "upgrade_connection",
+    "upgrade_sql",
+]
+
+
+def migrations_directory() -> Path:
+    """Where the migrations are: in the installed package, or beside it in a working copy.
+
+    Raises
+    ------
+    LocationError
+        If they are in neither place.
+    """
+    package = Path(__file__).parents[2]
+    for directory in (package / "migrations", package.parent / "migrations"):
+        if (directory / "env.py").is_file():
+            return directory
+    raise LocationError(f"{package / 'migrations'} is missing: install prefixstore anew")
+
+
+def _config(buffer: io.StringIO | None = None) -> Config:
+    config = Config(output_buffer=buffer) if buffer is not None else Config()
+    # a percent sign is the configuration's own
+    config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
+    return config
+
+
+def revision_of(connection: Connection, where: str) -> str | None:
+    """The revision of the schema behind a connection; None if there is none of our tables.
+
+    Raises
+    ------
+    IncompatibleError
+        If the tables are another application's, or of a newer version.
+    """
+    tables = inspect(connection)
+    found = [tables.has_table(name) for name in (VERSION_TABLE, META.name)]
+    if not any(found):
+        return None
+    foreign = IncompatibleError(f"{where} holds another application's tables; choose another location")
+    if not all(found):
+        raise foreign
+    try:
+        revisions = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()  # noqa: S608 - a constant
+        magic = connection.execute(select(META.c.magic)).scalars().all()
+    except SQLAlchemyError as error:
+        # a server that has gone, or a lock, says nothing about the tables
+        if isinstance(translate(error, where), IncompatibleError):
+            raise foreign from None
+        raise
+    if magic != [MAGIC] or len(revisions) != 1:
+        raise foreign
+    if revisions[0] not in REVISIONS:
+        raise IncompatibleError(
+            f"{where} has schema {revisions[0]}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
+            "another location"
+        )
+    return str(revisions[0])
+
+
+def require_head(revision: str | None, where: str) -> None:
+    """Raise the error that names the command to run, if this is not the revision that is needed.
+
+    Raises
+    ------
+    LocationError
+        If there is no store.
+    IncompatibleError
+        If its schema is older.
+    """
+    if revision is None:
+        raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
+    if revision != HEAD:
+        raise IncompatibleError(
+            f"{where} has schema {revision}, this prefixstore needs {HEAD}; stop what writes to it and run: "
+            f'prefixstore migrate "{where}"'
+        )
+
+
+def upgrade_connection(connection: Connection) -> None:
+    """Bring the schema to `HEAD` within the transaction that is open on a connection."""
+    config = _config()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+
+
+def sql_between(revision: str | None, dialect: str) -> str:
+    """The statements that bring a schema of this revision to `HEAD`; empty if it is there."""
+    if revision == HEAD:
+        return ""
+    buffer = io.StringIO()
+    config = _config(buffer)
+    config.attributes["dialect"] = dialect
+    command.upgrade(config, f"{revision or 'base'}:head", sql=True)
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A store in a PostgreSQL database.
 
-A round trip is what costs here. A snapshot sends nothing until it is asked, and each question is one statement that
+A round trip is what costs here. A view sends nothing until it is asked, and each question is one statement that
 commits by itself; only who walks through the whole location gets a transaction, so that it is of one moment. As such a
 question depends on nothing before it, it is asked again on a new connection if the server has closed the old one.
 """
@@ -33,7 +33,7 @@ from sqlalchemy import (
 )
 
 from prefixstore.backends.sql.database import Database, Gate, again, parse_url, translated
-from prefixstore.backends.sql.revisions import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
 from prefixstore.format.record import Buffer, Record

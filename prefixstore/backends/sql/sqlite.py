@@ -35,7 +35,7 @@ from sqlalchemy.pool import QueuePool
 
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.sql.database import Database, translated
-from prefixstore.backends.sql.revisions import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
     HEAD,
@@ -52,7 +52,7 @@ from prefixstore.backends.sql.sqlite_file import (
     path_of_url,
     recognize,
 )
-from prefixstore.buffers import Buffers
+from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
     LocationError,
@@ -121,7 +121,7 @@ class SQLite(Database):
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
-        self._buffers = Buffers(1 << 62)
+        self._buffers = BufferPool(1 << 62)
         self._identity: tuple[int, int] | None = None
         _databases.add(self)
 
@@ -204,7 +204,7 @@ class SQLite(Database):
     def _found(self) -> tuple[int, int] | None:
         """Which file is there now; None for none."""
         try:
-            found = os.stat(self.path)  # noqa: PTH116 - a microsecond for each snapshot
+            found = os.stat(self.path)  # noqa: PTH116 - a microsecond for each view
         except FileNotFoundError:
             return None
         except OSError:
@@ -295,12 +295,12 @@ class SQLite(Database):
     def _lend(self, size: int) -> npt.NDArray[np.uint8]:
         """A buffer, which is used again when nobody holds a view of it any more: fresh memory is slower by half."""
         try:
-            lease = self._buffers.lease(size, wait=True)
+            buffer = self._buffers.acquire(size, wait=True)
         except (MemoryError, ValueError) as error:
             raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
-        assert lease is not None, "it waits until there is one"
-        array = np.asarray(lease.view)
-        weakref.finalize(array, lease.release).atexit = False
+        assert buffer is not None, "it waits until there is one"
+        array = np.asarray(buffer.view)
+        weakref.finalize(array, buffer.release).atexit = False
         return array
 
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
@@ -347,7 +347,7 @@ class SQLite(Database):
 
     def after_fork(self) -> None:
         self._writing = threading.Lock()
-        self._buffers = Buffers(1 << 62)
+        self._buffers = BufferPool(1 << 62)
 
     def hold_still(self) -> None:
         """Before a fork: no connection is open."""

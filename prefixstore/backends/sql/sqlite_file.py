@@ -18,7 +18,7 @@ from sqlalchemy.pool import NullPool
 
 from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.sql.database import parse_url, translate, translated
-from prefixstore.backends.sql.revisions import upgrade_connection
+from prefixstore.backends.sql.migrations import upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
