@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.common import summary
 from benchmarks.tables import milliseconds, table
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.store import PrefixStore
 
@@ -27,7 +27,7 @@ def _put(transaction: Any, namespace: bytes, parent: bytes, start: int, tokens: 
     record = Record(
         namespace, parent, start, tokens, 0, len(payload), len(payload), checksum(payload), 0, time.time_ns()
     )
-    key = boundary_hash(parent, tokens)
+    key = page_key(parent, tokens)
     transaction.put(key, record, Usage(record.created), payload)
     return key
 

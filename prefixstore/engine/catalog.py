@@ -15,7 +15,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.keys import Tokens, boundary_hash
+from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.record import PAGE, Record, Usage
 from prefixstore.stats import Counters
 
@@ -44,7 +44,7 @@ class NewPage:
     ) -> NewPage:
         """The page with these token bytes behind `parent`, in a namespace with these canonical settings."""
         now = time.time_ns()
-        key = boundary_hash(parent, tokens, form)
+        key = page_key(parent, tokens, form)
         page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
         return cls(page, settings, buffer)
 

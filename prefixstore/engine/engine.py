@@ -25,7 +25,7 @@ from prefixstore.engine.readers import Look
 from prefixstore.engine.snapshots import thin
 from prefixstore.errors import CorruptError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.keys import Tokens, boundary_hash
+from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import checksum
 from prefixstore.stats import Counters
@@ -203,7 +203,7 @@ class Engine:
 
     def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
         """Whether a page with these token bytes behind `parent` is worth taking."""
-        probe = Page(boundary_hash(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
+        probe = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
         with self._catalog.lock:
             return self._catalog.wants(probe)
 

@@ -11,7 +11,7 @@ import xxhash
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["TOKEN_BYTES", "TokenSequence", "Tokens", "as_tokens", "boundary_hash", "boundary_hashes", "common_prefix"]
+__all__ = ["TOKEN_BYTES", "TokenSequence", "Tokens", "as_tokens", "page_key", "page_keys", "common_prefix"]
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -44,7 +44,7 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
     return np.ascontiguousarray(wide, dtype="<i4")
 
 
-def boundary_hash(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
+def page_key(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
     """The key of the page with these token bytes behind `parent`: xxh3-128, 16 bytes.
 
     Parameters
@@ -59,14 +59,14 @@ def boundary_hash(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
     return xxhash.xxh3_128_digest(parent + tokens, seed=form)
 
 
-def boundary_hashes(namespace: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:
+def page_keys(namespace: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:
     """The keys of all full pages of `tokens`, first page first."""
     raw = tokens.tobytes()
     step = page_tokens * TOKEN_BYTES
     keys: list[bytes] = []
     parent = namespace
     for end in range(step, len(raw) + 1, step):
-        parent = boundary_hash(parent, raw[end - step : end])
+        parent = page_key(parent, raw[end - step : end])
         keys.append(parent)
     return keys
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
-from prefixstore.format.keys import TOKEN_BYTES, boundary_hash
+from prefixstore.format.keys import TOKEN_BYTES, page_key
 
 __all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "Usage", "checksum"]
 
@@ -127,7 +127,7 @@ class Record:
     @property
     def key(self) -> bytes:
         """The boundary hash, which is the page's key in every backend."""
-        return boundary_hash(self.parent, self.tokens, self.form)
+        return page_key(self.parent, self.tokens, self.form)
 
     def follows(self, before: Record | None) -> bool:
         """Whether the page stands where the one before it ends; None if that is the start of a sequence."""

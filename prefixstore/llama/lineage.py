@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import llama_cpp
 import numpy as np
 
-from prefixstore.format.keys import Tokens, boundary_hash
+from prefixstore.format.keys import Tokens, page_key
 from prefixstore.llama.memory import Memory
 
 __all__ = ["Lineage"]
@@ -99,7 +99,7 @@ class Lineage:
         """The keys of all full pages."""
         for i in range(len(self._keys), self.n // self.page_tokens):
             start = i * self.page_tokens
-            self._keys.append(boundary_hash(self.parent(i), self.page_bytes(start, start + self.page_tokens)))
+            self._keys.append(page_key(self.parent(i), self.page_bytes(start, start + self.page_tokens)))
         return self._keys
 
     def parent(self, i: int) -> bytes:

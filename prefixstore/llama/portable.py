@@ -25,7 +25,7 @@ from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError, InvalidParameterError, PrefixStoreError, StorageError
-from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, boundary_hashes, common_prefix
+from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, common_prefix, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.hook import MEDIA_ATTRIBUTES
 from prefixstore.llama.memory import Memory, kind_of
@@ -229,7 +229,7 @@ class PortableHook:
 
     def _wanted(self, namespace: bytes, page_tokens: int, tokens: Tokens) -> list[tuple[int, int]]:
         """First position and boundary of each page that is not stored."""
-        keys = boundary_hashes(namespace, tokens, page_tokens)
+        keys = page_keys(namespace, tokens, page_tokens)
         missing = self._engine.missing(keys)
         wanted = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
         start = len(keys) * page_tokens
@@ -242,7 +242,7 @@ class PortableHook:
     def _save_pages(
         self, namespace: Namespace, page_tokens: int, tokens: Tokens, blob: Blob, wanted: Sequence[tuple[int, int]]
     ) -> None:
-        parents = [namespace.key, *boundary_hashes(namespace.key, tokens, page_tokens)]
+        parents = [namespace.key, *page_keys(namespace.key, tokens, page_tokens)]
         for start, end in wanted:
             piece = blob.cut(start, end)
             assembly = Assembly(piece, piece.positions)

@@ -21,7 +21,7 @@ from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import boundary_hash
+from prefixstore.format.keys import page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.parse import parse_sequence
@@ -149,7 +149,7 @@ class SnapshotCapturer:
 
     def _is_stored(self, n: int) -> bool:
         parent, start = self._before(n)
-        return self._engine.has(boundary_hash(parent, self._lineage.page_bytes(start, n), SNAPSHOT))
+        return self._engine.has(page_key(parent, self._lineage.page_bytes(start, n), SNAPSHOT))
 
     def _before(self, n: int) -> tuple[bytes, int]:
         """Key and boundary of the last page before position `n`."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import boundary_hash
+from prefixstore.format.keys import page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
@@ -69,7 +69,7 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
             record = Record(settings.key, settings.key, 0, tokens, 0, size, size, checksum(payload), 0, now)
             with archive.backend.update() as transaction:
                 transaction.put_namespace(settings.key, settings.canonical)
-                transaction.put(boundary_hash(settings.key, tokens), record, Usage(now), payload)
+                transaction.put(page_key(settings.key, tokens), record, Usage(now), payload)
         archive.backend.sync()
     except FullError:
         return None

@@ -26,7 +26,7 @@ import numpy as np
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import SNAPSHOT, Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
@@ -43,7 +43,7 @@ def make_page(
     raw = as_tokens(tokens).tobytes()
     size = len(payload)
     record = Record(namespace, parent, start, raw, 0, size, size, checksum(payload), 1000, 1_700_000_000_000_000_000)
-    return boundary_hash(parent, raw), record
+    return page_key(parent, raw), record
 
 
 def _payload(seed: int, size: int) -> bytes:

@@ -1,7 +1,6 @@
 """Warming: a list of prompts into a store, each shared prefix computed once.
 
-The prompts are the leaves of a trie of tokens (`trie`), which is walked depth first (`walk`). Jobs on one list divide it by
-leases (`leases`).
+The prompts are the leaves of a trie of tokens (`trie`), which is walked depth first (`walk`). Jobs on the same list
 """
 
 from __future__ import annotations

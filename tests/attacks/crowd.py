@@ -19,7 +19,7 @@ import numpy as np
 
 from prefixstore import PrefixStore, StorageError
 from prefixstore.engine.catalog import NewPage
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import PackReader, export_pack, import_pack
@@ -82,7 +82,7 @@ class Member:
             piece = raw[start : start + 4 * P]
             view = len(piece) < 4 * P and self.chance.random() < 0.3
             form = SNAPSHOT if view else PAGE
-            key = boundary_hash(parent, piece, form)
+            key = page_key(parent, piece, form)
             if not engine.has(key):
                 state = state_of(key)
                 buffer = writer.acquire(len(state))

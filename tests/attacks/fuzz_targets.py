@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError, prompts
     from prefixstore.config import load_config
     from prefixstore.format.codec import PACKINGS, decode
-    from prefixstore.format.keys import boundary_hash
+    from prefixstore.format.keys import page_key
     from prefixstore.format.namespace import Namespace
     from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
     from prefixstore.llama.parse import parse_context, parse_sequence
@@ -56,7 +56,7 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
     """A record whose seal and key are right, whatever is in it: key and stored form."""
     fields = RECORD.unpack_from(body.ljust(RECORD.size, b"\0"))
     form, parent = fields[2], fields[11]
-    key = boundary_hash(parent, body[RECORD.size :], form)
+    key = page_key(parent, body[RECORD.size :], form)
     return key, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
 

@@ -26,7 +26,7 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import PackReader, import_pack
@@ -149,7 +149,7 @@ def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], fo
     for start in range(0, len(raw), 4 * P):
         piece = raw[start : start + 4 * P]
         is_last = start + 4 * P >= len(raw)
-        key = boundary_hash(parent, piece, form if is_last else PAGE)
+        key = page_key(parent, piece, form if is_last else PAGE)
         state = state_of(key)
         view = acquire(len(state))
         view.view[:] = state

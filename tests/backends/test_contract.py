@@ -37,7 +37,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import boundary_hash
+from prefixstore.format.keys import page_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import (
@@ -541,7 +541,7 @@ def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_
             assert engine.announce(new)
             assert engine.commit([new]) == 1
             buffer.release()
-            parent, start = boundary_hash(parent, tokens), start + 4
+            parent, start = page_key(parent, tokens), start + 4
             if number > 200:
                 fills.append(engine.used()[0].bytes / max_bytes)
                 assert fills[-1] <= 1

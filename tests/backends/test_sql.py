@@ -36,7 +36,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.format.autocodec import FixedCodec
-from prefixstore.format.keys import boundary_hash
+from prefixstore.format.keys import page_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
@@ -844,7 +844,7 @@ def test_many_threads_evict_and_fetch_at_once(url):
                             break
                         engine.commit([new])
                         new.buffer.release()
-                        parent, start = boundary_hash(parent, new.page.tokens), start + 4
+                        parent, start = page_key(parent, new.page.tokens), start + 4
                     path = engine.match(NAMESPACE, np.frombuffer(new.page.tokens, np.int32), 4)
                     with engine.fetching(path.pages) as states:
                         for state in states:

@@ -16,7 +16,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 from prefixstore.units import parse_seconds
@@ -52,7 +52,7 @@ class Tenant:
             new = NewPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
             if self.engine.announce(new):
                 batch.append(new)
-            parent = boundary_hash(parent, piece)
+            parent = page_key(parent, piece)
         stored = self.engine.commit(batch)
         for new in batch:
             new.buffer.release()

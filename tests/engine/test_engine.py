@@ -26,7 +26,7 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.queue import Writer
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, boundary_hash, boundary_hashes
+from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.format.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
@@ -63,7 +63,7 @@ class Store:
         parent, news = namespace, []
         for start in range(0, len(raw), 4 * P):
             piece = raw[start : start + 4 * P]
-            key = boundary_hash(parent, piece)
+            key = page_key(parent, piece)
             if self.engine.wants(namespace, parent, piece) or news:
                 buffer = self.buffers.acquire(size)
                 buffer.view[:] = state_of(key, size)
@@ -203,7 +203,7 @@ def test_the_codec_that_packs_gives_back_the_same_bytes():
 def test_wanted_is_what_is_not_here_and_has_its_parent_here():
     with store_of() as store:
         full, tail = as_tokens([1, 1, 1, 1]).tobytes(), as_tokens([1, 1]).tobytes()
-        parent = boundary_hash(NS, full)
+        parent = page_key(NS, full)
         engine = store.engine
         assert engine.wants(NS, NS, full)
         assert not engine.wants(NS, parent, full)
@@ -217,7 +217,7 @@ def test_wanted_is_what_is_not_here_and_has_its_parent_here():
 def test_missing_are_the_pages_of_a_sequence_that_are_not_here():
     with store_of() as store:
         store.put(A[:8])
-        keys = boundary_hashes(NS, as_tokens([1] * 20), P)
+        keys = page_keys(NS, as_tokens([1] * 20), P)
         assert store.engine.missing(keys) == [2, 3, 4]
         store.put([1] * 20)
         assert store.engine.missing(keys) == []
@@ -226,7 +226,7 @@ def test_missing_are_the_pages_of_a_sequence_that_are_not_here():
 def test_a_page_that_was_refused_is_not_taken_again_until_something_changes():
     with store_of(max_bytes=3 * entry()) as store:
         assert store.put([1] * 4, 10_000) == 0
-        keys = boundary_hashes(NS, as_tokens([1] * 8), P)
+        keys = page_keys(NS, as_tokens([1] * 8), P)
         assert store.engine.missing(keys) == []
         assert not store.engine.wants(NS, NS, as_tokens([1] * 4).tobytes())
         store.put(B[:4])
@@ -359,7 +359,7 @@ def raw_keys(path, database):
 @pytest.mark.parametrize("damage", ["payload", "no payload", "record", "other tokens"])
 def test_a_damaged_page_ends_a_restore_and_goes_with_all_behind_it(tmp_path, damage):
     tokens = list(range(16))
-    keys = boundary_hashes(NS, as_tokens(tokens), P)
+    keys = page_keys(NS, as_tokens(tokens), P)
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         store.put(tokens)
         store.put([7] * 8)
@@ -395,7 +395,7 @@ def test_a_damaged_page_ends_a_restore_and_goes_with_all_behind_it(tmp_path, dam
 def test_a_record_that_is_damaged_meanwhile_is_replaced_and_spoils_no_batch(tmp_path):
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         store.put(A[:4])
-    key = boundary_hashes(NS, as_tokens(A), P)[0]
+    key = page_keys(NS, as_tokens(A), P)[0]
     flip(tmp_path, b"records", key, 20)
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         # no match before: the index is empty, the page is captured once more
@@ -407,7 +407,7 @@ def test_a_record_that_is_damaged_meanwhile_is_replaced_and_spoils_no_batch(tmp_
 
 def test_a_page_without_the_page_before_it_is_removed(tmp_path):
     tokens = list(range(12))
-    keys = boundary_hashes(NS, as_tokens(tokens), P)
+    keys = page_keys(NS, as_tokens(tokens), P)
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         store.put(tokens)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
@@ -424,7 +424,7 @@ def test_the_page_of_a_newer_version_is_left_alone(tmp_path):
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         store.put(A)
         store.put(B)
-    keys = boundary_hashes(NS, as_tokens(A), P)
+    keys = page_keys(NS, as_tokens(A), P)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
         records = env.open_db(b"records", txn)
         future = b"\xff" + txn.get(keys[1], db=records)[1:-8]
@@ -444,7 +444,7 @@ def test_what_another_engine_stored_behind_a_damaged_page_goes_with_it(tmp_path)
     tokens = list(range(12))
     with store_of(LMDBBackend(tmp_path, MIB)) as one:
         one.put(tokens[:4])
-        key = boundary_hashes(NS, as_tokens(tokens), P)[0]
+        key = page_keys(NS, as_tokens(tokens), P)[0]
     flip(tmp_path, b"payloads", key, 3)
     with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
         assert one.match(tokens) == two.match(tokens) == 4
@@ -460,7 +460,7 @@ def test_a_page_that_another_engine_has_mended_is_not_removed(tmp_path):
     tokens = list(range(12))
     with store_of(LMDBBackend(tmp_path, MIB)) as one:
         one.put(tokens)
-        key = boundary_hashes(NS, as_tokens(tokens), P)[0]
+        key = page_keys(NS, as_tokens(tokens), P)[0]
     flip(tmp_path, b"payloads", key, 3)
     with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
         assert one.fetch(tokens) == two.fetch(tokens) == 0
@@ -622,7 +622,7 @@ def test_a_use_is_written_with_the_next_batch_and_heeded_by_the_other_engine(tmp
         one.put(A)
         one.put(B)
         assert two.match(A) == 12
-        key = boundary_hashes(NS, as_tokens(A), P)[0]
+        key = page_keys(NS, as_tokens(A), P)[0]
         with one.backend.view() as view:
             before = view.usage(key)
         assert one.fetch(A) == 3
@@ -946,7 +946,7 @@ def captured(store, writer, tokens, size):
     parent = NS
     for start in range(0, len(raw), 4 * P):
         piece = raw[start : start + 4 * P]
-        key = boundary_hash(parent, piece)
+        key = page_key(parent, piece)
         if store.engine.wants(NS, parent, piece):
             buffer = writer.acquire(size)
             if buffer is None:
@@ -961,7 +961,7 @@ def captured(store, writer, tokens, size):
 
 def snapshot_of(store, tokens, size=100) -> NewPage:
     """A snapshot behind these tokens, as captured now."""
-    keys = [NS, *boundary_hashes(NS, as_tokens(tokens), P)]
+    keys = [NS, *page_keys(NS, as_tokens(tokens), P)]
     start = (len(keys) - 1) * P
     buffer = store.buffers.acquire(size)
     raw = as_tokens(tokens[start:]).tobytes()
@@ -1117,7 +1117,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_
     backend = Meddler()
     with store_of(backend, max_entries=1) as store:
         store.put(A[:4])
-        parent = boundary_hashes(NS, as_tokens(A), P)[0]
+        parent = page_keys(NS, as_tokens(A), P)[0]
         buffer = store.buffers.acquire(1000)
         new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
@@ -1134,7 +1134,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_
 def test_what_a_thinned_snapshot_depends_on_stays_until_it_is_deleted():
     with store_of(max_entries=2) as store:
         store.put(A[:4])
-        parent = boundary_hashes(NS, as_tokens(A), P)[0]
+        parent = page_keys(NS, as_tokens(A), P)[0]
         buffer = store.buffers.acquire(1000)
         new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)

@@ -22,7 +22,7 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.fetch import Fetcher
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import ReadPace, encode
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 
 NS = b"n" * 16
@@ -110,7 +110,7 @@ class Store:
             buffer = self.buffers.acquire(SIZE)
             buffer.view[:] = state_of(i)
             new = NewPage.of(NS, b"{}", parent, i * P, tokens, buffer)
-            parent = boundary_hash(parent, tokens)
+            parent = page_key(parent, tokens)
             assert self.catalog.announce(new)
             self.news.append(new)
         assert committer.commit(self.news[: len(codecs)]) == len(codecs)

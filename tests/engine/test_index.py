@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixstore.engine.index import Index, Page
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 
 P = 3
 NS, OTHER = b"n" * 16, b"o" * 16
@@ -21,7 +21,7 @@ def chain(tokens, namespace=NS):
     pages, parent = [], namespace
     for start in range(0, len(tokens), P):
         raw = as_tokens(tokens[start : start + P]).tobytes()
-        key = boundary_hash(parent, raw)
+        key = page_key(parent, raw)
         pages.append(Page(key, parent, namespace, start, raw, 10, 7, 0, 0, 0))
         parent = key
     return pages
@@ -158,7 +158,7 @@ def snapshot(tokens, namespace=NS):
     full = len(tokens) - len(tokens) % P
     parent = chain(tokens[:full], namespace)[-1].key if full else namespace
     raw = as_tokens(tokens[full:]).tobytes()
-    return Page(boundary_hash(parent, raw, 1), parent, namespace, full, raw, 10, 7, 0, 0, 0, form=1)
+    return Page(page_key(parent, raw, 1), parent, namespace, full, raw, 10, 7, 0, 0, 0, form=1)
 
 
 @settings(deadline=None)

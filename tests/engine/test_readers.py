@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine import readers as read_along
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.engine import readers as read_along
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum

@@ -19,7 +19,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.queue import Writer
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, boundary_hash
+from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 from tests.support.models import TORTURE
 
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
         parent, news = namespace, []
         for start in range(0, len(raw), 4 * P):
             piece = raw[start : start + 4 * P]
-            key = boundary_hash(parent, piece)
+            key = page_key(parent, piece)
             if engine.wants(namespace, parent, piece):
                 state = state_of(key)
                 buffer = self.writers[which].acquire(len(state))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.keys import as_tokens, boundary_hash, boundary_hashes, common_prefix
+from prefixstore.format.keys import as_tokens, common_prefix, page_key, page_keys
 
 token_lists = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)
 few = st.lists(st.integers(0, 1), max_size=12)
@@ -48,8 +48,8 @@ def test_what_is_no_sequence_of_tokens_is_refused(wrong):
 
 def test_the_keys_are_those_that_were_released():
     # stored keys: another value would lose everything that anybody has stored
-    assert boundary_hash(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
-    assert [key.hex() for key in boundary_hashes(b"n" * 16, as_tokens(range(5)), 2)] == [
+    assert page_key(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
+    assert [key.hex() for key in page_keys(b"n" * 16, as_tokens(range(5)), 2)] == [
         "c510ce7f374a71d07762bb6817da2155",
         "27a6378117b28669a61b69f853c43a13",
     ]
@@ -57,11 +57,11 @@ def test_the_keys_are_those_that_were_released():
 
 @given(few, few, st.integers(1, 4))
 def test_keys_are_equal_exactly_as_far_as_the_tokens_are(a, b, page_tokens):
-    keys_a, keys_b = (boundary_hashes(bytes(16), as_tokens(tokens), page_tokens) for tokens in (a, b))
+    keys_a, keys_b = (page_keys(bytes(16), as_tokens(tokens), page_tokens) for tokens in (a, b))
     assert len(keys_a) == len(a) // page_tokens
     for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False), 1):
         assert (x == y) == (a[: i * page_tokens] == b[: i * page_tokens])
-    assert not set(keys_a) & set(boundary_hashes(b"x" * 16, as_tokens(a), page_tokens))
+    assert not set(keys_a) & set(page_keys(b"x" * 16, as_tokens(a), page_tokens))
     assert len(set(keys_a)) == len(keys_a)
 
 

@@ -10,7 +10,7 @@ import lmdb
 import pytest
 
 from prefixstore.errors import InvalidParameterError, LocationError
-from prefixstore.format.keys import boundary_hash
+from prefixstore.format.keys import page_key
 from prefixstore.maintenance.archive import Archive
 from tests.support.places import SCHEMES, contents, fill, place, space
 
@@ -210,7 +210,7 @@ def test_what_servers_put_behind_a_page_while_it_is_purged_goes_too(tmp_path, re
         monkeypatch.setattr(archive.catalog, "transaction", transaction)
         archive.purge(tokens=SEQUENCES[0])
         assert (
-            boundary_hash(written[0][0][1], b"".join(n.to_bytes(4, "little") for n in (50, 51, 52, 53)))
+            page_key(written[0][0][1], b"".join(n.to_bytes(4, "little") for n in (50, 51, 52, 53)))
             == (written[0][0][2])
         )
         assert not {*written[0][0][1:]} & keys_of(archive)
