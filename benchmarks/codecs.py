@@ -24,9 +24,9 @@ from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import AutoCodec, pick
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
@@ -170,7 +170,7 @@ class Restores:
                 assert buffer is not None
                 buffer.view[:] = state
                 tokens = self.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes()
-                new = NewPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
+                new = PendingPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
                 assert engine.announce(new)
                 assert engine.commit([new]) == 1
                 buffer.release()

@@ -25,9 +25,9 @@ if __package__ in (None, ""):
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.stats import Counters
@@ -77,7 +77,7 @@ class InEngine:
         parent = path.pages[-1].key if path.pages else NAMESPACE
         for start in range(path.n_tokens, len(blocks)):
             at = start * TOKEN_BYTES
-            new = NewPage.of(NAMESPACE, b"{}", parent, start, raw[at : at + TOKEN_BYTES], self._lease)
+            new = PendingPage.of(NAMESPACE, b"{}", parent, start, raw[at : at + TOKEN_BYTES], self._lease)
             if not self._engine.announce(new):
                 break
             batch.append(new)
