@@ -1,4 +1,4 @@
-"""(e): generation with the store on and nothing to hit, beside generation without it, in turns."""
+"""(e): generation with a store that has nothing to hit, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
 
-# prompt, answer and rounds: each answer crosses a boundary, and has a tail
+# tokens of prompt and answer, and rounds: each answer crosses a boundary and leaves a tail
 WORKS = {"generation": (200, 120, 30), "prefill": (2048, 1, 6)}
 
 

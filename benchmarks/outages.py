@@ -1,4 +1,4 @@
-"""(k): completions while the location fails, beside completions without a store, in turns."""
+"""(k): completions with a store whose location fails, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefixstore.errors import UnavailableError
 from prefixstore.testing.faults import Operation, SlowBackend
 
 PROMPT, ANSWER, ROUNDS = 512, 24, 24
-# seconds that each operation of the location takes, and whether it fails then
+# seconds that each operation of the location takes, and whether it then fails
 FAULTS = {"none": (0.0, False), "fails at once": (0.0, True), "fails after 2 s": (2.0, True), "takes 2 s": (2.0, False)}
 
 
