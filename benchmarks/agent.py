@@ -114,10 +114,10 @@ def section(result: dict[str, Any] | None) -> list[str]:
             [
                 "cache",
                 "written",
-                "of `LlamaDiskCache`",
+                "relative to `LlamaDiskCache`",
                 "on the disk at the end",
                 "tokens evaluated",
-                "the trace again",
+                "tokens evaluated for the trace again",
                 "time",
             ],
             rows,

@@ -1,4 +1,4 @@
-"""(f): one conversation on each kind of memory: time to the first token of each turn, and what is stored.
+"""One conversation on each kind of memory: time to the first token of each turn, and what is stored.
 
 Before every prompt the context is emptied, as another conversation or a restart would empty it. Each turn is asked
 three times: once, again with the same prompt (the answer is regenerated), and with another question (it was edited).
@@ -124,7 +124,7 @@ def run() -> dict[str, Any]:
 def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     lines = [
-        "## (f) A conversation on each kind of memory",
+        "## A conversation on each kind of memory",
         "",
         *paragraph(
             f"""{TURNS} turns of {NEW_TOKENS} tokens after a system prompt of {SYSTEM_TOKENS}; the context is emptied

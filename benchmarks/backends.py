@@ -96,5 +96,5 @@ def section(result: dict[str, Any]) -> list[str]:
             does most of that. Speeds are relative to LMDB's in the same round; medians. PostgreSQL is a private server
             on this machine, connected through a socket."""
         ),
-        *table(["backend", "restore", "speed, of LMDB", "capture and flush", "speed, of LMDB"], rows),
+        *table(["backend", "restore", "speed relative to LMDB", "capture and flush", "speed relative to LMDB"], rows),
     ]

@@ -103,9 +103,9 @@ def section(result: dict[str, Any]) -> list[str]:
         *paragraph(
             f"""The limit is one `llama_state_seq_get_data` of the same state into a buffer that was written before.
             "As evaluated": pages of 256 tokens, each captured as its boundary is crossed, while the write queue is
-            idle. "At once": `store.capture()` of all of them, while the queue's thread works on the other core. In turns,
-            medians of {ROUNDS} rounds; a share is the median of the rounds' ratios. The models have the state of a 1B
-            and an 8B model and next to nothing to compute."""
+            idle. "At once": `store.capture()` of all of them, while the queue's thread works on the other core. In
+            turns, medians of {ROUNDS} rounds; a share is the median of the rounds' ratios. The models have the state of
+            a 1B and an 8B model and next to nothing to compute."""
         ),
-        *table(["context", "pages are taken", "limit", "prefixstore", "speed, of the limit"], rows),
+        *table(["context", "pages are captured", "limit", "prefixstore", "speed relative to the limit"], rows),
     ]

@@ -1,4 +1,4 @@
-"""(c): a conversation of 20 turns: what saving costs each turn, and what is kept; beside stock caches and state files.
+"""A conversation of 20 turns: what saving costs each turn, and what is kept; beside stock caches and state files.
 
 Foreground seconds for saving are what the completion spends in its cache after the last token; ours include the
 captures between batches.
@@ -144,9 +144,9 @@ def section(result: dict[str, Any]) -> list[str]:
             ]
         )
     ours = result["prefixstore"]
-    head = ["cache", "saving, turns 2-6", "saving, last 5 turns", "growth", "claims", "holds"]
+    head = ["cache", "saving, turns 2-6", "saving, last 5 turns", "growth", "claims to hold", "holds"]
     return [
-        "## (c) A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
+        "## A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
         "",
         *paragraph(
             """Foreground time for saving each turn, and what is held at the end. `LlamaDiskCache` keeps one entry,

@@ -1,4 +1,4 @@
-"""(e): generation with a store that has nothing to hit, and without a store, in turns."""
+"""Generation with a store that has nothing to hit, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def section(result: dict[str, Any]) -> list[str]:
                 milliseconds(figures["capture_seconds"] / max(figures["pages_captured"], 1)),
             ]
         )
-    head = ["work", "without", "with the store", "speed of without", "pages captured", "foreground per page"]
-    return ["## (e) The store on, nothing to hit", "", *table(head, rows)]
+    head = ["work", "without", "with the store", "relative speed", "pages captured", "foreground per page"]
+    return ["## The cost of a store with nothing to hit", "", *table(head, rows)]

@@ -1,4 +1,4 @@
-"""(d): the lookup of a 32,000-token prompt among 100,000 pages, and at a fork with 1,000 siblings."""
+"""The lookup of a 32,000-token prompt among 100,000 pages, and at a fork with 1,000 siblings."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def section(result: dict[str, Any]) -> list[str]:
         "first lookup, builds the index",
     ]
     return [
-        "## (d) Lookup of a 32,000-token prompt (int32 array)",
+        "## Lookup of a 32,000-token prompt (int32 array)",
         "",
         "Goal: under 0.5 ms. The stock caches scan every key: O(entries x tokens).",
         "",

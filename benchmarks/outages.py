@@ -1,4 +1,4 @@
-"""(k): completions with a store whose location fails, and without a store, in turns."""
+"""Completions with a store whose location fails, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def section(result: dict[str, Any]) -> list[str]:
         ]
         for fault, figures in result.items()
     ]
-    head = ["the location", "without a store", "with it", "speed of without", "waited for it, in all", "outages"]
-    return ["## (k) Completions while the location fails", "", *table(head, rows)]
+    head = ["the location", "without a store", "with it", "relative speed", "total wait for the location", "outages"]
+    return ["## Completions while the location fails", "", *table(head, rows)]

@@ -1,4 +1,4 @@
-"""(a), (b): a restore of 4,096 tokens in a second process, compared with the limit and with ``Llama.load_state``.
+"""A restore of 4,096 tokens in a second process, compared with the limit and with ``Llama.load_state``.
 
 The limit is one ``llama_state_seq_set_data`` of the same state from a warm buffer.
 """
@@ -96,13 +96,13 @@ def section(result: dict[str, Any]) -> list[str]:
         "limit",
         "prefixstore",
         "share of the limit",
-        "of raw",
+        "relative to raw",
         "`load_state`",
-        "against it",
+        "speedup over it",
         "stored",
     ]
     return [
-        "## (a), (b) Restore of 4,096 tokens (134 MB) from LMDB in a second process",
+        "## Restore of 4,096 tokens (134 MB) from LMDB in a second process",
         "",
         *paragraph(
             """The limit is one `llama_state_seq_set_data` of the same state from a warm buffer; `Llama.load_state` is

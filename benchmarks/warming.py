@@ -1,4 +1,4 @@
-"""(j): warming a list of 200 prompts, compared with loops that call the model for each of them."""
+"""Warming a list of 200 prompts, compared with loops that call the model for each of them."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def section(result: dict[str, Any]) -> list[str]:
     ]
     two = result["two"]["evaluated"]
     return [
-        f"## (j) Warming a list of {result['prompts']} prompts",
+        f"## Warming a list of {result['prompts']} prompts",
         "",
         *paragraph(
             f"""System prompts, documents and questions, in random order: {result["sum"]:,} tokens,
@@ -194,7 +194,7 @@ def section(result: dict[str, Any]) -> list[str]:
             thread, so that the loops end in reasonable time. A loop calls `llm(prompt, max_tokens=1)` for each prompt;
             `LlamaDiskCache` removes the entries it hits, and keeps what diskcache does not evict."""
         ),
-        *table(["work", "tokens evaluated", "of the unique", "time", "held"], rows),
+        *table(["work", "tokens evaluated", "relative to the unique tokens", "time", "held"], rows),
         *paragraph(
             f"""Warming takes {result["small_ratio"]:.2f} of the time that the plain evaluation of these tokens takes on
             this model, and {met(result["demo_ratio"], 1.05, at_most=True)} on the one with 16 layers ({DEMO_PROMPTS} of

@@ -112,6 +112,27 @@ def test_every_make_target_and_file_that_the_readme_names_is_there():
         assert (ROOT / name).is_file()
 
 
+def test_the_map_of_the_architecture_has_every_module_and_no_other():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("\n## The map\n", 1)[1].split("\n## ", 1)[0]
+    folder, named = Path(), set()
+    for files in re.findall(r"^\| (.+?) \|", section, re.MULTILINE):
+        if bold := re.fullmatch(r"\*\*`(prefixstore/)?(\w+/)?`\*\*", files):
+            folder = Path(bold.group(2) or "")
+        else:
+            named |= {folder / name for name in re.findall(r"`([\w/]+(?:\.py|/))`", files)}
+    package = ROOT / "prefixstore"
+    assert {name for name in named if not (package / name).exists()} == set()
+    modules = {path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__")}
+    assert {path for path in modules if not named & {path, *path.parents}} == set()
+
+
+def test_every_document_is_in_the_reading_order():
+    readme = (ROOT / "README.md").read_text()
+    order = readme.split("\n## Documentation\n", 1)[1]
+    assert set(re.findall(r"\]\((docs/\w+\.md)\)", order)) == {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")}
+
+
 def test_the_reasons_that_are_counted_are_documented():
     source = "\n".join(path.read_text() for path in (ROOT / "prefixstore").rglob("*.py"))
     groups = "miss|dropped|unreadable"
