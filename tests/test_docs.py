@@ -35,7 +35,7 @@ def table(title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
-def test_the_byte_tables_are_the_structs(title, layout):
+def test_the_byte_tables_match_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):
         if not where.isdigit() or not size.isdigit():
@@ -103,7 +103,7 @@ def run_example(directory: Path, environment: dict[str, str]) -> tuple[int, int]
     return restored, computed
 
 
-def test_every_make_target_and_file_that_the_readme_names_is_there():
+def test_every_make_target_and_file_named_in_the_readme_exists():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", readme):
