@@ -79,7 +79,7 @@ def test_a_server_with_other_settings_than_the_store_is_told_what_differs(file, 
     _, store = load(file)
     store.close()
     (message,) = caplog.messages
-    assert message.endswith("has nothing for these settings yet: type_k is f16 here, q8_0 in the store")
+    assert message.endswith("has no pages for these settings yet: type_k is f16 here, q8_0 in the store")
 
 
 def test_options_go_over_the_file_and_none_leaves_it(file):
@@ -94,15 +94,15 @@ def test_options_go_over_the_file_and_none_leaves_it(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nn_cxt = 5", r"\[model\] has 'n_cxt', which is unknown; is 'n_ctx' meant\?"),
-        ("[model]\npaht = 'm'", "is 'path' meant"),
-        ("[store]\nmax_byte = 5", "is 'max_bytes' meant"),
+        ("[model]\nn_cxt = 5", r"\[model\] has 'n_cxt', which is unknown; did you mean 'n_ctx'\?"),
+        ("[model]\npaht = 'm'", "did you mean 'path'"),
+        ("[store]\nmax_byte = 5", "did you mean 'max_bytes'"),
         ("[store]\nllm = 5", r"\[store\] has 'llm', which is unknown"),
-        ("[warm]\npinned = true", "is 'pin' meant"),
+        ("[warm]\npinned = true", "did you mean 'pin'"),
         ("[warm]\nqqqqqqq = true", "known are generation_prompt, pin, prompts"),
-        ("[stoer]\nmax_bytes = 5", "is 'store' meant"),
-        ("model = 'm.gguf'", "model is no table"),
-        ("[model", "is no TOML"),
+        ("[stoer]\nmax_bytes = 5", "did you mean 'store'"),
+        ("model = 'm.gguf'", "model is not a table"),
+        ("[model", "not valid TOML"),
     ],
 )
 def test_what_is_unknown_is_refused_and_the_nearest_named(tmp_path, text, message):
@@ -121,8 +121,8 @@ def test_a_file_that_is_not_there_is_a_misuse(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(), "no model is named"),
-        (Config("nowhere.gguf"), "is no file"),
+        (Config(), "no model is given"),
+        (Config("nowhere.gguf"), "model file not found"),
     ],
 )
 def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
@@ -131,11 +131,13 @@ def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
 
 
 def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
-    with pytest.raises(InvalidParameterError, match=r"type_k='q9' is unknown to llama.cpp; known are .*q8_0"):
+    with pytest.raises(
+        InvalidParameterError, match=r"type_k='q9' is not a value that llama.cpp knows; it knows .*q8_0"
+    ):
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"nothing")
-    with pytest.raises(InvalidParameterError, match="does not load"):
+    with pytest.raises(InvalidParameterError, match="cannot load"):
         Config(str(broken)).open_llama()
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from prefixstore import PrefixStore
 from prefixstore.cli import progress as shown_module
 from prefixstore.cli.progress import shown
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -69,10 +69,10 @@ def test_problems_are_told_with_file_and_line_and_the_rest_goes_on(warm, tmp_pat
     bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
     result = warm(bad, tmp_path / "nowhere.txt", "--json")
     assert result.exit_code == 1
-    assert f"{bad}:1: is no JSON" in result.stderr
-    assert f"{bad}:2: there are no tokens in it" in result.stderr
+    assert f"{bad}:1: not valid JSON" in result.stderr
+    assert f"{bad}:2: the prompt has no tokens" in result.stderr
     assert f"{bad}:3: 4,096 tokens do not fit the context" in result.stderr
-    assert f"{tmp_path / 'nowhere.txt'}: there is no such file" in result.stderr
+    assert f"{tmp_path / 'nowhere.txt'}: file not found" in result.stderr
     told = json.loads(result.stdout)
     assert (told["prompts"], told["evaluated_tokens"], len(told["problems"])) == (1, 300, 4)
     assert "problems" in warm(bad).stdout
@@ -86,7 +86,7 @@ def test_lines_may_come_from_standard_input(warm):
 def test_what_does_not_fit_is_told(warm, file):
     result = warm(file, "--max-bytes", "4MB")
     assert result.exit_code == 1
-    assert "not wholly in the store" in result.stderr
+    assert "not completely stored" in result.stderr
 
 
 def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
@@ -102,7 +102,7 @@ def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
     assert "note" not in second.stderr
     other = warm(file, "--config", config, "--type-k", "f16", "--json", defaults=False)
     assert json.loads(other.stdout)["evaluated_tokens"] == UNIQUE
-    assert "note: nothing is stored for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
+    assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
 
 
 def test_a_check_tells_why_a_namespace_differs(warm, file):
@@ -134,10 +134,10 @@ def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_p
     ("arguments", "message"),
     [
         ([], "no prompts are given"),
-        (["--type-k", "q9", "p.txt"], "unknown to llama.cpp"),
-        (["--model", "nowhere.gguf", "p.txt"], "is no file"),
+        (["--type-k", "q9", "p.txt"], "not a value that llama.cpp knows"),
+        (["--model", "nowhere.gguf", "p.txt"], "model file not found"),
         (["--config", "nowhere.toml", "p.txt"], "No such file"),
-        (["--ttl", "soon", "p.txt"], "is no time"),
+        (["--ttl", "soon", "p.txt"], "not a valid duration"),
         (["--page-tokens", "0", "p.txt"], "page_tokens=0"),
     ],
 )

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import prefixstore
-from prefixstore import PrefixStore, plan
+from prefixstore import PrefixStore
 from prefixstore.errors import MisuseError
+from prefixstore.warming import trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import warm
+from prefixstore.warming.job import Job, warm
 from prefixstore.warming.leases import PREFIX, Leases, Owner
-from prefixstore.warming.walk import Progress, Survey, Walk
+from prefixstore.warming.report import Progress
+from prefixstore.warming.survey import Survey
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -27,7 +29,7 @@ UNIQUE = unique_tokens(PROMPTS)
 @pytest.fixture
 def small_parts(monkeypatch):
     """Many parts, as a list of a million tokens has."""
-    monkeypatch.setattr(plan, "SMALLEST_PART", 64)
+    monkeypatch.setattr(trie, "SMALLEST_PART", 64)
 
 
 def holds_all(store, prompts=PROMPTS):
@@ -316,8 +318,11 @@ def test_a_store_of_another_llama_or_for_reading_is_refused(llama, tmp_path):
 
 def test_a_model_of_which_nothing_can_be_stored_is_refused(llama, monkeypatch):
     llm = llama()
-    monkeypatch.setattr(PrefixStore, "kind", "none: recurrent")
-    with PrefixStore("memory:", llm) as store, pytest.raises(MisuseError, match="nothing can be stored of this model"):
+    monkeypatch.setattr(PrefixStore, "kind", "none: encoder")
+    with (
+        PrefixStore("memory:", llm) as store,
+        pytest.raises(MisuseError, match="states of this model cannot be stored: encoder"),
+    ):
         warm(llm, store, [prompt(300)])
 
 
@@ -384,15 +389,15 @@ def test_a_lease_of_another_machine_is_waited_for_until_it_ends(llama, tmp_path)
     llm = llama()
     phases = []
     with PrefixStore(tmp_path, llm) as store:
-        survey = plan.Plan([(np.array(prompt(600), "<i4"), "here")], 16)
-        walk = Walk(llm, store, survey, lambda _: None, lambda: False, pin=False)
+        prompts = trie.PromptTrie([(np.array(prompt(600), "<i4"), "here")], 16)
+        job = Job(llm, store, prompts, lambda _: None, lambda: False, pin=False)
         gone = Leases(store.engine, seconds=1.0, owner=Owner(machine="another"))
-        assert gone.acquire(walk.name(survey.parts()[0]))
+        assert gone.acquire(job.name(prompts.parts()[0]))
         report = warm(llm, store, [prompt(600)], progress=lambda progress: phases.append(progress.phase))
         assert report.evaluated_tokens == 600
         assert report.seconds > 0.8
         assert "waiting" in phases
-        assert Survey(store, survey).missing_tokens == 0
+        assert Survey(store, prompts).missing_tokens == 0
 
 
 def test_what_another_job_has_finished_meanwhile_is_not_computed(llama, tmp_path):

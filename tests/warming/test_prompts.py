@@ -91,21 +91,21 @@ def test_tokens_are_taken_as_they_are(llm):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "there are no tokens in it"),
-        ([], "there are no tokens in it"),
-        ({"tokens": []}, "there are no tokens in it"),
-        ({"prompt": ""}, "there are no tokens in it"),
-        ({"messages": []}, "no list of objects"),
-        ({"messages": "hello"}, "no list of objects"),
-        ({"messages": [{"content": "no role"}]}, "no list of objects"),
-        ({"prompt": 7}, '"prompt" is no text'),
+        ("", "the prompt has no tokens"),
+        ([], "the prompt has no tokens"),
+        ({"tokens": []}, "the prompt has no tokens"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"messages": []}, "not a list of objects"),
+        ({"messages": "hello"}, "not a list of objects"),
+        ({"messages": [{"content": "no role"}]}, "not a list of objects"),
+        ({"prompt": 7}, '"prompt" is not a string'),
         ({"tokens": ["a"]}, "flat sequence of integers"),
-        ({"tokens": [1, 4096]}, "not one of the 4,096"),
-        ({"tokens": [-1]}, "not one of the 4,096"),
-        ({}, "has neither"),
-        ({"text": "hello"}, "has neither"),
+        ({"tokens": [1, 4096]}, "the vocabulary of the model, which has 4,096 tokens"),
+        ({"tokens": [-1]}, "the vocabulary of the model, which has 4,096 tokens"),
+        ({}, "has none of them"),
+        ({"text": "hello"}, "has none of them"),
         ({"prompt": "a", "tokens": [1]}, "has prompt and tokens"),
-        ({"tokens": [1] * 512}, "512 tokens do not fit the context: n_ctx=512"),
+        ({"tokens": [1] * 512}, r"512 tokens do not fit the context \(n_ctx=512\)"),
     ],
 )
 def test_what_is_no_prompt_is_refused_with_a_reason(llm, content, message):
@@ -212,8 +212,8 @@ def test_lines_are_read_with_their_numbers_and_bad_ones_are_told(tmp_path):
     assert [entry.where for entry in found] == [f"{file}:{line}" for line in (1, 3, 4, 5, 6, 7)]
     assert [type(entry) for entry in found] == [Prompt, Prompt, Problem, Problem, Problem, Prompt]
     assert found[0].content == {"prompt": "a"}
-    assert "no JSON" in str(found[2])
-    assert "no object" in str(found[3])
+    assert "not valid JSON" in str(found[2])
+    assert "not a JSON object" in str(found[3])
 
 
 def test_other_files_are_one_prompt_each(tmp_path):
@@ -221,7 +221,7 @@ def test_other_files_are_one_prompt_each(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"good\nbad \xff\n")
     one, other = read([tmp_path / "a.md", tmp_path / "b.txt"])
     assert one == Prompt(str(tmp_path / "a.md"), "one\ntwo\n")
-    assert str(other) == f"{tmp_path / 'b.txt'}:2: is no UTF-8 text"
+    assert str(other) == f"{tmp_path / 'b.txt'}:2: not valid UTF-8"
 
 
 def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_file_that_is_not_there_is_a_problem_and_the_rest_goes_on(tmp_path):
     (tmp_path / "a[1].txt").write_text("brackets")
     found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
     assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
-    assert "no such file" in str(found[0])
+    assert "file not found" in str(found[0])
 
 
 def test_standard_input_is_lines():
@@ -276,5 +276,5 @@ def test_prompts_of_every_kind_become_tokens_and_the_rest_problems(llm, tmp_path
 
 @pytest.mark.parametrize("prompts", ["one text", {"prompt": "one mapping"}])
 def test_one_prompt_in_the_place_of_a_list_is_refused(llm, prompts):
-    with pytest.raises(InvalidParameterError, match="not one prompt"):
+    with pytest.raises(InvalidParameterError, match="not a single prompt"):
         list(tokenized(llm, prompts, []))

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from prefixstore.format.keys import as_tokens
 from prefixstore.warming import trie as plan
-from prefixstore.warming.trie import Plan
+from prefixstore.warming.trie import PromptTrie
 from tests.support.warming import shared_prompts, unique_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
 
 
-def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> Plan:
-    return Plan(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
+def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> PromptTrie:
+    return PromptTrie(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
 
 
-def evaluated(plan: Plan) -> int:
+def evaluated(plan: PromptTrie) -> int:
     """Walk the parts, each as soon as it may be, and count what is not there yet."""
     known: set[bytes] = set()
     count = 0
