@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefixstore.backends.location import text_of, without_password
+from prefixstore.backends.location import is_url, text_of, without_password
 from prefixstore.cli.options import AsJson, ConfigFile, MaxBytes, ModelFile, NCtx, Salt, open_model
 from prefixstore.cli.output import DONE, FAILED, emit, fields, say
 from prefixstore.cli.progress import shown
@@ -302,9 +302,10 @@ def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore,
         store = settings.open_store(llm, read_only=True)
         location = store.location
     except LocationError as error:
-        say(f"note: treated as an empty store: {error}")
+        say(f"note: the store is treated as empty, since it cannot be opened: {error}")
         store = settings.open_store(llm, location="memory:", ram_bytes=None)
-        location = without_password(text_of(settings.store.get("location")))
+        text = text_of(settings.store.get("location"))
+        location = without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}"
     with store:
         yield store, location
 
