@@ -173,6 +173,29 @@ def test_a_signal_ends_a_command_with_its_code_and_leaves_no_half_of_a_file(stor
     assert not (tmp_path / "new").exists()
 
 
+def test_every_summary_names_the_location(store, tmp_path, run, as_json):
+    location = as_json("stats", store)[1]["location"]
+    page = as_json("tree", store)[1][0]["page"]
+    file = tmp_path / "f.pstore"
+    for name, *arguments in (
+        ("stats",),
+        ("check",),
+        ("pin", page),
+        ("unpin", page),
+        ("export", "--out", file),
+        ("copy", tmp_path / "other"),
+        ("bench",),
+        ("compact",),
+        ("evict", "--to", "1GiB"),
+        ("import", file),
+        ("purge", "--page", page),
+    ):
+        code, out, _ = run(name, store, *arguments)
+        assert (code, location in out) == (0, True), name
+        if name != "purge":  # the page is gone
+            assert as_json(name, store, *arguments)[1]["location"] == location, name
+
+
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 

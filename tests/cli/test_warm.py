@@ -78,6 +78,75 @@ def test_problems_are_told_with_file_and_line_and_the_rest_goes_on(warm, tmp_pat
     assert "problems" in warm(bad).stdout
 
 
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_path, source):
+    text = "It restores what another process has computed. " * 40
+    lines = [{"prompt": text}, {"prompt": text * 3}, {"tokens": prompt(40_000)}]
+    file = write_jsonl(tmp_path / "prompts.jsonl", lines)
+    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
+    piped = {"input": file.read_text()} if source == "stdin" else {}
+    name, where = ("<stdin>", "-") if source == "stdin" else (file, file)
+    result = warm(*given, where, "--json", defaults=False, **piped)
+    assert result.exit_code == 1
+    assert (
+        f"{name}:3: 40,000 tokens do not fit the context of 32,768 tokens that the model was trained" in result.stderr
+    )
+    told = json.loads(result.stdout)
+    assert (told["prompts"], len(told["problems"])) == (2, 1)
+    longest = load(models("llama")).tokenize((text * 3).encode())
+    assert told["n_ctx"] == -(-(len(longest) + 1) // 256) * 256
+    assert told["evaluated_tokens"] == told["unique_tokens"] > 512
+    again = warm(*given, where, defaults=False, **piped)
+    rows = {" ".join(line.split()) for line in again.stdout.splitlines()}
+    assert f"n_ctx {told['n_ctx']:,} (for the longest prompt, {len(longest):,} tokens; servers need as much)" in rows
+    assert "evaluated 0" in rows
+    expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
+    assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
+
+
+def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixstore.cli.warm.original_context", lambda _: 1024)
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
+    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
+    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024; pass --n-ctx"
+    for arguments in ([file], [file, "--dry-run"], [file, "--check"]):
+        assert note in warm(*given, *arguments, defaults=False).stderr
+    note = "pages for n_ctx=512 are found only by servers with an n_ctx of at most 1,024"
+    assert note in warm(*given, "--check", defaults=False).stderr
+    assert "n_ctx=" not in warm(*given, "--n-ctx", 2048, file, defaults=False).stderr
+
+
+def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
+    # beyond the training context llama.cpp warns, and so it does of a context without weights
+    for more in (["--n-ctx", 512], []):
+        command = [
+            "warm",
+            "--model",
+            models("llama", n_ctx_train=400),
+            "--store",
+            tmp_path / "kv",
+            "--json",
+            *more,
+            file,
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "prefixstore", *map(str, command)],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["reading prompts", "evaluating"]
+
+
+def test_every_summary_names_the_location(warm, file, tmp_path):
+    location = f"lmdb://{tmp_path / 'kv'}"
+    for more in (["--dry-run"], [], ["--check"]):
+        assert json.loads(warm(file, "--json", *more).stdout)["location"] == location
+        assert location in warm(file, *more).stdout
+
+
 def test_lines_may_come_from_standard_input(warm):
     result = warm("-", "--json", input=json.dumps({"tokens": prompt(300)}) + "\n")
     assert json.loads(result.stdout)["evaluated_tokens"] == 300
