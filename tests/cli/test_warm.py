@@ -17,6 +17,7 @@ from prefixstore.cli import progress as shown_module
 from prefixstore.cli.progress import shown
 from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
+from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
 
@@ -26,7 +27,7 @@ UNIQUE = unique_tokens(PROMPTS)
 
 @pytest.fixture
 def warm(models, tmp_path):
-    """Runs the command in this process, on a store of its own."""
+    """Runs the command in this process, on its own store."""
 
     def run(*arguments, defaults=True, **more):
         given = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1]
@@ -40,7 +41,7 @@ def file(tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in PROMPTS])
 
 
-def test_it_warms_and_tells_one_object(warm, file, tmp_path, models):
+def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     result = warm(file, "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
@@ -54,7 +55,7 @@ def test_it_warms_and_tells_one_object(warm, file, tmp_path, models):
     assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
 
 
-def test_it_ends_with_a_table_and_tells_on_stderr_how_far_it_is(warm, file):
+def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
     result = warm(file)
     assert result.exit_code == 0
     lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
@@ -63,7 +64,7 @@ def test_it_ends_with_a_table_and_tells_on_stderr_how_far_it_is(warm, file):
     assert f"of {UNIQUE:,} tokens" in result.stderr
 
 
-def test_problems_are_told_with_file_and_line_and_the_rest_goes_on(warm, tmp_path):
+def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = [{"prompt": ""}, {"tokens": [1] * 4096}, {"tokens": prompt(300)}]
     bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
@@ -118,7 +119,7 @@ def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(wa
 
 def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
-    # beyond the training context llama.cpp warns, and so it does of a context without weights
+    # llama.cpp warns about a context longer than the training context, and about one without weights
     for more in (["--n-ctx", 512], []):
         command = [
             "warm",
@@ -152,13 +153,13 @@ def test_lines_may_come_from_standard_input(warm):
     assert json.loads(result.stdout)["evaluated_tokens"] == 300
 
 
-def test_what_does_not_fit_is_told(warm, file):
+def test_prompts_that_do_not_fit_are_reported(warm, file):
     result = warm(file, "--max-bytes", "4MB")
     assert result.exit_code == 1
     assert "not completely stored" in result.stderr
 
 
-def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
+def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
     config = tmp_path / "warm.toml"
     config.write_text(
         f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\ntype_k = "q8_0"\n'
@@ -174,7 +175,7 @@ def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
     assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
 
 
-def test_a_check_tells_why_a_namespace_differs(warm, file):
+def test_a_check_explains_why_a_namespace_differs(warm, file):
     empty = warm("--check")
     assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
     warm(file)
@@ -188,7 +189,7 @@ def test_a_check_tells_why_a_namespace_differs(warm, file):
     assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
 
 
-def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_path):
+def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()
     assert (told["dry_run"], told["unique_tokens"], told["missing_tokens"]) == (True, UNIQUE, UNIQUE)
@@ -210,14 +211,14 @@ def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_p
         (["--page-tokens", "0", "p.txt"], "page_tokens=0"),
     ],
 )
-def test_misuse_is_told_and_ends_with_2(warm, arguments, message):
+def test_misuse_is_reported_and_ends_with_2(warm, arguments, message):
     result = warm(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
 def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
-    (tmp_path / "kv").write_text("no directory")
+    (tmp_path / "kv").write_text("not a directory")
     assert warm(file).exit_code == 3
 
 
@@ -231,6 +232,7 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=default_signals,  # noqa: PLW1509 - it only sets handlers
     )
     for line in process.stderr:
         if "evaluating" in line:
@@ -247,7 +249,7 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         assert store.check() == []
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch):
+def test_on_a_terminal_progress_is_a_bar(monkeypatch):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=140)
     monkeypatch.setattr(shown_module, "Console", lambda **_: terminal)
@@ -261,7 +263,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch):
     assert "1.0 MiB stored" in text
 
 
-def test_where_there_is_no_terminal_lines_come_now_and_then(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
     times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
     monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
     with shown() as show:
