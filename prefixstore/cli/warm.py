@@ -225,7 +225,7 @@ class _Ready:
     n_ctx
         Length of its context.
     prompts
-        The prompts, as far as they were read; otherwise they are read as they are needed.
+        The prompts: tokens if the context was sized by them, otherwise read as they are needed.
     reason
         Why the context is as long as it is.
     notes
@@ -284,8 +284,8 @@ def _prepare_check(settings: Config, sources: list[str], *, generation_prompt: b
 def _long_context_note(n_ctx: int, original: int) -> str:
     same = f"above {original:,}" if n_ctx > original else f"of at most {original:,}"
     return (
-        f"this model may compute other states in contexts longer than {original:,} tokens: pages for n_ctx={n_ctx:,} "
-        f"are found only by servers with an n_ctx {same}; pass --n-ctx as your servers have it"
+        f"states of this model may differ in contexts longer than {original:,} tokens: pages for n_ctx={n_ctx:,} are "
+        f"found only by servers with an n_ctx {same}; pass the --n-ctx of your servers"
     )
 
 

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Fitted", "fit", "original_context"]
 
-# What llama-cpp-python takes by default: no context is made shorter.
+# The default of llama-cpp-python; no context is made shorter.
 SMALLEST = 512
+# The limit of a model whose file does not say what it was trained with: more than any prompt has.
+UNLIMITED = 1 << 31
 # llama.cpp rounds the length of a context up to a multiple of this.
 STEP = 256
 
@@ -63,14 +65,14 @@ def fit(
     prompts, generation_prompt
         As for `prefixstore.warm`.
     stop
-        Asked after each prompt whether to read no more.
+        Called after each prompt; return True to read no more.
     """
     trained = _number(tokenizer, "context_length")
     longest = 0
     problems: list[Problem] = []
     found: deque[Prompt | Problem] = deque()
     for tokens, where in tokenized(
-        tokenizer, prompts, problems, generation_prompt=generation_prompt, trained=trained or _LIMIT
+        tokenizer, prompts, problems, generation_prompt=generation_prompt, trained=trained or UNLIMITED
     ):
         longest = max(longest, len(tokens))
         found.append(Prompt(where, tokens))
@@ -81,12 +83,11 @@ def fit(
     return Fitted(min(n_ctx, trained or n_ctx), longest, trained, found)
 
 
-# more than any prompt: the file does not say what the model was trained with
-_LIMIT = 1 << 31
-
-
 def original_context(llm: Llama) -> int | None:
-    """Up to which length of context the model uses its short RoPE factors; None if it has only one set of factors."""
+    """The context that the model had before its RoPE scaling; None if it was not scaled.
+
+    Contexts longer than that may use other RoPE factors, so they have namespaces of their own.
+    """
     return _number(llm, "rope.scaling.original_context_length")
 
 

@@ -109,7 +109,7 @@ def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(wa
     monkeypatch.setattr("prefixstore.cli.warm.original_context", lambda _: 1024)
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
     given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
-    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024; pass --n-ctx"
+    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024"
     for arguments in ([file], [file, "--dry-run"], [file, "--check"]):
         assert note in warm(*given, *arguments, defaults=False).stderr
     note = "pages for n_ctx=512 are found only by servers with an n_ctx of at most 1,024"

@@ -31,8 +31,8 @@ def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenize
     problems = [str(one) for one in found if isinstance(one, Problem)]
     assert problems == [
         (
-            "prompt 2: 2,048 tokens do not fit the context of 2,048 tokens that the model was trained with; shorten the "
-            "prompt, or set n_ctx to use a longer context"
+            "prompt 2: 2,048 tokens do not fit the context of 2,048 tokens that the model was trained with; shorten "
+            "the prompt, or set n_ctx to use a longer context"
         ),
         "prompt 4: the prompt has no tokens",
     ]
