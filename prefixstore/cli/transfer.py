@@ -136,9 +136,9 @@ def import_(
 
     The store is created if it does not exist. Pages that are there already are skipped, so an interrupted import is
     simply run again. With --model or --config, a file without pages for that model and its settings is refused. Without
-    --max-bytes the store may grow to 10 GiB. Exit code 1: the file is damaged or truncated (everything before that
-    point is imported), or there was no room for all pages; 3: the file does not have this format, or is not for this
-    model.
+    --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is damaged or
+    truncated (everything before that point is imported), or there was no room for all pages; 3: the file does not have
+    this format, or is not for this model.
 
     Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
     """
