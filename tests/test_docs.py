@@ -155,7 +155,7 @@ def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
     command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1
-    assert "is no file; give MODEL=path.gguf" in done.stderr
+    assert "model file not found" in done.stderr
 
 
 def test_the_changelog_has_the_version():

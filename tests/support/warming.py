@@ -11,13 +11,14 @@ import numpy as np
 import typer
 
 from prefixstore import PrefixStore
+from prefixstore.cli.output import guarded
 from prefixstore.cli.warm import warm as command_warm
 from prefixstore.warming.job import warm
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
 
 app = typer.Typer()
-app.command("warm")(command_warm)
+app.command("warm")(guarded(command_warm))
 
 
 @app.command()
