@@ -1,4 +1,4 @@
-"""Models for the tests: real GGUF files, small, with random weights."""
+"""Fixtures of all tests: real GGUF files, small, with random weights; databases; patience."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from prefixstore.llama import rate
 from tests.support.models import load, write
+from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
+
+# the tests of what measures speed
+MEASURES = ("test_breaker", "test_outages", "test_rate")
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +30,10 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 
 @pytest.fixture(autouse=True)
-def no_restore_is_left_out_on_a_busy_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models compute a prompt in milliseconds: a restore that waits for a core would seem to lose."""
-    if not request.path.name.startswith("test_rate"):
-        monkeypatch.setattr(rate, "LOSES_BY", 100.0)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on how fast the machine is, except those of what measures speed."""
+    if request.path.stem not in MEASURES:
+        wait_patiently(monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import re
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 STRUCT_CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
 

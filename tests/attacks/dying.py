@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.attacks.working import TASKS, Points, Report
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 # beginnings of statements that change something
 CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "COMMIT", "VACUUM", "PRAGMA wal_", "SET")
 

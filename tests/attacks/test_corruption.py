@@ -21,10 +21,10 @@ from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaging import MIB, build, location
+from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import contents, fill, space
 
-ROOT = Path(__file__).parent.parent.parent
 CASES = 15 * TORTURE
 
 

@@ -9,19 +9,18 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
-from tests.attacks.weather import wait_for
+from tests.support import ROOT
 from tests.support.models import TORTURE, prompt
+from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
 from tests.support.worker import command, in_process
 
-ROOT = Path(__file__).parent.parent.parent
 MAX_BYTES = 3 << 20
 PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 2.0)
 

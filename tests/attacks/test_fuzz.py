@@ -25,10 +25,10 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import PackReader, import_pack
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export, export_of, with_key
+from tests.support import ROOT
 from tests.support.models import TORTURE, state_bytes
 from tests.support.places import place, space
 
-ROOT = Path(__file__).parent.parent.parent
 TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")
 # a minute for each, at length
 BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=2000"

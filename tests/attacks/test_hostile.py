@@ -10,7 +10,6 @@ import sys
 import tracemalloc
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -32,10 +31,10 @@ from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION,
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
 from tests.attacks.forging import forget, moved
+from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import contents, fill, place, space
 
-ROOT = Path(__file__).parent.parent.parent
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
 
 

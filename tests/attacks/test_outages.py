@@ -19,13 +19,14 @@ import pytest
 from sqlalchemy import make_url
 
 import prefixstore.store
-from prefixstore import PrefixStore, UnavailableError, writer
+from prefixstore import PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
-from tests.attacks.weather import Weather, wait_for
+from prefixstore.engine import queue
+from tests.attacks.weather import Weather
+from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
+from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_what_fails_slowly_is_left_alone_and_counters_can_be_read_meanwhile(llam
 
 
 def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeypatch):
-    monkeypatch.setattr(writer, "PATIENCE", 0.5)
+    monkeypatch.setattr(queue, "PATIENCE", 0.5)
     llm = llama()
     store = PrefixStore("memory:", llm)
     server = Server(llm, store)
@@ -206,9 +207,10 @@ def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeyp
 
 EXIT = """
 import sys
-from prefixstore import PrefixStore, writer
+from prefixstore import PrefixStore
+from prefixstore.engine import queue
 from tests.support.models import answer, load, prompt
-writer.PATIENCE = 1.0
+queue.PATIENCE = 1.0
 llm = load(sys.argv[1])
 store = PrefixStore(sys.argv[2], llm)
 llm.set_cache(store)

@@ -8,8 +8,9 @@ import sys
 from typing import Any
 
 from prefixstore import PrefixStore
+from tests.support import ROOT
 from tests.support.models import answer, load
-from tests.support.worker import ROOT
+from tests.support.patience import wait_patiently
 
 
 def in_portable_process(function: str, **arguments: Any) -> Any:
@@ -40,5 +41,6 @@ def complete(*, model: str, location: str, tokens: list[int], options: dict, n: 
 
 
 if __name__ == "__main__":
+    wait_patiently()
     result = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
     print(json.dumps(result))

@@ -15,6 +15,7 @@ from prefixstore.cli.warm import warm as command_warm
 from prefixstore.warming.job import warm
 from prefixstore.warming.walk import Progress
 from tests.support.models import load, prompt
+from tests.support.patience import wait_patiently
 
 app = typer.Typer()
 app.command("warm")(command_warm)
@@ -60,4 +61,5 @@ def write_jsonl(path: Path, lines: list[object]) -> Path:
 
 
 if __name__ == "__main__":
+    wait_patiently()
     app()

@@ -1,19 +1,21 @@
-"""Runs a function of this module in a process of its own: ``in_process("capture", location=...)``."""
+"""Processes for tests: ``in_process("capture", location=...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from prefixstore import PrefixStore
+from tests.support import ROOT
 from tests.support.models import answer, load, logits, prompt, state_digest
-
-ROOT = Path(__file__).parents[2]
+from tests.support.patience import wait_patiently
 
 
 def command(function: str, **arguments: Any) -> list[str]:
@@ -26,6 +28,32 @@ def in_process(function: str, **arguments: Any) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_fork(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child; what it raises fails the test."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the forked child hangs")
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def evaluate_and_store(
@@ -126,5 +154,6 @@ def answer_turns(*, model: str, location: str, turns: list[list[int]]) -> dict:
 
 
 if __name__ == "__main__":
+    wait_patiently()
     result = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
     print(json.dumps(result))
