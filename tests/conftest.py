@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from tests.support.postgres import new_database, postgres_server, postgres_templ
 
 # the tests of what measures speed
 MEASURES = ("test_breaker", "test_outages", "test_rate")
+
+
+def pytest_configure() -> None:
+    """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -111,9 +112,16 @@ class Mortals:
         """Whether the child was killed. If it failed instead, the test does."""
         code = self._process.stdout.readline().strip()
         if code not in ("0", "-9"):
-            self._errors.seek(0)
-            raise AssertionError(f"exit code {code}: {self._errors.read()}")
+            raise AssertionError(f"exit code {code}: {self.errors()}")
         return code == "-9"
+
+    def has_ended(self) -> bool:
+        """Whether the child has ended by itself, which `end` will report."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
     def run(self, task: str, **order: Any) -> bool:
         self.begin(task, **order)
