@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
 import struct
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import prefixstore
 from prefixstore import stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
+from prefixstore.cli import main
 from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
@@ -94,13 +96,21 @@ def test_the_reasons_that_are_counted_are_documented():
     assert not missing
 
 
-def test_the_demo_restores_and_answers_the_same(models):
-    command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(models("llama"))]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"same answer +yes", done.stdout)
-    assert re.search(r"tokens restored +0 +3,072", done.stdout)
-    assert re.search(r"tokens computed +3,073 +1\b", done.stdout)
+def test_the_demo_restores_and_answers_the_same_and_says_so_as_text_and_as_json(models, capfd, monkeypatch):
+    command, done, real = ["demo", "--model", str(models("llama"))], [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append(real(*given, **more)) or done[-1])
+    assert main(command) == 0
+    text = capfd.readouterr().out
+    assert re.search(r"same answer +yes", text)
+    assert re.search(r"tokens restored +0 +3,072", text)
+    assert re.search(r"tokens computed +3,073 +1\b", text)
+    # its two processes have said all there is to say
+    assert len(done) == 2
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done.pop(0))
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["same_answer"]
+    assert found["warm"]["restored"] == 3072
 
 
 def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):

@@ -26,7 +26,7 @@ def written(path, prompts, *, packed=False):
     return path
 
 
-def conversations(seed, n_prompts=300):
+def conversations(seed, n_prompts=150):
     """Prompts that continue others, or begin anew behind one of three beginnings; blocks name their prefix."""
     chance = random.Random(seed)
     known = [[0], [1], [2]]

@@ -406,10 +406,3 @@ def test_bench_measures_and_leaves_the_store_as_it_was(served, tmp_path, as_json
         assert contents(archive.backend).keys() == before.keys()
         assert len(archive.holdings()) == 1
     assert run("bench", copy)[0] == 0
-
-
-def test_demo_has_json_too(models, as_json):
-    code, found = as_json("demo", "--model", models("llama"))
-    assert code == 0
-    assert found["same_answer"]
-    assert found["warm"]["restored"] == 3072
