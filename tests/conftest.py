@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from prefixstore.engine import breaker
+from prefixstore.llama import rate
 from tests.support.models import load, write
 from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 
-# the tests of what measures speed
-MEASURES = ("test_breaker", "test_outages", "test_rate")
+# the tests that measure speed, and what measures it
+MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_rate": rate}
 
 
 def pytest_configure() -> None:
@@ -39,8 +41,7 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 @pytest.fixture(autouse=True)
 def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on how fast the machine is, except those of what measures speed."""
-    if request.path.stem not in MEASURES:
-        wait_patiently(monkeypatch.setattr)
+    wait_patiently(monkeypatch.setattr, but=MEASURES.get(request.path.stem))
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             if kind == 0:
                 os._exit(0)
             # says where it stands
-            faulthandler.dump_traceback_later(30, exit=True)
+            faulthandler.dump_traceback_later(90, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
                 member.capture(stores[0])
@@ -185,7 +185,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             sys.stderr.write(f"child: {error!r}\n")
         finally:
             os._exit(code)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -252,7 +252,7 @@ def crowd(  # noqa: C901 - one thing after the other
         done["outages"] += store._counters["outages"]
         with suppress(StorageError):
             store.close()
-    wait_until = time.monotonic() + 5
+    wait_until = time.monotonic() + 30
     while threading.active_count() > before_threads and time.monotonic() < wait_until:
         time.sleep(0.05)
     if threading.active_count() > before_threads:

@@ -20,7 +20,7 @@ from tests.support.places import contents, fill, space
 MIB = 1 << 20
 SETTINGS = space()
 PAGE = 4096
-SECONDS = 20
+SECONDS = 60
 
 
 def location(scheme: str, directory: Path) -> tuple[str, Path]:

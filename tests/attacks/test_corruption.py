@@ -37,7 +37,7 @@ def test_a_damaged_file_gives_its_states_or_none_and_never_ends_the_process(tmp_
         capture_output=True,
         text=True,
         check=False,
-        timeout=120 * TORTURE,
+        timeout=240 * TORTURE,
     )
     assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     outcomes = json.loads(done.stdout.splitlines()[-1])
@@ -161,7 +161,7 @@ def test_whatever_is_at_a_location_is_refused_cleanly_or_used(tmp_path, scheme, 
     else:
         file.write_bytes({"text": b"Dear diary,\n" * 999, "zeros": bytes(1 << 16)}.get(what, os.urandom(1 << 16)))
     code = (
-        "import sys, signal; signal.alarm(20)\n"
+        "import sys, signal; signal.alarm(60)\n"
         "from prefixstore import PrefixStore, PrefixStoreError\n"
         "from prefixstore.backends import open_backend\n"
         "try:\n"
@@ -169,7 +169,7 @@ def test_whatever_is_at_a_location_is_refused_cleanly_or_used(tmp_path, scheme, 
         "except PrefixStoreError as error: print(type(error).__name__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, (done.returncode, done.stderr[-800:])
     expected = {"no lock": {"300"}, "lock of garbage": {"300", "LocationError", "IncompatibleError", "CorruptError"}}

@@ -47,7 +47,9 @@ class Weather(SlowBackend):
         if self.fails:
             raise UnavailableError(f"{operation} fails on purpose")
 
-    def asked_by_completions(self) -> int:
-        """How often a completion has waited for the location."""
+    def asked_by_completions(self, operation: Operation | None = None) -> int:
+        """How often a completion has waited for the location, or for one of its operations."""
         mine = ("MainThread", "prefixstore-read")
-        return sum(n for (thread, _), n in self.asked.items() if thread.startswith(mine))
+        return sum(
+            n for (thread, done), n in self.asked.items() if thread.startswith(mine) and operation in (None, done)
+        )
