@@ -30,9 +30,9 @@ from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checks
 from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
-from tests.attacks.forging import forget, moved
+from tests.attacks.forging import moved
 from tests.support import ROOT
-from tests.support.models import TORTURE, answer, prompt
+from tests.support.models import TORTURE, answer, forget, prompt
 from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}

@@ -11,7 +11,7 @@ import pytest
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
 from prefixstore import MisuseError, PrefixStore
-from tests.support.models import answer, prompt, state_bytes
+from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 MESSAGES = [
     {"role": "system", "content": "You answer questions about the standard library. " * 30},
@@ -25,25 +25,6 @@ def store():
     with PrefixStore("memory:") as store:
         yield store
         assert store.check() == []
-
-
-def evaluated(store, work) -> int:
-    """How many tokens go through eval while `work` runs."""
-    before = store.stats().tokens_computed
-    work()
-    return store.stats().tokens_computed - before
-
-
-def forget(llm) -> None:
-    """An empty context, as a restarted process has it."""
-    llm.reset()
-    llm._ctx.kv_cache_clear()
-
-
-def attached(store, llm):
-    store.attach(llm)
-    llm.set_cache(store)
-    return llm
 
 
 def test_a_completion_is_computed_once(llama, store):

@@ -23,7 +23,7 @@ from prefixstore.llama import portable_restore as states
 from prefixstore.llama import portable_target as place
 from prefixstore.llama.whole_state import OWN_HITS, WholeState
 from prefixstore.testing import FaultyBackend
-from tests.support.models import TORTURE, answer, load, logits, prompt
+from tests.support.models import TORTURE, answer, forget, load, logits, prompt
 from tests.support.worker import in_process
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
@@ -71,12 +71,6 @@ def llm_of(models):
 def held(llm) -> list[int]:
     """The prompt and what was evaluated of the answer."""
     return llm.input_ids[: llm.n_tokens].tolist()
-
-
-def forget(llm) -> None:
-    """An empty context, as a restarted process has it."""
-    llm.reset()
-    llm._ctx.kv_cache_clear()
 
 
 def evaluated(llm, work) -> int:

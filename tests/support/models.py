@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
+from prefixstore import PrefixStore
 from prefixstore.testing.models import TINY, write_model
 
 N_CTX = 4096
@@ -64,3 +66,23 @@ def logits(llm: llama_cpp.Llama) -> np.ndarray:
 def answer(llm: llama_cpp.Llama, tokens: list[int], n: int = 12, **options: Any) -> str:
     """A greedy completion."""
     return llm(tokens, max_tokens=n, temperature=0, **options)["choices"][0]["text"]
+
+
+def forget(llm: llama_cpp.Llama) -> None:
+    """An empty context, as a restarted process has it."""
+    llm.reset()
+    llm._ctx.kv_cache_clear()
+
+
+def attached(store: PrefixStore, llm: llama_cpp.Llama) -> llama_cpp.Llama:
+    """The `Llama`, with the store as its cache."""
+    store.attach(llm)
+    llm.set_cache(store)
+    return llm
+
+
+def evaluated(store: PrefixStore, work: Callable[[], object]) -> int:
+    """How many tokens go through eval while `work` runs."""
+    before = store.stats().tokens_computed
+    work()
+    return store.stats().tokens_computed - before
