@@ -40,7 +40,7 @@ def file(models, tmp_path):
     return path
 
 
-def test_paths_that_are_not_absolute_are_meant_from_the_folder_of_the_file(tmp_path):
+def test_relative_paths_are_relative_to_the_folder_of_the_file(tmp_path):
     path = tmp_path / "warm.toml"
     path.write_text(
         '[model]\npath = "m.gguf"\nlora_path = "/l.gguf"\n[store]\nlocation = "kv"\n[warm]\nprompts=["a","-"]'
@@ -70,7 +70,7 @@ def test_a_server_opens_what_a_job_has_warmed(file, models, tmp_path):
         assert other.cache is None
 
 
-def test_a_server_with_other_settings_than_the_store_is_told_what_differs(file, caplog):
+def test_a_server_whose_settings_differ_from_the_stores_logs_the_difference(file, caplog):
     llm, store = load(file)
     with store:
         llm(prompt(100), max_tokens=1)
@@ -82,7 +82,7 @@ def test_a_server_with_other_settings_than_the_store_is_told_what_differs(file, 
     assert message.endswith("has nothing for these settings yet: type_k is f16 here, q8_0 in the store")
 
 
-def test_options_go_over_the_file_and_none_leaves_it(file):
+def test_options_override_the_file_unless_they_are_none(file):
     config = load_config(file).override(None, {"n_ctx": 2048, "type_k": None}, {"salt": "other", "ttl": None})
     assert (config.model["n_ctx"], config.model["type_k"]) == (2048, "q8_0")
     assert config.store["salt"] == "other"
@@ -105,7 +105,7 @@ def test_options_go_over_the_file_and_none_leaves_it(file):
         ("[model", "is no TOML"),
     ],
 )
-def test_what_is_unknown_is_refused_and_the_nearest_named(tmp_path, text, message):
+def test_an_unknown_setting_is_refused_and_the_nearest_is_suggested(tmp_path, text, message):
     path = tmp_path / "warm.toml"
     path.write_text(text)
     with pytest.raises(InvalidParameterError, match=message) as caught:
@@ -113,7 +113,7 @@ def test_what_is_unknown_is_refused_and_the_nearest_named(tmp_path, text, messag
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_a_misuse(tmp_path):
+def test_a_missing_file_is_a_misuse(tmp_path):
     with pytest.raises(InvalidParameterError, match="No such file"):
         load_config(tmp_path / "nowhere.toml")
 
@@ -189,7 +189,7 @@ def test_a_difference_is_named_in_words(models):
     ]
 
 
-def test_the_nearest_of_several_is_told_of_and_the_same_model_first(models):
+def test_the_nearest_namespace_is_explained_and_the_same_model_first(models):
     here = namespace(models)
     near, far = namespace(models, salt="a"), namespace(models, salt="a", type_k="q8_0")
     assert explain(here, [far, near]) == ["salt is not set here, a in the store"]
@@ -199,7 +199,7 @@ def test_the_nearest_of_several_is_told_of_and_the_same_model_first(models):
     assert line.startswith("model is ")
 
 
-def test_where_nothing_differs_there_is_nothing_to_tell(models):
+def test_equal_namespaces_have_no_differences(models):
     here = namespace(models)
     assert explain(here, []) == []
     assert explain(here, [namespace(models, type_k="q8_0"), here]) == []
@@ -216,5 +216,5 @@ def test_without_llama_cpp_numbers_stay_numbers(models, monkeypatch):
     assert explain(here, [there]) == ["type_k is 1 here, 8 in the store"]
 
 
-def test_it_is_offered_by_the_package():
+def test_load_is_public():
     assert prefixstore.load is load

@@ -35,11 +35,11 @@ def table(title: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
-def test_the_byte_tables_are_the_structs(title, layout):
+def test_the_byte_tables_match_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):
         if not where.isdigit() or not size.isdigit():
-            break  # the tokens, and what comes behind them
+            break  # the tokens, and what follows them
         assert int(where) == offset
         codes += STRUCT_CODES.get(kind, f"{size}s")
         offset += int(size)
@@ -49,7 +49,7 @@ def test_the_byte_tables_are_the_structs(title, layout):
     assert codes == written
 
 
-def test_the_worked_example_is_what_is_written():
+def test_the_worked_example_matches_what_is_written():
     example = FORMAT.split("## A worked example", 1)[1].split("\n## ", 1)[0]
     namespace = Namespace({"label": "example", "page_tokens": 2, "salt": None})
     assert namespace.canonical.decode() in example
@@ -78,7 +78,7 @@ def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):
     assert failed == 0
 
 
-def test_every_make_target_and_file_that_the_readme_names_is_there():
+def test_every_make_target_and_file_that_the_readme_names_exists():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", readme):
@@ -96,7 +96,7 @@ def test_the_reasons_that_are_counted_are_documented():
     assert not missing
 
 
-def test_the_demo_restores_and_answers_the_same_and_says_so_as_text_and_as_json(models, capfd, monkeypatch):
+def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, monkeypatch):
     command, done, real = ["demo", "--model", str(models("llama"))], [], subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append(real(*given, **more)) or done[-1])
     assert main(command) == 0
@@ -104,7 +104,7 @@ def test_the_demo_restores_and_answers_the_same_and_says_so_as_text_and_as_json(
     assert re.search(r"same answer +yes", text)
     assert re.search(r"tokens restored +0 +3,072", text)
     assert re.search(r"tokens computed +3,073 +1\b", text)
-    # its two processes have said all there is to say
+    # the JSON is made from what its two processes reported
     assert len(done) == 2
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done.pop(0))
     assert main([*command, "--json"]) == 0

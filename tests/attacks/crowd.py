@@ -1,4 +1,4 @@
-"""One process of a crowd: threads that do anything at random to one location; told by JSON on the command line."""
+"""One process of a crowd: threads that act at random on one location; the arguments are JSON on the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_store(location: str, max_bytes: int, salt: str | None, **options) -> Pr
 
 
 class Member:
-    """One thread, with what it finds out."""
+    """One thread, and what it found."""
 
     def __init__(self, seed: int, stores: list[PrefixStore], location: str, max_bytes: int) -> None:
         self.chance = random.Random(seed)
@@ -63,7 +63,7 @@ class Member:
                 act(self.chance.choice(self.stores))
                 self.done[act.__name__] += 1
             except StorageError as error:
-                # somebody holds the lock for too long, or there is no room: no fault, but seldom
+                # another process holds the lock for too long, or there is no room: rare, and not a fault
                 self.done[f"{act.__name__}: {type(error).__name__}"] += 1
                 self.done[str(error)[:200]] += 1
             except BaseException as error:  # noqa: BLE001 - reported
@@ -118,7 +118,7 @@ class Member:
         store.pin(self.tokens()[:8])
 
     def unpin(self, store: PrefixStore) -> None:
-        # more than are pinned, or all of the room would be in the end
+        # more often than pages are pinned, or all room would be pinned in the end
         for start in ([1], [2], self.tokens()):
             store.unpin(start * 8)
 
@@ -164,14 +164,14 @@ def handles() -> int:
 
 
 def fork_once(stores: list[PrefixStore], kind: int) -> bool:
-    """A child in the middle of it all, that works, or closes, or is gone at once; whether it ended well."""
+    """Fork in the middle of the work: the child works, closes or exits at once; whether it ended well."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             if kind == 0:
                 os._exit(0)
-            # says where it stands
+            # shows where it hangs
             faulthandler.dump_traceback_later(90, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
@@ -201,7 +201,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
 def crowd(  # noqa: C901 - one thing after the other
     location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int
 ) -> dict:
-    """Threads do anything for some seconds; what they did, and what was wrong."""
+    """Threads act at random for some seconds; what they did, and what was wrong."""
     before_threads = threading.active_count()
     stores = [
         open_store(

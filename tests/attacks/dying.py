@@ -1,4 +1,4 @@
-"""Processes that die: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
+"""Processes that are killed: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
 
 A child does what its order says, and reports to a file what it is about to commit, what is committed and what is
 durable. It ends by SIGKILL at the point that its order names: before an operation of the backend, a statement of the
@@ -57,7 +57,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    """Read orders, one a line; fork a child for each, and say how it ended."""
+    """Read orders, one a line; fork a child for each, and report how it ended."""
     for module in ("lmdb.backend", "sql.backend", "sql.sqlite", "sql.postgresql"):
         # once here, instead of in each child
         importlib.import_module(f"prefixstore.backends.{module}")
@@ -142,7 +142,7 @@ class Mortals:
 def allowed(report: Iterable[str], before: str) -> set[str]:
     """The digests of the states that a store may be in, whose only writer died after this report.
 
-    Each transaction finds what the one before it has left: all, or nothing of it if nobody heard of its commit.
+    Each transaction finds what the previous one left: all of it, or nothing if its commit was not reported.
     """
     possible = {before}
     for line in report:

@@ -1,4 +1,4 @@
-"""Export files, real ones and forged ones: sealed as `transfer` seals them, whatever is in them."""
+"""Export files, real ones and forged ones: with the checksums that `transfer` computes, whatever is in them."""
 
 from __future__ import annotations
 

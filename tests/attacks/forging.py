@@ -48,7 +48,7 @@ def structure(state: bytes) -> list[int]:
         if not heads:
             continue
         cells = heads[0] - 8 - 12 * len(section.positions)
-        # counts before the cells, the first and the last cell, and what is behind them
+        # counts before the cells, the first and the last cell, and what follows them
         words.update(range(cells - 8, cells + 12, 4))
         words.update(range(heads[0] - 20, heads[0], 4))
     if blob.recurrent is not None:

@@ -1,7 +1,7 @@
 """What reads bytes of others, to be fuzzed: ``python -m tests.attacks.fuzz_targets NAME SEEDS -atheris_runs=N ...``.
 
-Out comes a valid object, or an error of ours; whatever else is raised ends the process, and the input is in its output.
-Bytes that are sealed are sealed anew where a target says so: what is behind a checksum is the point.
+The result is a valid object or an error of ours; any other exception ends the process, with the input in its output.
+Checksums are computed again where a target says so: the point is the code that runs after the check.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MEMORY = 4 << 30
 
 
 def sealed(body: bytes) -> tuple[bytes, bytes]:
-    """A record whose seal and key are right, whatever is in it: key and stored form."""
+    """A record with a right checksum and key, whatever is in it: key and stored form."""
     fields = RECORD.unpack_from(body.ljust(RECORD.size, b"\0"))
     form, parent = fields[2], fields[11]
     key = page_key(parent, body[RECORD.size :], form)
@@ -61,7 +61,7 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
 
 
 def record(data: bytes) -> None:
-    """A usage, or a record under its own key: it comes back as it was, and tells of a page that can be."""
+    """A usage, or a record under its own key: packing returns the same bytes, and the page is possible."""
     if len(data) == USAGE.size:
         usage = Usage.unpack(data)
         assert Usage.unpack(usage.pack()) == usage

@@ -1,4 +1,4 @@
-"""What is looked at after each death."""
+"""What is verified after each kill."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ COUNTED = """
 
 
 def look_at(location: str) -> str:
-    """Open a store, verify all that must hold of one, whatever has happened to it, and say what it holds.
+    """Open a store, verify all that must hold after any attack, and return a digest of what it holds.
 
-    Where none is, one is made, as for any user.
+    If there is none, one is created, as for any user.
     """
     with closing(open_backend(location, max_bytes=BUDGET.max_bytes)) as backend:
         with backend.view() as view:
@@ -38,7 +38,7 @@ def look_at(location: str) -> str:
             assert problems == [], problems
             pages = 0
             for key, record, _ in view.scan():
-                # past the store: the bytes are those of the key, whatever the record says
+                # read past the store: the bytes follow from the key, whatever the record says
                 assert bytes(decode(record, view.payload(key))) == state_of(key)
                 pages += 1
             assert view.used.entries == pages
@@ -61,7 +61,7 @@ def look_at(location: str) -> str:
 
 
 def look_without_writing(location: str) -> None:
-    """Verify a store that nobody has opened for writing since whatever happened to it."""
+    """Verify a store that no process has opened for writing since the attack."""
     with (
         closing(open_backend(location, max_bytes=BUDGET.max_bytes, read_only=True)) as backend,
         backend.view() as view,

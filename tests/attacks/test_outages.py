@@ -1,4 +1,4 @@
-"""The location fails, is slow, hangs or disappears: completions go on, counters tell, and it recovers by itself."""
+"""The location fails, is slow, hangs or disappears: completions continue, counters show it, and it recovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.places import SCHEMES, place
 
 @pytest.fixture
 def weather(monkeypatch):
-    """The location of the store that is opened next, to be made bad."""
+    """The location of the store that is opened next, which can be made to fail."""
     made = []
     real = prefixstore.store.open_backend
 
@@ -45,7 +45,7 @@ def weather(monkeypatch):
 
 
 class Server:
-    """A model that answers prompts through a store, and knows what it would answer without one."""
+    """A model that answers prompts through a store, and knows its answers without one."""
 
     def __init__(self, llm, store, n=300):
         self.llm, self.store, self.n = llm, store, n
@@ -58,7 +58,7 @@ class Server:
         self.llm.set_cache(self.store)
 
     def ask(self, seed):
-        """Answer from an empty context; how many seconds that took."""
+        """Answer from an empty context; the seconds that it took."""
         self.llm.reset()
         started = time.monotonic()
         assert answer(self.llm, prompt(self.n, seed), 3) == self.known[seed]
@@ -93,7 +93,7 @@ def lookups(stats):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_location_that_takes_seconds_costs_one_lookup_and_then_none(scheme, llama, weather, tmp_path, request):
+def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(scheme, llama, weather, tmp_path, request):
     with serving(llama(), place(scheme, tmp_path, request), 0, 1) as server:
         server.ask(0)
         server.store.flush()
@@ -114,7 +114,7 @@ def test_a_location_that_takes_seconds_costs_one_lookup_and_then_none(scheme, ll
         assert lookups(stats) == stats.hits + sum(stats.misses.values())
 
 
-def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_for_more(llama, weather):
+def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more(llama, weather):
     with serving(llama(), "memory:", 0) as server:
         server.n = 1300
         server.learn(0)
@@ -123,7 +123,7 @@ def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_fo
         weather().slow, weather().seconds = ("payload",), 0.7
         before = weather().asked_by_completions("payload")
         server.ask(0)
-        # of five pages one was waited for, and perhaps some that were read ahead
+        # of five pages one was waited for, and some may have been read ahead
         assert weather().asked_by_completions("payload") - before <= 3
         asked = weather().asked_by_completions()
         for _ in range(5):
@@ -137,14 +137,14 @@ def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_fo
         server.recovers()
 
 
-def test_a_slow_writer_drops_pages_within_its_memory_and_no_completion_waits(llama, weather):
+def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_waits(llama, weather):
     with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
-        # a writer so slow that whoever waited for it would not come back
+        # so slow that a completion that waited for it would not return
         weather().slow = ("update", "put", "delete")
         weather().gate.clear()
         for seed in range(6):
             server.ask(seed)
-            # one page of any size may wait
+            # one page of any size may be queued
             assert server.store._writer.queued_bytes <= 1_000_000
         assert server.store.stats().dropped["queue_full"] > 0
         weather().gate.set()
@@ -153,7 +153,7 @@ def test_a_slow_writer_drops_pages_within_its_memory_and_no_completion_waits(lla
         server.recovers(5)
 
 
-def test_what_fails_at_once_is_asked_at_once_again(llama, weather):
+def test_a_location_that_fails_fast_is_asked_again_at_once(llama, weather):
     with serving(llama(), "memory:", 0) as server:
         server.ask(0)
         server.store.flush()
@@ -169,7 +169,7 @@ def test_what_fails_at_once_is_asked_at_once_again(llama, weather):
         server.recovers()
 
 
-def test_what_fails_slowly_is_left_alone_and_counters_can_be_read_meanwhile(llama, weather):
+def test_a_location_that_fails_slowly_opens_the_circuit_and_counters_stay_readable(llama, weather):
     with serving(llama(), "memory:", 0, 1) as server:
         server.ask(0)
         server.store.flush()
@@ -184,7 +184,7 @@ def test_what_fails_slowly_is_left_alone_and_counters_can_be_read_meanwhile(llam
         server.recovers()
 
 
-def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeypatch):
+def test_no_call_waits_forever_for_a_location_that_hangs(llama, weather, monkeypatch):
     monkeypatch.setattr(queue, "PATIENCE", 0.5)
     llm = llama()
     store = PrefixStore("memory:", llm)
@@ -201,7 +201,7 @@ def test_nobody_waits_for_ever_for_a_location_that_hangs(llama, weather, monkeyp
     llm.set_cache(None)
     with pytest.raises(UnavailableError, match="nothing was written"):
         store.close()
-    # three times the patience, and not that of users
+    # three times the patience set here, not the default one
     assert time.monotonic() - started < 25
     weather().gate.set()
     wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "the end of it")
@@ -225,7 +225,7 @@ print("answered", flush=True)
 
 @contextmanager
 def locked(scheme, location):
-    """Somebody else holds the lock of who writes."""
+    """Another process or connection holds the write lock."""
     if scheme == "lmdb":
         script = (
             "import lmdb, sys; env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30)\n"
@@ -252,9 +252,7 @@ def locked(scheme, location):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_who_holds_the_lock_keeps_no_completion_waiting_and_lookups_find_what_is_there(
-    scheme, llama, tmp_path, request
-):
+def test_a_held_write_lock_delays_no_completion_and_lookups_find_what_is_stored(scheme, llama, tmp_path, request):
     location = place(scheme, tmp_path, request)
     with serving(llama(), location, 0, 1) as server:
         server.ask(0)
@@ -263,7 +261,7 @@ def test_who_holds_the_lock_keeps_no_completion_waiting_and_lookups_find_what_is
         with locked(scheme, location):
             for _ in range(3):
                 assert server.hits(0)
-            # what is captured waits, and is found
+            # what is captured is queued, and found
             assert server.ask(1) < alone + 15
             assert server.hits(1)
             assert server.store.stats().outages == 0
@@ -271,7 +269,7 @@ def test_who_holds_the_lock_keeps_no_completion_waiting_and_lookups_find_what_is
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_process_ends_in_time_although_somebody_holds_the_lock(scheme, models, tmp_path, request):
+def test_a_process_ends_in_time_while_another_holds_the_write_lock(scheme, models, tmp_path, request):
     location = place(scheme, tmp_path, request)
     script = [sys.executable, "-c", EXIT, str(models("llama")), location]
     with subprocess.Popen(
@@ -284,7 +282,7 @@ def test_a_process_ends_in_time_although_somebody_holds_the_lock(scheme, models,
     assert "nothing was written" in errors
 
 
-# -- what lies underneath goes ----------------------------------------------------------------------------------------
+# -- the location disappears -------------------------------------------------------------------------------------------
 
 
 def files_of(scheme, location):
@@ -293,7 +291,7 @@ def files_of(scheme, location):
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_location_that_is_deleted_underneath_is_made_anew(scheme, llama, tmp_path, request):
+def test_a_location_that_is_deleted_under_a_running_store_is_created_again(scheme, llama, tmp_path, request):
     location = place(scheme, tmp_path / "below", request)
     with serving(llama(), location, 0, 1) as server:
         server.ask(0)
@@ -312,7 +310,7 @@ def test_a_location_that_is_deleted_underneath_is_made_anew(scheme, llama, tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_another_store_that_is_put_in_the_place_is_used_from_then_on(scheme, llama, tmp_path, request):
+def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path, request):
     other, location = (place(scheme, tmp_path, request, name) for name in ("other", "kv"))
     llm = llama()
     with serving(llm, other, 1) as server:
@@ -327,7 +325,7 @@ def test_another_store_that_is_put_in_the_place_is_used_from_then_on(scheme, lla
             theirs.rename(theirs.with_name(theirs.name.replace("other", "kv")))
         server.ask(1)
         server.recovers(1)
-        # it counts fewer changes than were seen: what is not there is stored again
+        # it counts fewer changes than were seen: what is missing is stored again
         server.ask(0)
         server.recovers(0)
         server.ask(2)
@@ -352,7 +350,7 @@ def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, weather
         memory.close()
 
 
-def test_a_permission_that_is_lost_costs_what_is_written_and_nothing_else(llama, models, tmp_path):
+def test_a_lost_permission_costs_only_what_would_have_been_written(llama, models, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("as another user: only root may become one")
     script = """
@@ -427,7 +425,7 @@ sys.stdin.read()
 """
 
 
-def test_readers_that_take_all_places_cost_misses_and_dead_ones_give_them_back(llama, tmp_path):
+def test_readers_that_take_all_slots_cause_misses_and_dead_ones_free_them(llama, tmp_path):
     with serving(llama(), tmp_path / "kv", 0) as server:
         server.ask(0)
         server.store.flush()
@@ -443,7 +441,7 @@ def test_readers_that_take_all_places_cost_misses_and_dead_ones_give_them_back(l
         server.recovers()
 
 
-def test_an_environment_that_has_failed_for_good_is_opened_anew(llama, tmp_path):
+def test_an_environment_that_has_failed_permanently_is_opened_again(llama, tmp_path):
     with serving(llama(), tmp_path / "kv", 0, 1) as server:
         server.ask(0)
         server.store.flush()
@@ -475,7 +473,7 @@ def own_server(request):
     return request.getfixturevalue("postgres_server")
 
 
-def test_a_server_that_is_gone_for_a_while_is_used_again(llama, request):
+def test_a_server_that_was_down_is_used_again(llama, request):
     server = own_server(request)
     location = request.getfixturevalue("new_database")()
     with serving(llama(), location, 0, 1, 2) as one:
@@ -532,7 +530,7 @@ class Proxy:
             end.close()
 
 
-def test_a_network_that_swallows_everything_costs_one_lookup_some_seconds(llama, request):
+def test_a_network_that_drops_everything_delays_one_lookup(llama, request):
     server = own_server(request)
     url = make_url(request.getfixturevalue("new_database")())
     with closing(Proxy(str(server.sockets / ".s.PGSQL.5432"))) as proxy:
@@ -551,7 +549,7 @@ def test_a_network_that_swallows_everything_costs_one_lookup_some_seconds(llama,
             assert one.store._counters["outages"] == 1
             assert one.store._counters["miss:unavailable"] == 5
             proxy.swallows = False
-            # who has sent something into it waits for an answer that never comes, and gives up
+            # a connection that has sent something waits for an answer that never comes, and times out
             wait_for(lambda: one.hits(0), "a hit")
             one.recovers(0)
 
@@ -591,16 +589,16 @@ def test_a_clock_that_was_set_back_does_not_make_new_pages_the_first_victims(lla
         server.recovers(11)
 
 
-def test_pages_that_expire_are_not_kept_for_ever_by_a_clock_that_jumps(llama, clock, tmp_path):
+def test_a_clock_that_jumps_does_not_keep_expired_pages_forever(llama, clock, tmp_path):
     with serving(llama(), tmp_path / "kv", 0, 1, ttl="1h") as server:
         for by in (0, DAY, -DAY, 0):
             clock(by)
-            # what has expired is deleted first
+            # what has expired is deleted before it is stored again
             for _ in range(2):
                 server.ask(0)
                 server.store.flush()
             assert server.hits(0)
-        # the jump forward was the last that anybody heard of the time
+        # nothing was used after the jump forward
         clock(3 * DAY)
         assert not server.hits(0)
         server.ask(1)

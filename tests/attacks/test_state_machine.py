@@ -25,7 +25,7 @@ TestTwoEnginesOnOneLocation = longer(TwoOnLMDB, 100)
 TestTwoEnginesWithinABudget = longer(TwoSmallOnLMDB, 100)
 
 
-def test_a_page_that_gives_way_in_its_own_commit_is_not_counted():
+def test_a_page_evicted_by_its_own_commit_is_not_counted():
     one = TwoSmallOnLMDB()
     steps = [
         lambda: one.put(which=0, namespace=NAMESPACES[1], tokens=(1, 1)),

@@ -1,4 +1,4 @@
-"""What is done to a store by processes that die: through the engine and the archive, with pages made of their keys."""
+"""What processes do to a store before they are killed: through engine and archive, with pages made from their keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.places import space
 BUDGET = Budget(700 << 10)
 SPACES = [space("one"), space("two")]
 P = 4
-# methods of a transaction that do
+# methods of a transaction that write
 WRITES = {"put", "delete", "touch", "put_namespace", "drop_namespace", "put_note"}
 
 
@@ -72,7 +72,7 @@ class Report:
 
 
 class Points:
-    """The points at which a child may die."""
+    """The points at which a child may be killed."""
 
     def __init__(self, die_at: int) -> None:
         self._left = die_at
@@ -97,7 +97,7 @@ class _Writing:
 
 
 class Watched:
-    """A backend that says what it does, with a point before and behind all that writes."""
+    """A backend that reports what it does, with a point before and after each write."""
 
     def __init__(self, backend: Backend, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
         self._backend = backend
@@ -144,7 +144,7 @@ class Watched:
 
 
 def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], form: int = PAGE) -> Iterator[NewPage]:
-    """The pages of a sequence, or a view at its end, as captured now."""
+    """The pages of a sequence, or a snapshot at its end, as captured now."""
     raw, parent = as_tokens(tokens).tobytes(), settings.key
     for start in range(0, len(raw), 4 * P):
         piece = raw[start : start + 4 * P]
@@ -160,7 +160,7 @@ def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], fo
 
 
 class Work:
-    """The engine and the archive of one location, which never fail, in one process."""
+    """The engine and the archive of one location in one process; neither may fail."""
 
     def __init__(self, location: str, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
         self._location = location
@@ -173,7 +173,7 @@ class Work:
         self._writer = Writer(self.engine, 1 << 24, False, counters, read_only=False)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
-        """All that is not there of a sequence, in one batch."""
+        """Store what is missing of a sequence, in one batch."""
         self.engine.match(settings.key, as_tokens(tokens), P)
         news = list(pages_of(settings, tokens, self._writer.acquire, form))
         self.engine.commit([new for new in news if self.engine.announce(new)])
@@ -194,7 +194,7 @@ class Work:
             yield archive
 
     def all(self, seed: int, pack: bytes) -> None:
-        """A little of all that changes a store."""
+        """A little of everything that changes a store."""
         one, two, three, four = np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist()
         engine, writer = self.engine, self._writer
         self.capture(SPACES[0], one)
@@ -230,8 +230,8 @@ def work(location: str, seed: int, pack: str, say: Report, point: Points, *, dur
         one.all(seed, bytes.fromhex(pack))
 
 
-def work_for_ever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Until killed. A server that is gone drops pages, and fails what is not a completion: both go on later."""
+def work_forever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Work until killed. While the server is down, pages are dropped and other calls fail; both work again later."""
     one, parent = None, os.getppid()
     while os.getppid() == parent:
         try:
@@ -243,7 +243,7 @@ def work_for_ever(location: str, seed: int, pack: str, say: Report, point: Point
 
 
 def scrub_among_writers(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Somebody deletes pages in the middle of a scrub, which then finds them free."""
+    """Pages are deleted in the middle of a scrub, which then finds them free."""
     del pack
     with closing(Work(location, say, point)) as one:
         for tokens in np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist():
@@ -281,4 +281,4 @@ def upgrade(location: str, say: Report, point: Points) -> None:
     say("upgraded")
 
 
-TASKS = {task.__name__: task for task in (work, work_for_ever, scrub_among_writers, create, export, upgrade)}
+TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, create, export, upgrade)}

@@ -9,7 +9,7 @@ from typing import Any
 from prefixstore.engine import breaker
 from prefixstore.llama import rate
 
-# what the package takes for slow, and values with which nothing is
+# when the package takes something for slow, and values with which it never does
 ENDLESS = (
     (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late

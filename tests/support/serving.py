@@ -18,7 +18,7 @@ def tokens_of(job: dict[str, Any]) -> list[int]:
     return prompt(job["common"]) + prompt(job["own"], job["seed"])
 
 
-def told(store: PrefixStore) -> dict[str, Any]:
+def counters(store: PrefixStore) -> dict[str, Any]:
     stats = store.stats()
     return {
         "restored": stats.tokens_restored,
@@ -36,13 +36,13 @@ def serve(model: str, location: str, options: dict[str, Any]) -> None:
         print(json.dumps({"ready": os.getpid()}), flush=True)
         for line in sys.stdin:
             job = json.loads(line)
-            # as for the next user: what is live is of no use
+            # as for the next user: nothing in the context can be reused
             llm.reset()
             before = store.stats().tokens_restored
             text = answer(llm, tokens_of(job), job.get("max_tokens", 6))
             if job.get("flush", True):
                 store.flush()
-            result = told(store)
+            result = counters(store)
             print(json.dumps({**result, "text": text, "gained": result["restored"] - before}), flush=True)
 
 

@@ -60,7 +60,7 @@ _workers: deque[Worker] = deque()
 
 
 def in_process(function: str, **arguments: Any) -> Any:
-    """Run a function of this module in another process: never in the one that ran the function before."""
+    """Run a function of this module in another process: never in the one that ran the previous function."""
     if len(_workers) < 2:
         _workers.append(Worker())
     else:
@@ -214,11 +214,11 @@ def serve() -> None:
     for line in sys.stdin:
         function, arguments = json.loads(line)
         try:
-            told = {"result": globals()[function](**arguments)}
-        except Exception:  # noqa: BLE001 - whoever asked is told
-            told = {"error": traceback.format_exc()}
+            answered = {"result": globals()[function](**arguments)}
+        except Exception:  # noqa: BLE001 - reported to the caller
+            answered = {"error": traceback.format_exc()}
         gc.collect()
-        print(json.dumps(told), flush=True)
+        print(json.dumps(answered), flush=True)
 
 
 if __name__ == "__main__":
