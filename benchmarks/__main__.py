@@ -1,4 +1,4 @@
-"""``python -m benchmarks [NAME ...]``: run all, or those that are named; print, write down, and draw."""
+"""``python -m benchmarks [NAME ...]``: run all benchmarks, or those named; print, save and plot the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LATEST = ROOT / "benchmarks" / "results" / "latest.json"
 def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; known are {', '.join(BENCHMARKS)}")
-    # figures of another machine are not put beside new ones
+        sys.exit(f"no benchmark is named {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
+    # never mix figures of two machines
     results: dict[str, Any] = {"machine": machine()}
     if names and LATEST.exists():
         known = json.loads(LATEST.read_text())
@@ -29,7 +29,7 @@ def main(names: list[str]) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
         print("\n".join(BENCHMARKS[name].section(results[name])), flush=True)
-        # each section at once: an hour of figures is not lost to a fault in the last one
+        # save after each benchmark: a failure in the last one must not lose an hour of figures
         write_json(results, LATEST)
         (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
     plots.write(results, ROOT / "docs" / "plots")

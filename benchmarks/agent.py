@@ -1,7 +1,7 @@
-"""The agent trace through the trained model: what lies on the disk, beside `LlamaDiskCache`.
+"""The agent trace through the trained model: what is written and kept on the disk, beside `LlamaDiskCache`.
 
-471 requests of 25 sessions. Every request is a completion of one token, in the order of the trace, on one ``Llama``;
-each cache begins empty. The trace is in ``../shared/traces``; without it there is nothing to measure.
+471 requests of 25 sessions. Every request is a completion of one token, in the order of the trace, on one ``Llama``.
+Each cache starts empty. The trace is in ``../shared/traces``; without it the benchmark is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GOAL = 0.1
 
 
 def requests() -> list[dict[str, Any]]:
-    """All requests, by their time."""
+    """All requests, in the order of their timestamps."""
     with tarfile.open(TRACE) as archive:
         files = [archive.extractfile(member) for member in archive if member.isfile()]
         found = [json.loads(line) for file in files if file is not None for line in file]
@@ -36,7 +36,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
-    """Run the trace twice with a cache; what it evaluated, how long it took, what it wrote, and what is on the disk."""
+    """Run the trace twice with a cache: tokens evaluated, seconds, bytes written, and bytes on the disk."""
     llm = load(MODEL, n_ctx=2048, n_threads=1, n_threads_batch=1)
     evaluated = [0, 0]
     second = False
@@ -105,18 +105,19 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "## The agent trace (471 requests, 110,554 tokens in prompts) through the trained model",
         "",
         *paragraph(
-            """One completion of one token a request, on one `Llama`, in the order of the trace. `LlamaDiskCache`
-            writes a whole state with the scores of a batch for each request, and removes an entry when it is hit: at
-            the end it has one, the last. What all requests take that can still be served is what it has written."""
+            """One completion of one token for each request, on one `Llama`, in the order of the trace. `LlamaDiskCache`
+            writes a whole state, with the scores of a batch, for each request, and removes an entry when it is hit: at
+            the end it has one entry, the last. To be able to serve all requests again it would have to keep everything
+            that it has written."""
         ),
         *table(
             [
                 "cache",
                 "written",
-                "of `LlamaDiskCache`",
+                "relative to `LlamaDiskCache`",
                 "on the disk at the end",
                 "tokens evaluated",
-                "the trace again",
+                "tokens evaluated for the trace again",
                 "time",
             ],
             rows,

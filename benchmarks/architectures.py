@@ -1,7 +1,7 @@
-"""(f): one conversation on each kind of memory: what a turn waits for its first token, and what is stored.
+"""One conversation on each kind of memory: time to the first token of each turn, and what is stored.
 
-Before every turn the context is emptied, as another conversation or a restart empties it. Then the turn is asked, its
-prompt once more (the answer is regenerated), and its question in other words (it was edited).
+Before every prompt the context is emptied, as another conversation or a restart would empty it. Each turn is asked
+three times: once, again with the same prompt (the answer is regenerated), and with another question (it was edited).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNS = 4
 SYSTEM_TOKENS = 600
 NEW_TOKENS = 150
 ANSWER_TOKENS = 8
-# large enough that a prefill takes longer than what llama.cpp does around it
+# large enough that a prefill takes longer than llama.cpp's fixed costs
 SIZES = {
     "llama": {"n_layer": 6, "n_embd": 256, "n_head": 4, "head_dim": 64, "n_ff": 768},
     "gemma3": {"n_layer": 6, "n_embd": 256, "n_head": 4, "head_dim": 64, "n_ff": 768},
@@ -45,7 +45,7 @@ def model_of(arch: str) -> Path:
 
 
 def message(llm: Any, role: str, n: int, seed: int) -> list[int]:
-    """A message of `n` words, as the template writes it."""
+    """A message of `n` words, with the tokens that a chat template puts around it."""
     words = np.random.default_rng(seed).integers(300, 3000, n).tolist()
     return [*special(llm, f"<|im_start|>{role}\n"), *words, *special(llm, "<|im_end|>\n")]
 
@@ -55,7 +55,7 @@ def special(llm: Any, text: str) -> list[int]:
 
 
 def converse(llm: Any, computed: Any) -> dict[str, list[dict[str, float]]]:
-    """Of each step of each turn: seconds to the first token, and the tokens that were evaluated for it."""
+    """For each step of each turn: seconds to the first token, and the tokens evaluated for it."""
     figures: dict[str, list[dict[str, float]]] = {step: [] for step in STEPS}
     opening = special(llm, "<|im_start|>assistant\n")
     said = message(llm, "system", SYSTEM_TOKENS, 1000)
@@ -78,7 +78,7 @@ def converse(llm: Any, computed: Any) -> dict[str, list[dict[str, float]]]:
 
 
 def counting(llm: Any) -> Any:
-    """Tells how many tokens were evaluated so far."""
+    """A function that returns how many tokens have been evaluated so far."""
     count = [0]
     own = llm.eval
 
@@ -107,12 +107,12 @@ def run() -> dict[str, Any]:
             figures["prefixstore"] = converse(llm, lambda store=store: store.stats().tokens_computed)
             store.flush()
             stats = store.stats()
-            snapshots = sum(page.form for page in store._engine._catalog.index)
-            tokens = sum(page.n_tokens for page in store._engine._catalog.index if not page.form)
+            snapshots = sum(page.form for page in store.engine.pages())
+            tokens = sum(page.n_tokens for page in store.engine.pages() if not page.form)
         results[arch] = {
             "kind": stats.kind,
             "turns": figures,
-            # where a prompt may leave what is stored: anywhere, or at a snapshot
+            # where a prompt may diverge from what is stored: anywhere, or at a snapshot
             "positions": snapshots or tokens,
             "stored_bytes": stats.bytes_stored,
             "ram_bytes": held,
@@ -124,14 +124,14 @@ def run() -> dict[str, Any]:
 def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     lines = [
-        "## (f) A conversation on each kind of memory",
+        "## A conversation on each kind of memory",
         "",
         *paragraph(
-            f"""{TURNS} turns of {NEW_TOKENS} tokens behind a system prompt of {SYSTEM_TOKENS}; the context is emptied
+            f"""{TURNS} turns of {NEW_TOKENS} tokens after a system prompt of {SYSTEM_TOKENS}; the context is emptied
             before each prompt. Time to the first token, medians of turns 2 to {TURNS}; in parentheses the tokens
             evaluated for it. A recurrent memory cannot step back, so the stock cache, which keeps it as it was at the
-            end of a turn, computes a regenerated or edited turn anew. Positions: where a later prompt may leave what is
-            stored; anywhere in pages, at each snapshot else."""
+            end of a turn, computes all of a regenerated or edited turn again. Positions: where a later prompt may
+            diverge from what is stored; anywhere in pages, otherwise at each snapshot."""
         ),
     ]
     head = ["model", "step", "cold", "LlamaRAMCache", "prefixstore"]

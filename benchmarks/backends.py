@@ -1,4 +1,4 @@
-"""Every backend: restore and capture of 4,096 tokens (134 MB), taken in turns beside LMDB's."""
+"""Every backend: restore and capture of 4,096 tokens (134 MB), timed in turns with LMDB."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GOALS = {"SQLite": 0.5, "RAM tier over LMDB": 1.0}
 
 
 def locations(directory: Path, stack: ExitStack) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Locations by name, with options; PostgreSQL if its programs are installed."""
+    """Locations by name, with options; PostgreSQL if it is installed."""
     found: dict[str, tuple[str, dict[str, Any]]] = {
         "LMDB": (f"lmdb://{directory}/kv", {}),
         "memory": ("memory:", {}),
@@ -46,7 +46,7 @@ def run() -> dict[str, Any]:
             store = PrefixStore(location, namespace=name, codec="raw", queue_bytes="1GiB", **options)
             stores[name] = stack.enter_context(store)
         llm.eval(tokens[:N_TOKENS])
-        # what the writer does behind: pack, write, flush
+        # including what the write queue does: pack, write, flush
         for _ in range(CAPTURES):
             for name, store in stores.items():
                 store.clear(everything=True)
@@ -92,9 +92,9 @@ def section(result: dict[str, Any]) -> list[str]:
         "## Backends: 4,096 tokens (134 MB), raw, flash attention, warm files",
         "",
         *paragraph(
-            """Restore: the foreground's time. Capture: until all of it is durable (`flush()`), which happens behind.
-            Speeds are relative to LMDB's in the same round; medians. PostgreSQL is a private server on this machine,
-            behind a socket."""
+            """Restore: the foreground's time. Capture: until everything is durable (`flush()`); in normal use a thread
+            does most of that. Speeds are relative to LMDB's in the same round; medians. PostgreSQL is a private server
+            on this machine, connected through a socket."""
         ),
-        *table(["backend", "restore", "speed, of LMDB", "capture and flush", "speed, of LMDB"], rows),
+        *table(["backend", "restore", "speed relative to LMDB", "capture and flush", "speed relative to LMDB"], rows),
     ]

@@ -1,8 +1,9 @@
 """Capture in the foreground, beside one ``llama_state_seq_get_data`` of the same bytes.
 
-The limit writes into a buffer that was written before. "As evaluated" is what a prefill pays: each page is taken when
-its boundary is crossed, into a buffer that an earlier page has used, and the writer is idle. "At once" is
-``store.capture()`` of all pages, while the writer packs and writes the first of them on the other core.
+The limit writes into a buffer that was written before. "As evaluated" is what a prefill pays: each page is captured
+when its boundary is crossed, into a buffer that an earlier page has used, while the write queue is idle. "At once" is
+``store.capture()`` of all pages, while the thread of the write queue packs and writes the first of them on the other
+core.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GOAL = 0.8
 
 
 def as_evaluated(llm: Any, store: PrefixStore, tokens: list[int]) -> None:
-    """Evaluate the tokens; what is captured meanwhile is written before more is."""
+    """Evaluate the tokens page by page; each captured page is written before the next is evaluated."""
     llm.reset()
     for start in range(0, len(tokens), PAGE):
         llm.eval(tokens[start : start + PAGE])
@@ -101,10 +102,10 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""The limit is one `llama_state_seq_get_data` of the same state into a buffer that was written before.
-            "As evaluated": pages of 256 tokens, each taken as its boundary is crossed, with an idle writer. "At once":
-            `store.capture()` of all of them, while the writer works on the other core. In turns, medians of {ROUNDS}
-            rounds; a share is the median of the rounds' ratios. The models have the state of a 1B and an 8B model and
-            next to nothing to compute."""
+            "As evaluated": pages of 256 tokens, each captured as its boundary is crossed, while the write queue is
+            idle. "At once": `store.capture()` of all of them, while the queue's thread works on the other core. In
+            turns, medians of {ROUNDS} rounds; a share is the median of the rounds' ratios. The models have the state of
+            a 1B and an 8B model and next to nothing to compute."""
         ),
-        *table(["context", "pages are taken", "limit", "prefixstore", "speed, of the limit"], rows),
+        *table(["context", "pages are captured", "limit", "prefixstore", "speed relative to the limit"], rows),
     ]

@@ -1,6 +1,6 @@
-"""Codecs: how small and how fast, on pages of a trained model and of a random one, and what a restore makes of it.
+"""Codecs: ratio, speed, and the effect on a restore, on pages of a trained model and of a random one.
 
-Candidates that were measured and not taken are measured again where their packages are installed (blosc2, openzl).
+Rejected candidates (blosc2, openzl) are measured too if their packages are installed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.common import load, model_path, prompt_tokens, ratio, seconds, state_of, summary
+from benchmarks.common import SHARED, load, model_path, prompt_tokens, ratio, seconds, state_of, summary
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import AutoCodec, pick
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
@@ -36,13 +36,13 @@ from prefixstore.stats import Counters
 PAGE_TOKENS = 256
 N_PAGES = 16
 N_TOKENS = PAGE_TOKENS * N_PAGES
-# of what each codec is measured with: the pages again and again, or some of them
+# each codec is measured on this much: the pages repeated, or some of them
 MEASURED_BYTES = 16 << 20
 ROUNDS = 7
 CORES = os.cpu_count() or 1
 NAMESPACE = b"n" * 16
 ROOT = Path(__file__).parent.parent
-TRAINED = Path("/work/shared/models/docs-6m.gguf")
+TRAINED = SHARED / "models" / "docs-6m.gguf"
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 
 OURS = ("raw", "zstd", "zstd:9", "planes", "planes:3")
@@ -51,7 +51,7 @@ RESTORED = ("raw", "zstd", "planes")
 
 @dataclass
 class Codec:
-    """A way to pack, and to unpack into given memory by one thread or, of its own accord, by several."""
+    """A way to pack, and to unpack into given memory: in one thread, or in several that the codec starts itself."""
 
     pack: Callable[[bytes], Any]
     unpack: Callable[[Any, memoryview], object]
@@ -105,7 +105,7 @@ def openzl_codecs() -> Iterator[tuple[str, Codec]]:
             return packer.compress([zl.Input(zl.Type.Numeric, np.frombuffer(raw, np.uint16))])
 
         def unpack(stored: bytes, out: memoryview) -> None:
-            # it decodes into memory of its own, which llama.cpp could read as well
+            # it decodes into its own memory, which llama.cpp could read as well
             zl.DCtx().decompress(stored)[0].content.as_nparray()
 
         yield f"openzl: {name}", Codec(pack, unpack)
@@ -128,7 +128,7 @@ def median_seconds(work: Callable[[], object], rounds: int = 3) -> float:
 def measure(codec: Codec, pages: list[bytes]) -> dict[str, float]:
     size = sum(map(len, pages))
     packed = [codec.pack(page) for page in pages]
-    # written once: a restore has its buffers already
+    # touched once before: a restore has its buffers already
     memory = [np.zeros(len(pages[0]), np.uint8).data for _ in range(CORES)]
     unpack_by_all = codec.unpack_by_all
 
@@ -155,7 +155,7 @@ def measure(codec: Codec, pages: list[bytes]) -> dict[str, float]:
 
 @dataclass
 class Restores:
-    """The pages of one context, stored in a directory for each codec, and their way back into it."""
+    """The pages of one context, stored once with each codec, and their restores into it."""
 
     llm: llama_cpp.Llama
     tokens: Any
@@ -170,7 +170,7 @@ class Restores:
                 assert buffer is not None
                 buffer.view[:] = state
                 tokens = self.tokens[i * PAGE_TOKENS : (i + 1) * PAGE_TOKENS].tobytes()
-                new = NewPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
+                new = PendingPage.of(NAMESPACE, b"{}", parent, i * PAGE_TOKENS, tokens, buffer)
                 assert engine.announce(new)
                 assert engine.commit([new]) == 1
                 buffer.release()
@@ -198,7 +198,7 @@ class Restores:
         return time.perf_counter() - started
 
     def cold(self, codec: str) -> float:
-        """With nothing of the file in memory; the kernel does not drop what is mapped, so it is opened for this."""
+        """A restore with nothing of the file in memory. The kernel keeps mapped pages, so the store is opened after."""
         descriptor = os.open(self.root / codec / "data.mdb", os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -238,7 +238,7 @@ class Restores:
 
 
 def text_tokens(llm: llama_cpp.Llama) -> list[int]:
-    """Real text, of the kind that the model was trained on."""
+    """Real text, of the kind the model was trained on."""
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
     tokens = llm.tokenize(text.encode())
     return (tokens * (1 + N_TOKENS // len(tokens)))[:N_TOKENS]
@@ -267,7 +267,7 @@ def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
 
 
 def picked(pages: list[bytes]) -> str:
-    """What `auto` takes of pages in a place that nothing was read from yet."""
+    """What `auto` chooses for pages in a location from which nothing has been read yet."""
     auto = AutoCodec()
     number = [auto(NAMESPACE, page)[0] for page in pages[: AutoCodec.LOOK]][-1]
     return next(name for name in CODECS if CODECS[name] == number)
@@ -296,8 +296,8 @@ def section(result: dict[str, Any]) -> list[str]:
     lines = ["## Codecs", ""]
     lines += paragraph(
         f"""Pages of {PAGE_TOKENS} tokens. MB/s are of the state, not of what is stored; unpacked by one thread and by
-        {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, its speed that of raw pages in the same
-        round, with the file in memory ("warm") and with none of it there ("cold"); medians."""
+        {CORES}. A restore is of {N_PAGES} pages from LMDB into a context, with the file in memory ("warm") and with
+        none of it there ("cold"); in parentheses its speed relative to raw pages in the same round; medians."""
     )
     for name, figures in result.items():
         rows = []
@@ -316,7 +316,7 @@ def section(result: dict[str, Any]) -> list[str]:
             )
         head = ["codec", "ratio", "pack", "unpack", f"unpack, {CORES} threads", "restore, warm", "restore, cold"]
         lines += [
-            f"### {name.capitalize()}: pages of {figures['page_bytes'] / 1e6:.2f} MB; `auto` takes {figures['auto']}",
+            f"### {name.capitalize()}: pages of {figures['page_bytes'] / 1e6:.2f} MB; `auto` chooses {figures['auto']}",
             "",
             *table(head, rows),
         ]

@@ -1,4 +1,4 @@
-"""What all benchmarks share: the model, its prompt, and how times are taken."""
+"""What all benchmarks share: the model, its prompt, and how times are measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ N_CTX = 8192
 # traces and the trained model, beside the repository
 SHARED = Path(__file__).parent.parent.parent / "shared"
 CACHE = Path(__file__).parent / ".cache"
-# the state of a 1B model, as the demo's, and an eighth of its computing
+# the state of a 1B model, like the demo's, with an eighth of its computation
 LIGHT: dict[str, Any] = {"n_embd": 128, "n_ff": 128, "n_head": 8, "n_vocab": 8192}
 # the state of an 8B model
 LIGHT_8B: dict[str, Any] = {**LIGHT, "n_layer": 32, "n_head_kv": 8, "head_dim": 128}
@@ -48,7 +48,7 @@ def load(path: Path, **options: Any) -> llama_cpp.Llama:
 
 
 def prompt_tokens(llm: llama_cpp.Llama, n: int, seed: int = 0) -> list[int]:
-    """`n` tokens that the model knows, the same for the same seed."""
+    """`n` tokens of the model's vocabulary, the same for the same seed."""
     rng = np.random.default_rng(seed)
     return rng.integers(300, 8000, n).tolist()
 
@@ -71,7 +71,7 @@ def seconds(work: Callable[[], object]) -> float:
 def alternate(
     works: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Times of each work, taken in turns, so that a noisy moment hits all of them."""
+    """Times of each function, measured in turns, so that a noisy moment affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, work in works.items():
@@ -91,12 +91,12 @@ def summary(times: list[float]) -> dict[str, float]:
 
 
 def ratio(reference: list[float], ours: list[float]) -> float:
-    """The median of the ratios of times that were taken next to each other."""
+    """The median of the ratios of times that were measured next to each other."""
     return statistics.median(r / o for r, o in zip(reference, ours, strict=True))
 
 
 class Stopwatch:
-    """Seconds spent in what it watches; a call inside another is counted once."""
+    """Seconds spent in the methods it watches; nested calls are counted once."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -116,7 +116,7 @@ class Stopwatch:
             self._running = False
 
     def watch(self, owner: Any, *names: str) -> None:
-        """Count calls of methods of one object from now on."""
+        """Time the calls of these methods of one object from now on."""
         for name in names:
             setattr(owner, name, self._watched(getattr(owner, name)))
 
@@ -129,14 +129,14 @@ class Stopwatch:
 
 
 def in_child(module: str, *arguments: str) -> None:
-    """Run a function of a benchmark in a process of its own."""
+    """Run a benchmark module as a process of its own."""
     subprocess.run([sys.executable, "-m", module, *arguments], check=True, cwd=Path(__file__).parent.parent)
 
 
 def peak_rss() -> int:
-    """The most memory that this process has had at a time, mapped files included, in bytes.
+    """The peak memory of this process, mapped files included, in bytes.
 
-    Not ``ru_maxrss`` on Linux: there a child begins with its parent's.
+    Not ``ru_maxrss`` on Linux: there a child starts with its parent's.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -146,7 +146,7 @@ def peak_rss() -> int:
 
 
 def written_bytes() -> int:
-    """What this process has written to files so far, as the system counts it (Linux; else 0)."""
+    """Bytes that this process has written to files so far, as the system counts them (Linux; elsewhere 0)."""
     counts = Path("/proc/self/io")
     if not counts.exists():
         return 0
@@ -154,7 +154,7 @@ def written_bytes() -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures were taken."""
+    """The machine on which the figures are measured."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -173,7 +173,7 @@ def machine() -> dict[str, Any]:
 
 
 def tree_bytes(directory: Path) -> int:
-    """Bytes of all files below a directory, as they lie on the disk."""
+    """Disk space of all files below a directory, in bytes."""
     return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
 
 

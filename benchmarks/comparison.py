@@ -1,7 +1,7 @@
-"""Four workloads, three models, and every cache beside the others: what a request waits for, and what it costs.
+"""Four workloads, three models, and every cache beside the others: how long a request waits, and what it costs.
 
-Each cell is two processes: one that begins with an empty cache, and one that begins with what the first has left. The
-answers without a cache are the history of all conversations, so that every cache is asked the same prompts.
+Each cell is two processes: one that starts with an empty cache, and one that starts with what the first has left. The
+answers without a cache are the history of all conversations, so every cache gets the same prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKLOADS = {
     "documents": "Documents in prompts",
     "agent": "An agent session of the trace",
 }
-# a cache that dies with its process, asked on in it
+# the cache that ends with its process, used further in the same process
 STAYED = f"{RAM}, not restarted"
 
 
@@ -119,7 +119,7 @@ def process(model: str, name: str, cache: str, phases: list[str], directory: Pat
 
 
 def child(model: str, name: str, cache: str, phases: str, directory: Path) -> dict[str, Any]:
-    """`process` in one of its own."""
+    """Run `process` as a process."""
     command = [sys.executable, "-m", __spec__.name, model, name, cache, phases, str(directory)]
     root = Path(__file__).parent.parent
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root)
@@ -133,12 +133,12 @@ def held_bytes(directory: Path) -> int:
 
 
 def cell(model: str, name: str, cache: str, answers: str | None) -> tuple[dict[str, Any], str]:
-    """Both phases of one cache; its figures, and the answers of all."""
+    """Both phases of one cache: its figures, and the answers without a cache."""
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root)
         if answers is not None:
             (directory / "answers.json").write_text(answers)
-        # what dies with its process is also asked on in it
+        # a cache that ends with its process is also measured without the restart
         figures = child(model, name, cache, "cold,warm" if cache == RAM else "cold", directory)
         stayed = figures.pop("warm", None)
         figures |= child(model, name, cache, "warm", directory)
@@ -149,7 +149,7 @@ def cell(model: str, name: str, cache: str, answers: str | None) -> tuple[dict[s
 
 
 def compare(model: str, name: str, caches: list[str]) -> dict[str, Any]:
-    """Every cache on one workload and model; answers are compared with those without a cache."""
+    """Every cache on one workload and model. Answers are compared with those without a cache."""
     found: dict[str, Any] = {}
     answers: str | None = None
     for cache in caches:
@@ -161,8 +161,8 @@ def compare(model: str, name: str, caches: list[str]) -> dict[str, Any]:
             pairs = zip(figures[phase]["texts"], reference["cold" if phase == "cold" else "warm"], strict=True)
             figures[phase]["differing"] = sum(text != expected for text, expected in pairs)
         if name == "chat" and cache in OURS:
-            # its batches are those of the live prefix, as without a cache
-            assert not figures["cold"]["differing"], f"{cache} answers otherwise on {model}"
+            # the live prefix makes the same batches as without a cache
+            assert not figures["cold"]["differing"], f"{cache} gives another answer on {model}"
     for figures in found.values():
         for phase in [phase for phase in ("cold", "warm", "stayed") if phase in figures]:
             del figures[phase]["texts"]
@@ -187,9 +187,9 @@ HEAD = [
     "cache",
     "first token, empty cache: p50, p95",
     "after a restart: the first request",
-    "p50, p95",
-    "evaluated, empty and after",
-    "lost, a request",
+    "after a restart: p50, p95",
+    "tokens evaluated: empty cache, after the restart",
+    "lost per request",
     "written",
     "on the disk",
     "peak RSS",
@@ -217,29 +217,30 @@ def section(result: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-ABOUT = """Four workloads, seeded, on three models, and every cache in the same run. *Many users*: a system prompt,
-and users who ask in turns, their conversation behind it. *A long chat*: one conversation. *Documents*: a system
-prompt, three of six documents in the order in which they were found, and a question; a prefix is shared only as far
-as the order agrees. *Agent*: the session of the agent trace with the longest prompt (for 8B one of at most 1,000
-tokens, and its last 24 requests), agent and simulated user by turns, as recorded. Each cell is two processes: one
-begins with an empty cache, and ends; the next begins with what that one has left, and asks on. The generated models
-have the state of a 1B and an 8B model, a vocabulary of 32,000, and little to compute: without a cache a real one
-waits much longer, and restores as fast."""
+ABOUT = """Four seeded workloads on three models, with every cache in the same run. *Many users*: one system prompt,
+and users who ask in turns, each with a conversation of their own after it. *A long chat*: one conversation.
+*Documents*: a system prompt, three of six documents in the order in which they were found, and a question; a prefix is
+shared only as far as the order agrees. *Agent*: the session of the agent trace with the longest prompt (for 8B one of
+at most 1,000 tokens, and its last 24 requests), agent and simulated user in turns, as recorded. Each cell is two
+processes: one starts with an empty cache, and ends; the next starts with what the first has left, and continues. The
+generated models have the state of a 1B and an 8B model, a vocabulary of 32,000, and little to compute: a real model
+waits much longer without a cache, and restores as fast."""
 
 HOW = """*No cache* is what llama-cpp-python does by itself: what the context still holds of a prompt is not computed
-again. *State files* are what a careful user writes today: after each completion one `llama_state_save_file`, under
-another name and renamed, files that the new one goes on from deleted; before each completion the prompt compared with
-the tokens of all files, and the one with the longest common prefix loaded by `llama_state_load_file` if it is longer
-than what is live. It verifies nothing, makes nothing durable, knows one process, and never deletes for room; it is
-the strongest peer here. `LlamaDiskCache` removes an entry when it is hit, and so has one at a time. `LlamaRAMCache`
-is empty after a restart, as any memory is; *not restarted* is the same cache asked on in the first process."""
+again. *State files* are what a careful user writes by hand: after each completion one `llama_state_save_file`, under
+a temporary name and then renamed, and files that the new one continues are deleted; before each completion the prompt
+is compared with the tokens of all files, and the file with the longest common prefix is loaded by
+`llama_state_load_file` if that is longer than the live prefix. It verifies nothing, makes nothing durable, serves one
+process, and never evicts; it is the strongest peer here. `LlamaDiskCache` removes an entry when it is hit, and so has
+one at a time. `LlamaRAMCache` is empty after a restart, as any memory is; *not restarted* is the same cache in the
+first process, which continues."""
 
-READ = """*First token*: from the call of the completion, in which lookup and restore fall, to its first token; the
-p95 of so few requests is the slowest. *Lost*: the foreground's time for lookup, restore and saving, a mean over both
-phases. *Written*: as the system counts what both processes wrote to files. *On the disk*: blocks, after both. *Peak
-RSS*: of the larger process, with the mapped pages of LMDB's file. *Differ*: greedy answers other than without a
-cache, of all requests; batches are split otherwise behind a restore, and where the best two tokens are that close an
-answer may change ([design.md](design.md), point 4). Files are in the system's memory in all cells.
+READ = """*First token*: from the call of the completion, which includes lookup and restore, to its first token; the p95
+of so few requests is the slowest. *Lost*: the foreground's time for lookup, restore and saving, a mean over both
+phases. *Written*: what both processes wrote to files, as the system counts it. *On the disk*: blocks, after both.
+*Peak RSS*: of the larger process, with the mapped pages of LMDB's file. *Differ*: greedy answers that differ from those
+without a cache, of all requests; batches are split differently after a restore, and where the best two tokens are that
+close an answer may change ([design.md](design.md), point 4). Files are in the system's memory in all cells.
 The same work took up to 1.5 times as long in one process as in the next on this machine (a chat without a cache, three
 times: medians of 396, 401 and 274 ms), whatever the cache: of two cells that are closer than that, neither is
 faster. Tokens evaluated and bytes do not vary."""
@@ -250,7 +251,7 @@ def plot(model: str) -> str:
 
 
 def losses(result: dict[str, Any]) -> str:
-    """Where another cache had the shorter wait after the restart."""
+    """The cells in which another cache had the shorter wait after the restart."""
     lost, cells = [], 0
     for model, by_workload in result.items():
         for name, found in by_workload.items():
@@ -297,6 +298,6 @@ def waits(phase: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    # LlamaDiskCache prints each of its steps
+    # LlamaDiskCache prints every step
     with contextlib.redirect_stderr(io.StringIO()):
         print(json.dumps(process(*sys.argv[1:4], sys.argv[4].split(","), Path(sys.argv[5]))))

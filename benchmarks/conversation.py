@@ -1,7 +1,7 @@
-"""(c): a conversation of 20 turns: what saving costs each turn, and what is held; beside stock caches and state files.
+"""A conversation of 20 turns: what saving costs each turn, and what is kept; beside stock caches and state files.
 
-Foreground seconds for saving are what the completion spends in its cache after the last token, and, for us, also what
-captures between batches take.
+Foreground seconds for saving are what the completion spends in its cache after the last token; ours include the
+captures between batches.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ANSWER_TOKENS = 4
 
 
 def converse(llm: Any, saving: Callable[[], float], after: Callable[[], object] = lambda: None) -> list[float]:
-    """Foreground seconds for saving, turn by turn. Every turn appends to what was said before.
+    """Foreground seconds for saving, turn by turn. Every turn appends to the conversation.
 
     Parameters
     ----------
     llm
-        With its cache.
+        The model, with its cache set.
     saving
-        Tells what saving took so far.
+        Returns the seconds that saving has taken so far.
     after
         Saves a turn, for a cache that llama-cpp-python does not call.
     """
@@ -110,7 +110,7 @@ def run() -> dict[str, Any]:
             cache = make()
             timed = Timed(cache, llm)
             llm.set_cache(timed)
-            # LlamaDiskCache prints each of its steps
+            # LlamaDiskCache prints every step
             with redirect_stderr(io.StringIO()):
                 per_turn = converse(llm, lambda timed=timed: timed.seconds)
             if name == "LlamaRAMCache":
@@ -144,15 +144,15 @@ def section(result: dict[str, Any]) -> list[str]:
             ]
         )
     ours = result["prefixstore"]
-    head = ["cache", "saving, turns 2-6", "saving, last 5 turns", "growth", "claims", "holds"]
+    head = ["cache", "saving, turns 2-6", "saving, last 5 turns", "growth", "claims to hold", "holds"]
     return [
-        "## (c) A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
+        "## A conversation of 20 turns, 300 new tokens each, vocabulary of 32,000",
         "",
         *paragraph(
-            """Foreground time for saving, a turn; and what is held at the end. `LlamaDiskCache` keeps one entry, since
-            a hit removes it: it serves one conversation, as far as its last turn. State files: one
-            `llama_state_save_file` a turn, the file of the turn before deleted; the whole state is written each time,
-            without a flush of the disk."""
+            """Foreground time for saving each turn, and what is held at the end. `LlamaDiskCache` keeps one entry,
+            since a hit removes it: it serves one conversation, as far as its last turn. State files: one
+            `llama_state_save_file` for each turn, with the previous turn's file deleted; the whole state is written
+            each time, without a flush of the disk."""
         ),
         "![What saving a turn costs](plots/saving.png)",
         "",

@@ -1,4 +1,4 @@
-"""The trace of a chat service through all policies of eviction; see `benchmarks.replay`."""
+"""A chat service's trace through all eviction policies; see `benchmarks.replay`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "## Eviction: block hit rates on the Mooncake conversation trace",
         "",
         *paragraph(
-            f"""Capacities are parts of the 182,790 unique blocks; a block is a hit if all before it are. Ours run in
-            the real engine and index. Belady knows the future. `adaptive` is the default; it is
-            {"at least as good as" if best else "not everywhere as good as"} the best of the others but Belady, and at
-            1 and 3 % it goes {ways[0]:.2f} and {ways[1]:.2f} of the way from LRU to Belady (goal: a third)."""
+            f"""Capacities are fractions of the 182,790 unique blocks; a block is a hit if all blocks before it are. Our
+            policies run in the real engine and index. Belady knows the future. `adaptive` is the default; it is
+            {"at least as good as" if best else "not everywhere as good as"} the best of the others except Belady, and
+            at 1 and 3 % it goes {ways[0]:.2f} and {ways[1]:.2f} of the way from LRU to Belady (goal: a third)."""
         ),
         "![Share of blocks found](plots/hits.png)",
         "",

@@ -1,4 +1,4 @@
-"""(e): generation with the store on and nothing to hit, beside generation without it, in turns."""
+"""Generation with a store that has nothing to hit, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
 
-# prompt, answer and rounds: each answer crosses a boundary, and has a tail
+# tokens of prompt and answer, and rounds: each answer crosses a boundary and leaves a tail
 WORKS = {"generation": (200, 120, 30), "prefill": (2048, 1, 6)}
 
 
@@ -72,5 +72,5 @@ def section(result: dict[str, Any]) -> list[str]:
                 milliseconds(figures["capture_seconds"] / max(figures["pages_captured"], 1)),
             ]
         )
-    head = ["work", "without", "with the store", "speed of without", "pages captured", "foreground per page"]
-    return ["## (e) The store on, nothing to hit", "", *table(head, rows)]
+    head = ["work", "without", "with the store", "relative speed", "pages captured", "foreground per page"]
+    return ["## The cost of a store with nothing to hit", "", *table(head, rows)]

@@ -1,4 +1,4 @@
-"""(k): completions while the location fails, beside completions without a store, in turns."""
+"""Completions with a store whose location fails, and without a store, in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prefixstore.errors import UnavailableError
 from prefixstore.testing.faults import Operation, SlowBackend
 
 PROMPT, ANSWER, ROUNDS = 512, 24, 24
-# seconds that each operation of the location takes, and whether it fails then
+# seconds that each operation of the location takes, and whether it then fails
 FAULTS = {"none": (0.0, False), "fails at once": (0.0, True), "fails after 2 s": (2.0, True), "takes 2 s": (2.0, False)}
 
 
@@ -98,5 +98,5 @@ def section(result: dict[str, Any]) -> list[str]:
         ]
         for fault, figures in result.items()
     ]
-    head = ["the location", "without a store", "with it", "speed of without", "waited for it, in all", "outages"]
-    return ["## (k) Completions while the location fails", "", *table(head, rows)]
+    head = ["the location", "without a store", "with it", "relative speed", "total wait for the location", "outages"]
+    return ["## Completions while the location fails", "", *table(head, rows)]

@@ -1,4 +1,4 @@
-"""The caches that are compared, behind one interface: what a completion goes through, and what that costs it."""
+"""The caches that are compared, with one interface."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 from benchmarks.common import Stopwatch
 from prefixstore import PrefixStore
 
-# more than any workload stores: nobody evicts
+# more than any workload stores: no cache evicts
 CAPACITY = 64 << 30
 
 
@@ -25,7 +25,7 @@ class Peer:
     Attributes
     ----------
     watch
-        Foreground time that completions spend on the cache: to look up, to restore and to save.
+        Foreground time that completions spend on the cache: for lookups, restores and saving.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -33,17 +33,17 @@ class Peer:
         self.watch = Stopwatch()
 
     def before(self, prompt: list[int]) -> None:
-        """Called before a completion, for a cache that llama-cpp-python does not call."""
+        """Called before a completion, for caches that llama-cpp-python does not call itself."""
 
     def after(self) -> None:
-        """Called after it."""
+        """Called after a completion."""
 
     def close(self) -> None:
-        """All that is to survive is written."""
+        """Write everything that is to survive the process."""
 
 
 class NoCache(Peer):
-    """What llama-cpp-python does by itself: the prefix that the context still holds is not computed again."""
+    """What llama-cpp-python does by itself: reuse the prefix that the context still holds."""
 
 
 class Stock(Peer):
@@ -71,12 +71,12 @@ class _Watched:
 
 
 class StateFiles(Peer):
-    """What a careful user writes with ``llama_state_save_file`` and ``llama_state_load_file``.
+    """What a careful user writes by hand with ``llama_state_save_file`` and ``llama_state_load_file``.
 
-    One file for each sequence that was computed, written under another name and renamed, without a flush of the disk;
-    files whose tokens a new one begins with are deleted. The tokens are at the head of each file; they are read once,
-    and kept in memory. Before a completion the prompt is compared with all of them, and the file with the longest
-    common prefix is loaded, if that is longer than what the context holds; llama-cpp-python goes on from there.
+    One file for each sequence that was computed, written under a temporary name and renamed, without a flush of the
+    disk. Files whose tokens a new one begins with are deleted. The tokens are at the head of each file; they are read
+    once and kept in memory. Before a completion the prompt is compared with all of them, and the file with the longest
+    common prefix is loaded if that is longer than what the context holds; llama-cpp-python continues from there.
     """
 
     # magic and version, before the number of tokens
@@ -104,7 +104,7 @@ class StateFiles(Peer):
         llm, count = self.llm, ctypes.c_size_t()
         tokens = (ctypes.c_int32 * llm.n_ctx())()
         if not llama_cpp.llama_state_load_file(llm.ctx, bytes(path), tokens, len(tokens), ctypes.byref(count)):
-            raise OSError(f"{path} cannot be loaded")
+            raise OSError(f"llama.cpp cannot load {path}")
         llm.input_ids[: count.value] = tokens[: count.value]
         llm.n_tokens = count.value
         llm._requires_eval = True
@@ -118,7 +118,7 @@ class StateFiles(Peer):
             temporary = path.with_suffix(".tmp")
             array = (ctypes.c_int32 * len(tokens)).from_buffer(tokens)
             if not llama_cpp.llama_state_save_file(self.llm.ctx, bytes(temporary), array, len(tokens)):
-                raise OSError(f"{temporary} cannot be written")
+                raise OSError(f"llama.cpp cannot write {temporary}")
             temporary.rename(path)
             for old in [old for old, known in self._files.items() if common(known, tokens) == len(known)]:
                 del self._files[old]
@@ -127,7 +127,7 @@ class StateFiles(Peer):
 
 
 class Ours(Peer):
-    """A prefixstore. Its completions pay for lookups with restores, and for copies of pages."""
+    """A prefixstore. Its completions pay for lookups, restores, and copies of pages."""
 
     def __init__(self, llm: Any, location: str, codec: str) -> None:
         super().__init__(llm)

@@ -1,4 +1,4 @@
-"""The figures as pictures, for ``docs/plots``: one message each."""
+"""Plots of the results, for ``docs/plots``: one message each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def label(seconds: float) -> str:
 
 
 def first_token(model: str, by_workload: dict[str, Any]) -> Figure:
-    """What the first request after a restart waits for, and the median one, cache by cache."""
+    """Time to the first token, median and slowest, with an empty cache and after a restart, cache by cache."""
     figure = Figure(figsize=(9, 7.6), layout="constrained")
     figure.suptitle(f"Time to the first token, {model} model: an empty cache, and after a restart", fontsize=11)
     axes = figure.subplots(2, 2).flat
@@ -74,7 +74,7 @@ def first_token(model: str, by_workload: dict[str, Any]) -> Figure:
 
 
 def lines(figure: Figure, curves: dict[str, tuple[list[float], list[float]]], styles: dict[str, dict[str, Any]]) -> Any:
-    """Curves with their names at their right ends, moved apart where they would touch; logarithmic upwards."""
+    """Curves labelled at their right ends, labels moved apart where they would overlap; logarithmic y axis."""
     axis = figure.subplots()
     axis.set_yscale("log")
     for name, (x, y) in curves.items():
@@ -132,12 +132,12 @@ def restore(result: dict[str, Any]) -> Figure:
 
 
 def saving(result: dict[str, Any]) -> Figure:
-    """Foreground cost of saving along a conversation."""
+    """The foreground cost of saving, turn by turn."""
     figure = Figure(figsize=(7.6, 3.8), dpi=DPI, layout="constrained")
-    looks = iter((("v", "-"), ("^", "--"), ("s", ":")))
+    markers = iter((("v", "-"), ("^", "--"), ("s", ":")))
     styles: dict[str, dict[str, Any]] = {}
     for name in result:
-        mark, line = ("o", "-") if name == "prefixstore" else next(looks)
+        mark, line = ("o", "-") if name == "prefixstore" else next(markers)
         styles[name] = {"color": OURS if name == "prefixstore" else PEER, "marker": mark, "linestyle": line}
     curves = {
         name: (list(range(1, len(figures["seconds_per_turn"]) + 1)), figures["seconds_per_turn"])
@@ -167,14 +167,14 @@ def hits(result: dict[str, Any]) -> Figure:
     axis.set_xticks(capacities, [f"{capacity:.0%}" for capacity in capacities])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_ylim(0)
-    axis.set_xlabel("room for so many of the unique blocks (log scale)")
+    axis.set_xlabel("capacity, as a fraction of the unique blocks (log scale)")
     axis.set_title("Share of blocks found, Mooncake conversation trace", loc="left", fontsize=10)
     axis.legend(frameon=False, loc="lower right")
     return figure
 
 
 def write(results: dict[str, Any], directory: Path) -> None:
-    """Every picture whose figures are there."""
+    """Write every plot whose results are there."""
     directory.mkdir(exist_ok=True)
     with mpl.rc_context(STYLE):
         figures: dict[str, Figure] = {}
@@ -190,5 +190,5 @@ def write(results: dict[str, Any], directory: Path) -> None:
         for name, figure in figures.items():
             drawn = BytesIO()
             figure.savefig(drawn, dpi=DPI, metadata={"Software": None})
-            # a few colours are enough, and a third of the bytes
+            # a few colours are enough, and take a third of the bytes
             Image.open(drawn).convert("RGB").quantize(24).save(directory / name, optimize=True)

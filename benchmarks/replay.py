@@ -1,7 +1,8 @@
 """``python -m benchmarks.replay TRACE``: block hit rates of all policies on a trace in the mooncake format.
 
-Ours run in the real engine and index: one block is one page of one token and one byte, and the budget counts entries.
-S3-FIFO, 2Q and Belady, who knows the future, are simulated. A block is a hit only if all blocks before it hit.
+Our policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
+entries. S3-FIFO, 2Q and Belady, which knows the future, are simulated. A block is a hit only if all blocks before it
+are hits.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 if __package__ in (None, ""):
-    # run as a file: the package of the benchmarks is the directory above
+    # run as a file: the directory above is the one to import from
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.stats import Counters
@@ -35,7 +36,7 @@ from prefixstore.stats import Counters
 Prompts: TypeAlias = "list[list[int]]"
 
 CAPACITIES = ["0.01", "0.03", "0.1", "0.3"]
-# of the engine's policies, those that have something to go by in a trace: there are no priorities in it
+# the engine's policies except `priority`: a trace has no priorities
 OURS = ["lru", "lfu", "longest_first", "adaptive"]
 NAMESPACE = b"a trace replayed"
 
@@ -54,10 +55,10 @@ def read(path: Path, limit: int | None = None) -> Prompts:
 
 
 class Cache(Protocol):
-    """What is asked of anything that is replayed."""
+    """What a trace is replayed through."""
 
     def request(self, blocks: Sequence[int]) -> int:
-        """How many blocks from the front on are here; all of them are wanted."""
+        """How many of the first blocks are in the cache; then all of them are added."""
 
 
 class InEngine:
@@ -77,7 +78,7 @@ class InEngine:
         parent = path.pages[-1].key if path.pages else NAMESPACE
         for start in range(path.n_tokens, len(blocks)):
             at = start * TOKEN_BYTES
-            new = NewPage.of(NAMESPACE, b"{}", parent, start, raw[at : at + TOKEN_BYTES], self._lease)
+            new = PendingPage.of(NAMESPACE, b"{}", parent, start, raw[at : at + TOKEN_BYTES], self._lease)
             if not self._engine.announce(new):
                 break
             batch.append(new)
@@ -87,7 +88,7 @@ class InEngine:
 
 
 class _Blockwise:
-    """A cache of blocks that knows nothing of prompts: each block is asked for by itself."""
+    """A cache of blocks that knows nothing of prompts: each block is looked up by itself."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -97,12 +98,12 @@ class _Blockwise:
         return found.index(False) if False in found else len(found)
 
     def access(self, block: int) -> bool:
-        """Whether a block is here; it is from now on."""
+        """Whether a block is in the cache; from now on it is."""
         raise NotImplementedError
 
 
 class S3Fifo(_Blockwise):
-    """Three FIFO queues (Yang et al., SOSP '23): small is a tenth, the ghosts are as many as the main queue holds."""
+    """Three FIFO queues (Yang et al., SOSP '23): small is a tenth; as many ghosts as the main queue holds."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -175,7 +176,7 @@ class TwoQ(_Blockwise):
 
 
 class Belady(_Blockwise):
-    """Drops what is wanted last, the block that is asked for included; of two, the deeper one. The limit for all."""
+    """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound."""
 
     def __init__(self, capacity: int, prompts: Prompts) -> None:
         super().__init__(capacity)
@@ -210,7 +211,7 @@ PEERS: dict[str, Callable[[int, Prompts], Cache]] = {
 
 
 def hit_rate(cache: Cache, prompts: Prompts) -> float:
-    """Hits as a part of all blocks of a trace."""
+    """Hits as a fraction of all blocks of a trace."""
     blocks = sum(map(len, prompts))
     return sum(cache.request(prompt) for prompt in prompts) / max(1, blocks)
 
@@ -220,7 +221,7 @@ def cache_of(policy: str, capacity: int, prompts: Prompts) -> Cache:
 
 
 def rates(prompts: Prompts, capacities: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Hit rates by policy, and by capacity as it was given."""
+    """Hit rates by policy and by capacity, as given."""
     unique = len({block for prompt in prompts for block in prompt})
     found: dict[str, dict[str, float]] = {}
     for policy in policies:
@@ -243,9 +244,9 @@ def table(found: dict[str, dict[str, float]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="replay", description=__doc__.partition("\n")[0])
     parser.add_argument("trace", type=Path, help="JSON lines with hash_ids, plain or compressed by gzip")
-    parser.add_argument("--capacity", nargs="+", default=CAPACITIES, metavar="C", help="parts of all unique blocks")
+    parser.add_argument("--capacity", nargs="+", default=CAPACITIES, metavar="C", help="fractions of all unique blocks")
     parser.add_argument("--policy", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
-    parser.add_argument("--requests", type=int, help="only so many from the start of the trace")
+    parser.add_argument("--requests", type=int, help="replay only this many, from the start of the trace")
     parser.add_argument("--json", action="store_true", help="print {policy: {capacity: hit rate}}")
     options = parser.parse_args(arguments)
     found = rates(read(options.trace, options.requests), options.capacity, options.policy)

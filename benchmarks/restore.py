@@ -1,4 +1,4 @@
-"""(a), (b): a restore of 4,096 tokens in a second process, beside the limit and beside ``Llama.load_state``.
+"""A restore of 4,096 tokens in a second process, compared with the limit and with ``Llama.load_state``.
 
 The limit is one ``llama_state_seq_set_data`` of the same state from a warm buffer.
 """
@@ -96,13 +96,13 @@ def section(result: dict[str, Any]) -> list[str]:
         "limit",
         "prefixstore",
         "share of the limit",
-        "of raw",
+        "relative to raw",
         "`load_state`",
-        "against it",
+        "speedup over it",
         "stored",
     ]
     return [
-        "## (a), (b) Restore of 4,096 tokens (134 MB) from LMDB in a second process",
+        "## Restore of 4,096 tokens (134 MB) from LMDB in a second process",
         "",
         *paragraph(
             """The limit is one `llama_state_seq_set_data` of the same state from a warm buffer; `Llama.load_state` is
@@ -110,7 +110,7 @@ def section(result: dict[str, Any]) -> list[str]:
             rounds' ratios. `auto` leaves pages raw in a file that the system keeps in memory; `planes` saves
             15 % of the bytes and costs the time to unpack them on two cores. Pages of 256 tokens alone, without a
             checksum, are loaded at 0.77-0.85 of the limit with flash attention and at 0.70-0.79 with V transposed:
-            see docs/design.md, what llama.cpp does, 8."""
+            see [design.md](design.md), what llama.cpp does, point 8."""
         ),
         *table(head, rows),
     ]

@@ -1,4 +1,4 @@
-"""A restore against the number of tokens, beside the limits and beside what llama-cpp-python and llama.cpp offer."""
+"""Restore time against the number of tokens, with the limits and with what llama-cpp-python and llama.cpp offer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NAMES = {
 def works_for(
     llm: Any, n: int, directory: Path, tokens: list[int], memory: list[np.ndarray]
 ) -> dict[str, Callable[[], object]]:
-    """What puts the `n` tokens that the context holds back into it. Two pieces of memory serve all sizes alike."""
+    """Ways to put the `n` tokens that the context holds back into it. All sizes use the same two pieces of memory."""
     size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
     source, target = (piece[:size] for piece in memory)
     state = ctypes.cast(source.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
@@ -53,7 +53,7 @@ def measure(
     llm: Any, stores: dict[str, PrefixStore], n: int, directory: Path, memory: list[np.ndarray]
 ) -> dict[str, dict[str, float]]:
     tokens = prompt_tokens(llm, SIZES[-1] + 1)
-    # nothing of a longer prompt is left
+    # remove what is left of a longer prompt
     llm.reset()
     llm._ctx.kv_cache_clear()
     assert stores["raw"].restore(tokens[: n + 1], llm) == n
@@ -105,7 +105,7 @@ def section(result: dict[str, Any]) -> list[str]:
             f"""32 KiB of state a token, V transposed (the default of `Llama`), vocabulary of 32,000; files are in the
             system's memory; medians of {ROUNDS} rounds, in turns. `memcpy` copies as many bytes once. One `set_data`
             is the limit of a restore. `Llama.load_state` copies a state that is in memory, and the scores of a batch:
-            66 MB, whatever the length. `llama_state_load_file` reads a file with nothing verified."""
+            66 MB, whatever the length. `llama_state_load_file` reads a file and verifies nothing."""
         ),
         "![Restore against the number of tokens](plots/restore.png)",
         "",

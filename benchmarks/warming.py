@@ -1,4 +1,4 @@
-"""(j): warming a list of 200 prompts, beside loops that call the model for each of them."""
+"""Warming a list of 200 prompts, compared with loops that call the model for each of them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ QUESTION_TOKENS = (20, 80)
 N_CTX = 2048
 ROUNDS = 2
 DEMO_PROMPTS = 8  # on the model of the other benchmarks
-# few layers, 4 KiB a token, and few tokens, whose scores the stock caches keep with every prompt: all together half a
-# million tokens are evaluated. One thread, so that a second one can write, and two jobs have a core each.
+# Few layers (4 KiB a token) and a small vocabulary, whose scores the stock caches keep with every prompt: all together
+# half a million tokens are evaluated. One thread, so that a second one can write and two jobs have a core each.
 MODEL = {"n_layer": 2, "n_vocab": 2048}
 CONTEXT = {"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1}
 
 
 def prompts() -> list[list[int]]:
-    """System prompt, document, question; shuffled, as lists are. The same ones each time."""
+    """System prompt, document, question; in random order, the same each time."""
     rng = np.random.default_rng(4)
 
     def tokens(n: int) -> list[int]:
@@ -73,7 +73,7 @@ def counted(llm: Any) -> Iterator[list[int]]:
 
 
 def plainly(llm: Any, plan: Plan) -> None:
-    """Evaluate the tokens of the trie, and do nothing else: the floor for any walk."""
+    """Evaluate the tokens of the trie, and do nothing else: the lower bound for any walk."""
     llm.reset()
     for i in range(len(plan)):
         llm.n_tokens = plan.shared[i]
@@ -81,7 +81,7 @@ def plainly(llm: Any, plan: Plan) -> None:
 
 
 def beside(folder: Path, path: Path, given: list[list[int]]) -> tuple[list[float], list[float], WarmReport, WarmReport]:
-    """Times of the plain evaluation and of warming, in turns; what warming did, and what it did the second time."""
+    """Times of the plain evaluation and of warming, in turns; the reports of warming once and a second time."""
     plan, llm = plan_of(given), load(path, **CONTEXT)
     plain: list[float] = []
     warmed: list[float] = []
@@ -95,11 +95,11 @@ def beside(folder: Path, path: Path, given: list[list[int]]) -> tuple[list[float
 
 
 def loop(given: list[list[int]], path: Path, cache: Callable[[Any], Any], held: Callable[[Any], int]) -> dict[str, Any]:
-    """Call the model for each prompt, and see what a cache makes of it."""
+    """Call the model for each prompt, with a cache."""
     llm = load(path, **CONTEXT)
     kept = cache(llm)
     llm.set_cache(kept)
-    # LlamaDiskCache prints each of its steps
+    # LlamaDiskCache prints every step
     with counted(llm) as lengths, contextlib.redirect_stderr(io.StringIO()):
         taken = seconds(lambda: [llm(tokens, max_tokens=1, temperature=0) for tokens in given])
     result = {"evaluated": sum(lengths), "seconds": taken, "bytes": held(kept)}
@@ -113,7 +113,7 @@ def held_in_ram(cache: Any) -> int:
 
 
 def two_jobs(directory: Path, given: list[list[int]], path: Path) -> dict[str, Any]:
-    """Two processes on one list, a thread each."""
+    """Two processes on one list, with one thread each."""
     file = directory / "prompts.jsonl"
     file.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in given))
     command = [sys.executable, "-m", "benchmarks.warming", str(path), str(directory / "two"), str(file)]
@@ -125,7 +125,7 @@ def two_jobs(directory: Path, given: list[list[int]], path: Path) -> dict[str, A
 
 
 def job(path: str, location: str, file: str) -> None:
-    """One of two."""
+    """One of the two processes."""
     llm = load(Path(path), **CONTEXT)
     with PrefixStore(location, llm, codec="raw") as store:
         print(json.dumps(warm(llm, store, [Path(file)]).evaluated_tokens))
@@ -186,20 +186,20 @@ def section(result: dict[str, Any]) -> list[str]:
     ]
     two = result["two"]["evaluated"]
     return [
-        f"## (j) Warming a list of {result['prompts']} prompts",
+        f"## Warming a list of {result['prompts']} prompts",
         "",
         *paragraph(
-            f"""System prompts, documents and questions, shuffled: {result["sum"]:,} tokens, {result["unique"]:,} of
-            them unique. The model has 2 of the others' 16 layers, in one thread, so that the loops end. A loop calls
-            `llm(prompt, max_tokens=1)` for each prompt; `LlamaDiskCache` removes what it hits, and holds what diskcache
-            leaves it."""
+            f"""System prompts, documents and questions, in random order: {result["sum"]:,} tokens,
+            {result["unique"]:,} of them unique. The model has 2 layers instead of the others' 16, and runs in one
+            thread, so that the loops end in reasonable time. A loop calls `llm(prompt, max_tokens=1)` for each prompt;
+            `LlamaDiskCache` removes the entries it hits, and keeps what diskcache does not evict."""
         ),
-        *table(["work", "tokens evaluated", "of the unique", "time", "held"], rows),
+        *table(["work", "tokens evaluated", "relative to the unique tokens", "time", "held"], rows),
         *paragraph(
             f"""Warming takes {result["small_ratio"]:.2f} of the time that the plain evaluation of these tokens takes on
             this model, and {met(result["demo_ratio"], 1.05, at_most=True)} on the one with 16 layers ({DEMO_PROMPTS} of
-            the prompts; medians of {ROUNDS} rounds, each beside its own plain one). Warming the same list again
-            evaluates
+            the prompts; medians of {ROUNDS} rounds, each compared with its own plain evaluation). Warming the same list
+            again evaluates
             {result["again"]["evaluated"]} tokens and takes {result["again"]["seconds"]:.2f} s. Two jobs on
             one list evaluate {two[0]:,} and {two[1]:,} tokens, together
             {met(sum(two) / result["unique"], 1.1, at_most=True)} of the unique ones."""

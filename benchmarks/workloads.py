@@ -1,7 +1,8 @@
-"""What is asked in the comparison: four kinds of requests, the same for the same seed, in two phases.
+"""The requests of the comparison: four workloads, the same for the same seed, in two phases.
 
-A request is made of tokens and of answers to earlier requests. The cold phase meets an empty cache; the warm phase goes
-on in a new process: the same users ask again, the chat continues, the documents are wanted for other questions.
+A request consists of tokens and of answers to earlier requests. The cold phase starts with an empty cache. The warm
+phase continues in a new process: the same users ask again, the chat continues, the documents are used for other
+questions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from benchmarks import agent
 
 SEED = 6
 
-# tokens, or the number of an earlier request, whose answer stands there
+# tokens, or the number of an earlier request, for its answer
 Part = list[int] | int
 Request = tuple[Part, ...]
 Words = Callable[[int], list[int]]
@@ -25,7 +26,7 @@ Words = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of both phases; answers are numbered through."""
+    """Requests of both phases; their answers are numbered consecutively."""
 
     cold: list[Request]
     warm: list[Request]
@@ -33,7 +34,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Lengths in tokens, and how many there are of what."""
+    """Lengths in tokens, and counts."""
 
     system: int
     users: int
@@ -58,7 +59,7 @@ def prompt_of(request: Request, answers: list[list[int]]) -> list[int]:
 
 
 def users(words: Words, sizes: Sizes) -> Workload:
-    """One system prompt, and users who ask in turns: two rounds, then a third one and two new users."""
+    """One system prompt, and users who ask in turns: two rounds, then a third round and two new users."""
     system = words(sizes.system)
     said: list[list[Part]] = [[] for _ in range(sizes.users)]
     requests: list[Request] = []
@@ -83,7 +84,7 @@ def chat(words: Words, sizes: Sizes) -> Workload:
 
 
 def documents(words: Words, sizes: Sizes) -> Workload:
-    """A system prompt, three of six documents as they were found, the likelier the more popular, and a question."""
+    """A system prompt, three of six documents in random order (popular ones more often), and a question."""
     rng = np.random.default_rng(SEED)
     system, texts = words(200), [words(sizes.document) for _ in range(6)]
     popularity = 1 / np.arange(1, len(texts) + 1) ** 1.5
@@ -95,7 +96,7 @@ def documents(words: Words, sizes: Sizes) -> Workload:
 
 
 def session(tokenize: Callable[[str], list[int]], longest: int, most: int) -> Workload:
-    """The session of the agent trace with the longest prompt up to this length, as many of its last requests.
+    """The last `most` requests of the session with the longest prompt of at most `longest` tokens in the agent trace.
 
     The process ends halfway.
     """
@@ -111,13 +112,13 @@ def session(tokenize: Callable[[str], list[int]], longest: int, most: int) -> Wo
 
 
 def random_words(seed: int = SEED) -> Words:
-    """Words of a generated model."""
+    """Random tokens, for a generated model."""
     rng = np.random.default_rng(seed)
     return lambda n: rng.integers(300, 8000, n).tolist()
 
 
 def passages(llm: Any, seed: int = SEED) -> Words:
-    """English, for a model that was trained on it: pieces of the agent trace."""
+    """English from the agent trace, for a model that was trained on English."""
     text = "\n".join(dict.fromkeys(request["output"] for request in agent.requests()))
     tokens = llm.tokenize(text.encode(), add_bos=False)
     rng = np.random.default_rng(seed)

@@ -116,11 +116,14 @@ class Counters:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """A lock that no thread of the parent holds."""
         self._lock = threading.Lock()
+
+    def copy(self) -> Counters:
+        """The same counts, with a lock of its own: for a forked child, where the lock may be held for ever."""
+        copied = Counters()
+        copied._counts |= self._counts
+        copied._seconds |= self._seconds
+        return copied
 
     def count(self, name: str, by: int = 1) -> None:
         """Raise a count. A name such as ``"miss:not_found"`` belongs to the group before the colon."""

@@ -11,12 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.check import Violation
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.queue import Writer
-from prefixstore.engine.ram import TieredBackend
 from prefixstore.errors import (
     ClosedError,
     InvalidParameterError,
@@ -25,11 +21,10 @@ from prefixstore.errors import (
     NotAttachedError,
     StorageError,
 )
-from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
+from prefixstore.options import Options
 from prefixstore.stats import Counters, Stats
-from prefixstore.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -141,62 +136,64 @@ class PrefixStore:
         *,
         namespace: str | None = None,
         salt: str | None = None,
-        page_tokens: int = 256,
-        min_tokens: int = 16,
-        snapshot_interval: int = 1024,
-        max_snapshots: int = 16,
-        max_bytes: int | str = "10GiB",
+        page_tokens: int = Options.PAGE_TOKENS,
+        min_tokens: int = Options.MIN_TOKENS,
+        snapshot_interval: int = Options.SNAPSHOT_INTERVAL,
+        max_snapshots: int = Options.MAX_SNAPSHOTS,
+        max_bytes: int | str = Options.MAX_BYTES,
         max_entries: int | None = None,
         quota: int | str | Mapping[str, int | str] | None = None,
         ttl: float | str | timedelta | None = None,
         ram_bytes: int | str | None = None,
-        codec: str = "auto",
-        policy: str = "adaptive",
+        codec: str = Options.CODEC,
+        policy: str = Options.POLICY,
         priority: int = 0,
         read_only: bool = False,
         write_behind: bool = True,
-        queue_bytes: int | str = "256MiB",
+        queue_bytes: int | str = Options.QUEUE_BYTES,
     ) -> None:
-        if policy not in POLICIES:
-            raise InvalidParameterError(f"policy={policy!r} is unknown; choose one of {', '.join(map(repr, POLICIES))}")
         if is_persistent(location) and llm is None and namespace is None:
             raise InvalidParameterError(
                 "a persistent location needs llm=, or namespace= with a name that stands for the model and its settings"
             )
-        self._page_tokens = _count(page_tokens, "page_tokens", 1)
-        self._min_tokens = _count(min_tokens, "min_tokens", 0)
-        self._snapshot_interval = _count(snapshot_interval, "snapshot_interval", 1)
-        self._max_snapshots = _count(max_snapshots, "max_snapshots", 1)
-        self._label = _text(namespace, "namespace")
-        self._salt = _text(salt, "salt")
-        self._read_only = read_only
+        self._options = options = Options.parse(
+            namespace=namespace,
+            salt=salt,
+            page_tokens=page_tokens,
+            min_tokens=min_tokens,
+            snapshot_interval=snapshot_interval,
+            max_snapshots=max_snapshots,
+            max_bytes=max_bytes,
+            max_entries=max_entries,
+            quota=quota,
+            ttl=ttl,
+            ram_bytes=ram_bytes,
+            codec=codec,
+            policy=policy,
+            priority=priority,
+            read_only=read_only,
+            write_behind=write_behind,
+            queue_bytes=queue_bytes,
+        )
         self._hook: Hook | None = None
         self._portable: PortableHook | None = None
-        entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
-        size = parse_bytes(max_bytes, "max_bytes")
-        self._budget = Budget(size, entries, Quota.parse(quota, size))
-        seconds = None if ttl is None else parse_seconds(ttl, "ttl")
-        ram = None if ram_bytes is None else parse_bytes(ram_bytes, "ram_bytes")
-        _count(priority, "priority", -(2**15), 2**15 - 1)
-        queue = parse_bytes(queue_bytes, "queue_bytes")
-        encode = pick(codec)
-        self._counters = Counters()
-        backend = open_backend(location, max_bytes=self._budget.max_bytes, read_only=read_only)
+        backend = open_backend(location, max_bytes=options.budget.max_bytes, read_only=read_only)
         self.location = backend.location
-        self._ram = TieredBackend(backend, ram) if ram is not None else None
         self._engine = Engine(
-            self._ram or backend,
-            self._budget,
-            POLICIES[policy](),
-            encode,
-            self._counters,
-            ttl=seconds,
-            priority=priority,
+            backend,
+            options.budget,
+            options.policy,
+            options.encoder,
+            Counters(),
+            ttl=options.ttl,
+            priority=options.priority,
+            ram_bytes=options.ram_bytes,
+            queue_bytes=options.queue_bytes,
+            write_behind=options.write_behind,
+            read_only=options.read_only,
         )
-        self._writer = Writer(self._engine, queue, write_behind, self._counters, read_only=read_only)
-        # at the end of the process, or when nobody holds the store any more: what was captured is written
-        self._finalizer = weakref.finalize(self, _close, self._engine, self._writer)
-        _stores.add(self)
+        # at the end of the process, or when the store is garbage: what was captured is written
+        self._finalizer = weakref.finalize(self, self._engine.close)
         try:
             if llm is not None:
                 self.attach(llm)
@@ -239,7 +236,6 @@ class PrefixStore:
             If something cannot be written, or made durable. The store is closed all the same.
         """
         self.detach()
-        _stores.discard(self)
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -255,11 +251,6 @@ class PrefixStore:
         if not self._finalizer.alive:
             raise ClosedError("the store is closed; open a new PrefixStore")
 
-    def after_fork(self) -> None:
-        """In a forked child: new handles, locks and threads. What the parent captured, the parent writes."""
-        self._engine.after_fork()
-        self._writer.after_fork()
-
     def _make_hook(self, llm: Llama) -> Hook:
         try:
             from prefixstore.llama.fingerprint import namespace_of  # noqa: PLC0415 - the extra "llama"
@@ -270,19 +261,19 @@ class PrefixStore:
         if not hasattr(llm, "_ctx"):
             raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
         register_cache(PrefixStore)
-        page_tokens = page_tokens_for(llm, self._page_tokens)
-        namespace = namespace_of(llm, page_tokens=page_tokens, salt=self._salt, label=self._label)
+        page_tokens = page_tokens_for(llm, self._options.page_tokens)
+        namespace = namespace_of(llm, page_tokens=page_tokens, salt=self._options.salt, label=self._options.label)
         return Hook(
             llm,
             self._engine,
-            self._writer,
-            self._counters,
+            self._engine,
+            self._engine.counters,
             namespace,
             page_tokens=page_tokens,
-            min_tokens=self._min_tokens,
-            snapshot_interval=self._snapshot_interval,
-            max_snapshots=self._max_snapshots,
-            read_only=self._read_only,
+            min_tokens=self._options.min_tokens,
+            snapshot_interval=self._options.snapshot_interval,
+            max_snapshots=self._options.max_snapshots,
+            read_only=self._options.read_only,
         )
 
     def _hook_of(self, llm: Llama | None) -> Hook:
@@ -322,12 +313,12 @@ class PrefixStore:
     @property
     def read_only(self) -> bool:
         """Whether the store never writes."""
-        return self._read_only
+        return self._options.read_only
 
     @property
     def min_tokens(self) -> int:
         """Shorter prompts are neither stored nor restored."""
-        return self._min_tokens
+        return self._options.min_tokens
 
     @property
     def namespace(self) -> Namespace:
@@ -342,15 +333,17 @@ class PrefixStore:
             return self._hook.namespace
         if self._portable is not None:
             return self._portable.namespace
-        if self._label is None:
+        if self._options.label is None:
             raise NotAttachedError("without a Llama the namespace is not known; attach(llm), or give namespace=")
-        return Namespace({"label": self._label, "salt": self._salt, "page_tokens": self._page_tokens})
+        return Namespace(
+            {"label": self._options.label, "salt": self._options.salt, "page_tokens": self._options.page_tokens}
+        )
 
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
         """What the engine wants to know about a prompt."""
         self._alive()
         hook = self._hook or self._portable
-        page_tokens = hook.page_tokens if hook is not None else self._page_tokens
+        page_tokens = hook.page_tokens if hook is not None else self._options.page_tokens
         return self.namespace.key, as_tokens(tokens), page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
@@ -407,7 +400,7 @@ class PrefixStore:
     def _pin(self, tokens: TokenSequence, *, pinned: bool) -> int:
         namespace, wanted, page_tokens = self._place(tokens)
         self._writable("pin")
-        self._writer.drain()
+        self._engine.drain()
         return self._engine.pin(namespace, wanted, page_tokens, pinned=pinned)
 
     def flush(self) -> None:
@@ -419,12 +412,12 @@ class PrefixStore:
             If the location cannot make it so, or does nothing for half a minute.
         """
         self._alive()
-        self._writer.flush()
+        self._engine.flush()
 
     def check(self) -> list[Violation]:
         """Verify every invariant and every checksum of the location; what is wrong."""
         self._alive()
-        self._writer.drain()
+        self._engine.drain()
         return self._engine.check()
 
     def clear(self, *, everything: bool = False) -> int:
@@ -437,20 +430,20 @@ class PrefixStore:
         """
         self._alive()
         self._writable("clear")
-        self._writer.drain()
+        self._engine.drain()
         if everything:
             return self._engine.clear(None)
         places = [self.namespace] if self._hook is not None or self._portable is None else self._portable.namespaces
         return sum(self._engine.clear(namespace.key) for namespace in places)
 
     def _writable(self, name: str) -> None:
-        if self._read_only:
+        if self._options.read_only:
             raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
 
     def stats(self) -> Stats:
         """What the store has done since it was opened, and what its location holds now."""
         self._alive()
-        count = self._counters
+        count = self._engine.counters
         try:
             used, stored, raw = self._engine.used()
         except StorageError:
@@ -478,8 +471,8 @@ class PrefixStore:
             bytes_used=used.bytes,
             bytes_stored=stored,
             bytes_raw=raw,
-            bytes_in_ram=self._ram.ram_used if self._ram is not None else 0,
-            queued_bytes=self._writer.queued_bytes,
+            bytes_in_ram=self._engine.ram_bytes,
+            queued_bytes=self._engine.queued_bytes,
             kind=self.kind,
         )
 
@@ -488,7 +481,7 @@ class PrefixStore:
     @property
     def capacity_bytes(self) -> int:
         """The budget, in bytes."""
-        return self._budget.max_bytes
+        return self._options.budget.max_bytes
 
     @property
     def cache_size(self) -> int:
@@ -543,48 +536,12 @@ class PrefixStore:
             register_cache(PrefixStore)
             self._portable = PortableHook(
                 self._engine,
-                self._writer,
-                self._counters,
-                label=self._label,
-                salt=self._salt,
-                page_tokens=self._page_tokens,
-                min_tokens=self._min_tokens,
-                read_only=self._read_only,
+                self._engine,
+                self._engine.counters,
+                label=self._options.label,
+                salt=self._options.salt,
+                page_tokens=self._options.page_tokens,
+                min_tokens=self._options.min_tokens,
+                read_only=self._options.read_only,
             )
         return self._portable
-
-
-def _close(engine: Engine, writer: Writer) -> None:
-    try:
-        writer.close()
-    finally:
-        # a thread that the location does not let go of closes it when it can
-        if not writer.is_stuck:
-            engine.close()
-
-
-# every open store of this process, for the child of a fork
-_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        store.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _count(value: int, parameter: str, smallest: int, largest: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at least {smallest}")
-    if largest is not None and value > largest:
-        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at most {largest}")
-    return value
-
-
-def _text(value: str | None, parameter: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidParameterError(f"{parameter}={value!r} must be a text that is not empty")
-    return value

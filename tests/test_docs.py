@@ -1,13 +1,15 @@
-"""What the documents say is what the code does."""
+"""The documents say what the code does."""
 
 from __future__ import annotations
 
 import doctest
 import json
+import os
 import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +41,7 @@ def test_the_byte_tables_match_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):
         if not where.isdigit() or not size.isdigit():
-            break  # the tokens, and what follows them
+            break  # the tokens, and what comes after them
         assert int(where) == offset
         codes += STRUCT_CODES.get(kind, f"{size}s")
         offset += int(size)
@@ -78,13 +80,59 @@ def test_the_examples_of_the_readme_run(tmp_path, monkeypatch):
     assert failed == 0
 
 
-def test_every_make_target_and_file_that_the_readme_names_exists():
+def test_the_first_example_of_the_readme_hits_when_it_is_run_twice(tmp_path, models):
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    (tmp_path / "model.gguf").symlink_to(models("llama"))
+    (tmp_path / "example.py").write_text(example.group(1))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    restored, computed = zip(*(run_example(tmp_path, environment) for _ in range(2)), strict=True)
+    assert restored == (0, computed[0] - 1)
+    assert computed[0] > 1000
+    assert computed[1] == 1
+
+
+def run_example(directory: Path, environment: dict[str, str]) -> tuple[int, int]:
+    """What a run of the example prints, as numbers: tokens restored and tokens computed. It must print nothing else."""
+    command = [sys.executable, "example.py"]
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120, cwd=directory, env=environment
+    )
+    assert done.stderr == ""
+    line = re.fullmatch(r"([\d,]+) tokens restored, ([\d,]+) computed: [\d.]+ s\n", done.stdout)
+    assert line is not None, done.stdout
+    restored, computed = (int(number.replace(",", "")) for number in line.groups())
+    return restored, computed
+
+
+def test_every_make_target_and_file_named_in_the_readme_exists():
     readme = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", readme):
         assert f"\n{target}:" in makefile
     for name in re.findall(r"\]\((docs/\w+\.md)\)", readme):
         assert (ROOT / name).is_file()
+
+
+def test_the_map_of_the_architecture_has_every_module_and_no_other():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.split("\n## The map\n", 1)[1].split("\n## ", 1)[0]
+    folder, named = Path(), set()
+    for files in re.findall(r"^\| (.+?) \|", section, re.MULTILINE):
+        if bold := re.fullmatch(r"\*\*`(prefixstore/)?(\w+/)?`\*\*", files):
+            folder = Path(bold.group(2) or "")
+        else:
+            named |= {folder / name for name in re.findall(r"`([\w/]+(?:\.py|/))`", files)}
+    package = ROOT / "prefixstore"
+    assert {name for name in named if not (package / name).exists()} == set()
+    modules = {path.relative_to(package) for path in package.rglob("*.py") if not path.name.startswith("__")}
+    assert {path for path in modules if not named & {path, *path.parents}} == set()
+
+
+def test_every_document_is_in_the_reading_order():
+    readme = (ROOT / "README.md").read_text()
+    order = readme.split("\n## Documentation\n", 1)[1]
+    assert set(re.findall(r"\]\((docs/\w+\.md)\)", order)) == {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")}
 
 
 def test_the_reasons_that_are_counted_are_documented():

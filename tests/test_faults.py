@@ -37,7 +37,7 @@ def test_a_failing_backend_costs_a_miss_and_recovers(llama, cold, tmp_path, monk
             assert answer(llm, TOKENS, 6) == cold
             llm.reset()
             assert answer(llm, TOKENS, 6) == cold
-            store._writer.drain()
+            store._engine.drain()
         stats = store.stats()
         assert stats.misses.get("unavailable", 0) == (2 if method == "view" else 0)
         assert (stats.dropped.get("unavailable", 0) > 0) == (method == "update")
@@ -90,7 +90,7 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
     llm.eval(TOKENS)
     taken = []
     with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store._writer.acquire, lambda start, end, buffer: taken.append(buffer))
+        memory.take([(0, 256)], store._engine.acquire, lambda start, end, buffer: taken.append(buffer))
         state = bytes(taken[0].view)
         taken[0].release()
         memory.cut(0)
@@ -127,7 +127,7 @@ with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
     for seed in range(30):
         llm.reset()
         answer(llm, prompt(700, seed), 2)
-        store._writer.drain()
+        store._engine.drain()
     last = store.match(prompt(700, 29)).n_tokens
     assert store.check() == [], store.check()
     stats = store.stats()

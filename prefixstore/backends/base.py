@@ -27,7 +27,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import Buffer, Record, Usage
@@ -158,23 +157,10 @@ class Transaction(View):
 class Backend(ABC):
     """A location that keeps pages. Safe to use from many threads."""
 
-    # whether `keep` keeps anything
-    keeps_states: ClassVar[bool] = False
-
     @property
     @abstractmethod
     def location(self) -> str:
         """The location as a URL."""
-
-    def state(self, key: bytes, tokens: bytes) -> memoryview | None:
-        """The state of the page with this key and these token bytes, decoded and verified, if it is at hand.
-
-        It stays as it is for as long as it is held.
-        """
-        return None
-
-    def keep(self, key: bytes, tokens: bytes, state: Buffer) -> None:  # noqa: B027 - most backends have nowhere to
-        """Take a copy of the state of a stored page, to have it at hand."""
 
     @abstractmethod
     def view(self) -> AbstractContextManager[View]:

@@ -13,8 +13,7 @@ import typer
 from prefixstore.cli.options import ModelFile, Text, TokenizerFile, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, ago, emit, fields, table
 from prefixstore.engine.index import Page
-from prefixstore.errors import InvalidParameterError, StorageError
-from prefixstore.format.codec import decode
+from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.units import format_bytes
 
@@ -201,7 +200,7 @@ def show(
     words = text_of_tokens(model, tokenizer)
     with Archive(location, read_only=True) as archive:
         page = archive.find(digits)
-        damage = _damage(archive, page)
+        damage = archive.damage(page)
         facts = _page_json(page, words) | {
             "path": [one.key.hex() for one in archive.path(page)],
             "children": [one.key.hex() for one in page.dependents],
@@ -215,18 +214,6 @@ def show(
         plain |= sizes | {"follows": page.parent.hex(), "followed_by": len(page.dependents), "damage": damage or "none"}
         fields({name.replace("_", " "): value for name, value in plain.items()})
     return FAILED if damage else 0
-
-
-def _damage(archive: Archive, page: Page) -> str | None:
-    with archive.backend.view() as view:
-        try:
-            record, payload = view.record(page.key), view.payload(page.key)
-            if record is None or payload is None:
-                return "it has no payload" if record is not None else "it was deleted"
-            decode(record, payload)
-        except StorageError as error:
-            return str(error)
-    return None
 
 
 def _page_json(page: Page, words: Text | None) -> dict[str, object]:

@@ -17,12 +17,11 @@ from prefixstore.backends.files import sync_path
 from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, Salt, TokenizerFile, configured, text_of_tokens
 from prefixstore.cli.output import FAILED, AsJson, LocationArgument, emit, say
 from prefixstore.config import explain
-from prefixstore.engine.delete import Purge
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
+from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.intake import Moved
-from prefixstore.maintenance.transfer import PackReader, copy_store, export_pack, import_pack, with_paths
+from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
 from prefixstore.units import format_bytes, parse_bytes
 
 __all__ = ["copy", "export", "import_", "migrate"]
@@ -62,7 +61,7 @@ def export(
     with Archive(location, read_only=True) as archive:
         namespaces, keys = _selected(archive, namespace, prefix, page, model, tokenizer)
         with _writing(out) as file:
-            moved = export_pack(archive, file, namespaces=namespaces, keys=keys)
+            moved = export_store(archive, file, namespaces=namespaces, keys=keys)
     _tell(moved, "exported", time.perf_counter() - started, as_json=as_json, quiet=out == STANDARD)
     return FAILED if moved.damaged else 0
 
@@ -80,18 +79,10 @@ def _selected(
     if prefix is not None and words is None:
         raise InvalidParameterError("--prefix needs --model or --tokenizer, which make tokens of the text")
     spaces = {archive.namespace(namespace).key} if namespace is not None else None
-    chosen: set[bytes] | None = None
-    purge = Purge(archive.backend, archive.catalog)
-    pages = archive.pages()
-    if prefix is not None and words is not None:
-        tokens = b"".join(token.to_bytes(4, "little", signed=True) for token in words.tokens(prefix))
-        chosen = purge.beginning_with(tokens, spaces)
-    if page is not None:
-        behind = purge.behind(archive.find(page).key)
-        chosen = behind if chosen is None else chosen & behind
-    if chosen is None:
+    if prefix is None and page is None:
         return spaces, None
-    return spaces, with_paths(archive, [one for one in pages if one.key in chosen])
+    tokens = words.tokens(prefix) if words is not None and prefix is not None else None
+    return spaces, archive.with_ancestors(archive.select(namespaces=spaces, tokens=tokens, page=page))
 
 
 @contextmanager
@@ -139,7 +130,7 @@ def import_(
     started = time.perf_counter()
     budget = parse_bytes(max_bytes, "--max-bytes") if max_bytes is not None else None
     with _reading(file) as opened:
-        reader = PackReader(opened, file)
+        reader = ExportReader(opened, file)
         if model is not None or config is not None:
             settings = configured(location, config, model, n_ctx, salt)
             llm = settings.open_llama()
@@ -147,12 +138,12 @@ def import_(
                 _require(file, reader, store.namespace)
             llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
-            moved = import_pack(reader, archive)
+            moved = import_store(reader, archive)
     _tell(moved, "imported", time.perf_counter() - started, as_json=as_json)
     return FAILED if moved.refused else 0
 
 
-def _require(file: str, reader: PackReader, wanted: Namespace) -> None:
+def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
     """See to it that there are pages of a model in a file."""
     if wanted.key not in reader.namespaces:
         known = [Namespace.parse(settings) for settings in reader.namespaces.values()]

@@ -61,10 +61,6 @@ class Breaker:
     def __init__(self, probe: Callable[[Page | None], int], counters: Counters) -> None:
         self._probe = probe
         self._counters = counters
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """In a forked child: no thread is probing."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._rests_until = 0.0

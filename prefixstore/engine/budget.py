@@ -1,15 +1,21 @@
-"""Bytes and entries: what a location may hold, and sizes as people write them."""
+"""What a location may hold, and how space is made in it: limits, quotas of tenants, eviction, expiry."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Used
-from prefixstore.errors import InvalidParameterError
+from prefixstore.backends.base import Transaction, Used
+from prefixstore.engine.catalog import Catalog, DropReason
+from prefixstore.engine.index import Page
+from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import Record
+from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes
 
-__all__ = ["Budget", "Quota"]
+__all__ = ["Budget", "Evictor", "Quota"]
 
 
 @dataclass(frozen=True)
@@ -67,3 +73,131 @@ class Budget:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""
         too_many = self.max_entries is not None and used.entries + entries > self.max_entries
         return too_many or used.bytes + adding > self.max_bytes
+
+
+class Evictor:
+    """Makes space for pages: deletes leaves in the transaction that will use the space.
+
+    Parameters
+    ----------
+    catalog
+        Knows the victims.
+    budget
+        What the location may hold.
+    counters
+        Counts what is deleted.
+    """
+
+    def __init__(self, catalog: Catalog, budget: Budget, counters: Counters) -> None:
+        self._catalog = catalog
+        self._budget = budget
+        self._counters = counters
+
+    def make_space(self, transaction: Transaction, record: Record, n_bytes: int, settings: bytes) -> DropReason | None:
+        """Evict until a page with a payload of `n_bytes` fits.
+
+        A tenant with a quota makes space among its own pages first, so it does not evict those of others as long as it
+        has any.
+
+        Parameters
+        ----------
+        transaction
+            In which the page will be put.
+        record
+            Of the page.
+        n_bytes
+            Length of its payload.
+        settings
+            Canonical settings of its namespace.
+
+        Returns
+        -------
+        DropReason or None
+            Why the page does not fit, `BUDGET` or `QUOTA`; None if it does.
+        """
+        cost = transaction.cost(record, n_bytes)
+        if cost > self._budget.max_bytes:
+            return DropReason.BUDGET
+
+        def exceeded() -> bool:
+            return self._budget.exceeded(transaction.used, adding=cost, entries=1)
+
+        groups = self._groups(transaction, record.namespace, settings)
+        for namespaces, limit in groups:
+            if not self._shrink(transaction, namespaces, limit - n_bytes):
+                return DropReason.QUOTA
+        if groups and self._evict(transaction, exceeded, groups[-1][0]):
+            return None
+        return None if self._evict(transaction, exceeded) else DropReason.BUDGET
+
+    def make_spare(self, transaction: Transaction, n_bytes: int) -> None:
+        """Evict `n_bytes` more than the budget asks for."""
+        free = max(self._budget.max_bytes - transaction.used.bytes, 0)
+        adding = min(free + n_bytes, self._budget.max_bytes)
+        self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
+
+    def shrink_to(self, transaction: Transaction, max_bytes: int) -> None:
+        """Evict until the location holds `max_bytes`, or only what is pinned."""
+        self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
+
+    def delete_expired(self, transaction: Transaction) -> None:
+        """Delete leaves that have expired, and parents that become such leaves."""
+        now = time.time_ns()
+        expiring = self._catalog.expiring()
+        try:
+            while (page := expiring.next()) is not None:
+                if page.expires > now:
+                    self._catalog.spare(page)
+                    break
+                self._delete(transaction, page, evicting=False)
+        finally:
+            expiring.close()
+
+    def _groups(
+        self, transaction: Transaction, namespace: bytes, settings: bytes
+    ) -> list[tuple[frozenset[bytes], int]]:
+        """The groups of namespaces that a quota bounds and this one belongs to, the largest last."""
+        quota = self._budget.quota
+        groups: list[tuple[frozenset[bytes], int]] = []
+        if quota.namespace is not None:
+            groups.append((frozenset((namespace,)), quota.namespace))
+        # without a salt there is no tenant
+        mine = _salt(settings) if quota.salt is not None else None
+        if quota.salt is not None and mine is not None:
+            same = frozenset(key for key, other in transaction.namespaces().items() if _salt(other) == mine)
+            groups.append((same | {namespace}, quota.salt))
+        return groups
+
+    def _shrink(self, transaction: Transaction, namespaces: frozenset[bytes], limit: int) -> bool:
+        """Evict until these namespaces hold at most `limit` bytes; whether they do."""
+        return self._evict(transaction, lambda: self._catalog.held_bytes(namespaces) > limit, namespaces)
+
+    def _evict(
+        self, transaction: Transaction, exceeded: Callable[[], bool], namespaces: frozenset[bytes] | None = None
+    ) -> bool:
+        """Delete leaves, first victim first, while there is too much; whether there is space now."""
+        victims = self._catalog.victims(namespaces)
+        try:
+            while exceeded():
+                victim = victims.next()
+                if victim is None:
+                    return False
+                self._delete(transaction, victim, evicting=True)
+        finally:
+            victims.close()
+        return True
+
+    def _delete(self, transaction: Transaction, victim: Page, *, evicting: bool) -> None:
+        # asked before the catalog's lock is taken: a completion may wait for that
+        usage = transaction.usage(victim.key)
+        # the index first, so that the page is not matched, nor continued, while it is deleted
+        if self._catalog.take_victim(victim, usage, evicting=evicting):
+            transaction.delete(victim.key)
+            self._counters.count("evictions" if evicting else "expired")
+
+
+def _salt(settings: bytes) -> str | None:
+    try:
+        return Namespace.parse(settings).salt
+    except CorruptError:
+        return None

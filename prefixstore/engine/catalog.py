@@ -1,109 +1,138 @@
-"""What is stored, as far as this process knows, and the pages that are still to be written."""
+"""What is stored, as far as this process knows, and the pages that are still to be written.
+
+Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer. Both are matched
+and restored alike.
+
+Each method takes the catalog's lock for a moment. The lock is never held while the backend is asked, or while bytes are
+copied or packed: a completion may wait for it. A thread in a transaction may use the catalog, not the other way round.
+"""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeAlias
+from enum import Enum
+from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path
+from prefixstore.engine.pending import Deferred, Fits, PendingPage
+from prefixstore.engine.ram import RamTier
+from prefixstore.engine.snapshots import thin
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.keys import Tokens, page_key
-from prefixstore.format.record import PAGE, Record, Usage
+from prefixstore.format.keys import Tokens
+from prefixstore.format.record import Record, Usage
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Fits", "NewPage"]
-
-
-@dataclass(slots=True, eq=False)
-class NewPage:
-    """A page that is not committed yet: a node of the index, and the buffer with its state."""
-
-    page: Page
-    settings: bytes
-    buffer: PooledBuffer
-
-    @classmethod
-    def of(
-        cls,
-        namespace: bytes,
-        settings: bytes,
-        parent: bytes,
-        start: int,
-        tokens: bytes,
-        buffer: PooledBuffer,
-        compute_us: int = 0,
-        form: int = PAGE,
-    ) -> NewPage:
-        """The page with these token bytes behind `parent`, in a namespace with these canonical settings."""
-        now = time.time_ns()
-        key = page_key(parent, tokens, form)
-        page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
-        return cls(page, settings, buffer)
-
+__all__ = ["Catalog", "Claim", "DropReason", "Placement", "Victims"]
 
 log = logging.getLogger("prefixstore")
 
-Fits: TypeAlias = Callable[[memoryview, int, int], bool]
-"""Whether a state is one of the page that begins at a position and has so many tokens."""
+
+class Placement(Enum):
+    """What became of a page that was announced."""
+
+    ADDED = "added"
+    KNOWN = "known"
+    """It is here, or a longer page covers it."""
+    REFUSED = "refused"
+    """There was no space for it earlier."""
+    ORPHAN = "orphan"
+    """Its parent is not here, or does not end where it starts."""
+
+
+class DropReason(str, Enum):
+    """Why a captured page is not stored: the names in ``Stats.dropped``."""
+
+    BUDGET = "budget"
+    QUOTA = "quota"
+    FULL = "full"
+    ORPHAN = "orphan"
+    UNAVAILABLE = "unavailable"
+    ERROR = "error"
+
+
+class Claim(NamedTuple):
+    """A pending page that its transaction may write, and the stored tail that it replaces."""
+
+    superseded: bytes | None
+
+
+class Victims:
+    """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
+
+    def __init__(self, lock: threading.RLock, pages: Generator[Page, None, None]) -> None:
+        self._lock = lock
+        self._pages = pages
+
+    def next(self) -> Page | None:
+        """The next page; None when there are no more."""
+        with self._lock:
+            return next(self._pages, None)
+
+    def close(self) -> None:
+        """Put back what was passed over."""
+        with self._lock:
+            self._pages.close()
 
 
 class Catalog:
-    """The index and what it does not show: generation, pending pages, uses to be noted, damaged pages to be deleted."""
+    """The index, kept up with the backend, and what waits for the next commit.
 
-    def __init__(self, policy: Policy, counters: Counters) -> None:
+    Parameters
+    ----------
+    policy
+        The order of eviction.
+    counters
+        Counts what is dropped.
+    ram
+        Is told which pages have left the location.
+    """
+
+    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
         self._policy = policy
         self._counters = counters
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """Know nothing: in a forked child the parent writes what is pending, and the rest comes from the backend."""
-        self.lock = threading.RLock()
+        self._ram = ram
+        self._lock = threading.RLock()
         self._start_index()
-        self.pending: dict[bytes, NewPage] = {}
-        # of the pending pages those that are in a transaction, or were until just now: they may be stored already
-        self.writing: set[bytes] = set()
-        # of the pending pages those that another process has stored meanwhile
+        self._pending: dict[bytes, PendingPage] = {}
+        # pending pages that are in a transaction, or were until just now: they may be stored already
+        self._writing: set[bytes] = set()
+        # pending pages that another process has stored meanwhile
         self._twins: set[bytes] = set()
-        self.touched: dict[bytes, int] = {}
-        self.damaged: set[bytes] = set()
-        # of pages whose states are what was written: whether one is of use at all
-        self.fits: dict[bytes, Fits] = {}
-        self.thinned: set[bytes] = set()
-        self.refused: set[bytes] = set()
+        # pages for which there was no space
+        self._refused: set[bytes] = set()
+        self._deferred = Deferred()
         self._generation = -1
         self._trusted = False
-        # of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
+        # time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
         self._latest = 0
-        # a lookup has met a page that has expired
-        self.overdue = False
 
     def _start_index(self) -> None:
-        self.index = Index()
-        self.candidates = Candidates(self.index, self._policy, lambda page: page.key not in self.pending)
+        self._index = Index()
+        self._candidates = Candidates(self._index, self._policy, lambda page: page.key not in self._pending)
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
     def refresh(self, view: View, *, newest: bool = False) -> int:
         """Bring the index to the generation of the view, unless it is ahead of it.
 
-        The backend is asked without the lock. As every transaction begins with this, what it changes in the index is
-        never undone by what somebody has read before.
+        Every transaction begins with this, so what a transaction changes in the index is never undone by what another
+        thread has read before.
 
         Parameters
         ----------
         view
             Of the backend.
         newest
-            Whether nothing newer can be stored. Then an index that is ahead of it is of a store that is not there any
-            more: another one, or an older copy, was put in its place.
+            Whether nothing newer can be stored. An index that is ahead then describes another store, or a newer copy of
+            this one, that was replaced.
 
         Returns
         -------
@@ -113,12 +142,12 @@ class Catalog:
         generation = view.generation
         n_records = 0
         while True:
-            with self.lock:
+            with self._lock:
                 if newest and generation < self._generation:
                     self._generation, self._trusted = -1, False
                 known = self._generation if self._trusted else None
                 if generation < self._generation or generation == known:
-                    # a view that was opened before the last refresh tells nothing new
+                    # a view that was opened before the last refresh has nothing new
                     return n_records
             changed = view.changes(known) if known is not None else None
             found: Mapping[bytes, tuple[Record | StorageError, Usage]]
@@ -127,44 +156,43 @@ class Catalog:
             else:
                 found = view.records(changed)
             n_records += len(found)
-            with self.lock:
+            with self._lock:
                 if generation < self._generation or (generation == self._generation and self._trusted):
-                    return n_records  # somebody was quicker
+                    return n_records  # another thread was faster
                 if changed is not None and not self._trusted:
-                    continue  # somebody has failed meanwhile: changes are not enough any more
+                    continue  # a transaction has failed meanwhile: the changes alone are not enough any more
                 if changed is None:
                     self._rebuild(found)
                 else:
                     for key in changed:
                         self._refresh_page(key, *found.get(key, (None, None)))
-                self.refused.clear()
+                self._ram.drop(key for key in (self._ram.keys() if changed is None else changed) if key not in found)
+                self._refused.clear()
                 self._generation, self._trusted = generation, True
                 return n_records
 
-    # -- all from here on under the lock, but for `transaction` -------------------------------------------------------
-
-    def contradict(self, key: bytes, generation: int) -> None:
-        """A page is not in a view of this generation. If the index should know, it is of another store."""
-        with self.lock:
-            if key in self.index and key not in self.pending and generation <= self._generation:
-                log.warning("the index does not fit what is stored; it is made anew")
-                self._generation, self._trusted = -1, False
-
-    def distrust(self) -> None:
-        """The index may know less than is stored: rebuild it at the next refresh."""
-        self._trusted = False
-
     @contextmanager
-    def transaction(self, backend: Backend) -> Iterator[Transaction]:
-        """A transaction, for which the index is up to date. If it fails, the index is not to be trusted."""
+    def update(self, backend: Backend) -> Iterator[Transaction]:
+        """A transaction for which the index is up to date. If it fails, the index is rebuilt at the next refresh."""
         try:
             with backend.update() as transaction:
                 self.refresh(transaction, newest=True)
                 yield transaction
         except BaseException:
-            with self.lock:
-                self.distrust()
+            self.distrust()
             raise
+
+    def distrust(self) -> None:
+        """The index may know less than is stored: rebuild it at the next refresh."""
+        with self._lock:
+            self._trusted = False
+
+    def contradict(self, key: bytes, generation: int) -> None:
+        """A page is not in a view of this generation. If the index should know, it describes another store."""
+        with self._lock:
+            if key in self._index and key not in self._pending and generation <= self._generation:
+                log.warning("the index does not match what is stored; rebuilding it")
+                self._generation, self._trusted = -1, False
 
     def _refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
         if isinstance(record, Record) and usage is not None:
@@ -173,10 +201,10 @@ class Catalog:
         if record is not None:
             log.warning("a page cannot be read: %s", record)
         if isinstance(record, CorruptError):
-            self.damaged.add(key)
+            self._deferred.damaged.add(key)
         self._twins.discard(key)
-        if key not in self.pending:
-            self.lose(key)
+        if key not in self._pending:
+            self._lose(key)
 
     def _rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
         stored: dict[bytes, tuple[Record, Usage]] = {}
@@ -184,175 +212,448 @@ class Catalog:
             if isinstance(record, Record):
                 stored[key] = record, usage
             elif isinstance(record, CorruptError):
-                self.damaged.add(key)
+                self._deferred.damaged.add(key)
             elif not isinstance(record, IncompatibleError):
                 raise record
         self._start_index()
         self._twins.clear()
         # parents first; a page that is both pending and stored is the pending node
-        places = [(new.page.start, 0, key) for key, new in self.pending.items()]
+        places = [(new.page.start, 0, key) for key, new in self._pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
         for _, is_stored, key in sorted(places):
             if is_stored:
                 record, usage = stored[key]
-                before, _ = found.get(record.parent, (None, None))
+                parent, _ = found.get(record.parent, (None, None))
                 is_known = self._know(key, record, usage)
-                if not is_known and not isinstance(before, StorageError) and not record.follows(before):
-                    self.damaged.add(key)
-            else:
-                # a node of the old index: what hung on it is added anew, if it is still there
-                page = self.pending[key].page
+                if not is_known and not isinstance(parent, StorageError) and not record.follows(parent):
+                    self._deferred.damaged.add(key)
+            elif key in self._pending:
+                # a node of the old index: its children are added again, if they are still there
+                page = self._pending[key].page
                 page.cut_off()
-                if not self.index.add(page):
-                    self.drop(key, "orphan")
+                if not self._index.add(page):
+                    self._drop(key, DropReason.ORPHAN)
 
     def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
         """Note a stored page; whether it has its place in the index."""
         self._latest = max(self._latest, usage.last_used)
-        page = self.index.get(key)
+        page = self._index.get(key)
         if page is not None:
-            self.index.resize(page, record.stored_bytes)
+            self._index.resize(page, record.stored_bytes)
             page.last_used = max(page.last_used, usage.last_used)
             page.pinned, page.priority, page.expires = usage.pinned, usage.priority, usage.expires
         else:
             page = Page.stored(key, record, usage)
-            if not self.index.add(page):
+            if not self._index.add(page):
                 return False
-        if key not in self.pending:
-            self.candidates.offer(page)
+        if key not in self._pending:
+            self._candidates.offer(page)
         else:
             self._twins.add(key)
         return True
 
-    # -- pages come and go; all under the lock ------------------------------------------------------------------------
+    # -- looking pages up ---------------------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """The longest stored prefix of `tokens`, up to the last page that has not expired."""
+        with self._lock:
+            path = self._index.match(namespace, tokens, page_tokens)
+            pages, now = list(path.pages), time.time_ns()
+            while pages and _has_expired(pages[-1], now):
+                del pages[-1]
+            if len(pages) == len(path.pages):
+                return path
+            self._deferred.expired = True
+            return Path(tuple(pages), pages[-1].end if pages else 0)
+
+    def match_snapshot(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
+    ) -> Path:
+        """The path to the deepest snapshot among the first `limit` tokens, at a multiple of `multiple_of`."""
+        now = time.time_ns()
+        with self._lock:
+            for path in self._index.standing(namespace, tokens[:limit], page_tokens):
+                if _has_expired(path.pages[-1], now):
+                    self._deferred.expired = True
+                elif path.n_tokens % multiple_of == 0:
+                    return path
+        return Path((), 0)
+
+    def match_stored(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """The path to the deepest snapshot of `tokens`, or the longest prefix where there are none; expired or not."""
+        with self._lock:
+            # where there are snapshots, pages alone cannot be restored
+            snapshots = self._index.standing(namespace, tokens, page_tokens)
+            return snapshots[0] if snapshots else self._index.match(namespace, tokens, page_tokens)
+
+    def get(self, key: bytes) -> Page | None:
+        """The page with this key."""
+        with self._lock:
+            return self._index.get(key)
+
+    def has(self, page: Page) -> bool:
+        """Whether this very node is in the index."""
+        return self.get(page.key) is page
+
+    def path(self, page: Page) -> list[Page]:
+        """The pages from the start of the sequence up to this one."""
+        path = [page]
+        with self._lock:
+            while (parent := self._index.get(path[-1].parent)) is not None:
+                path.append(parent)
+        return path[::-1]
+
+    def pages(self) -> list[Page]:
+        """All pages, parents before their children."""
+        with self._lock:
+            return list(depth_first(roots(self._index)))
+
+    def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[bytes]:
+        """The keys that a function of the index chooses, parents before their children."""
+        with self._lock:
+            keys = choose(self._index)
+            return [page.key for page in depth_first(roots(self._index)) if page.key in keys]
+
+    @property
+    def payload_bytes(self) -> tuple[int, int]:
+        """The bytes of all payloads as stored, and of the states that they stand for."""
+        return self._index.stored_bytes, self._index.raw_bytes
+
+    def held_bytes(self, namespaces: Iterable[bytes]) -> int:
+        """What the pages of these namespaces count against a quota."""
+        with self._lock:
+            return sum(self._index.held[namespace] for namespace in namespaces)
+
+    # -- capturing ----------------------------------------------------------------------------------------------------
 
     def wants(self, page: Page) -> bool:
-        """Whether a page is worth taking: not here, not covered by a sibling, not refused, and its parent is here."""
-        known = page.key in self.index or page.key in self.refused or self.index.covers(page)
-        return not known and self.index.has_parent_of(page)
+        """Whether a page is worth capturing."""
+        with self._lock:
+            return self._place_of(page) is Placement.ADDED
 
-    def is_pending(self, new: NewPage) -> bool:
-        """Whether this very page still waits: it was not superseded, dropped, or cleared and captured anew."""
-        return self.pending.get(new.page.key) is new
+    def missing(self, keys: Sequence[bytes]) -> list[int]:
+        """Which pages of a sequence, given by all their keys, to capture: up to the first that was refused."""
+        with self._lock:
+            missing = [i for i, key in enumerate(keys) if key not in self._index]
+            return list(itertools.takewhile(lambda i: keys[i] not in self._refused, missing))
 
-    def announce(self, new: NewPage) -> bool:
-        """Put a pending page into the index; False, and nothing happens, if it is not wanted."""
-        if not self.wants(new.page):
-            return False
-        new.page.last_used = self._now()
-        if not self.index.add(new.page):
-            return False
-        self.pending[new.page.key] = new
-        self._policy.added(new.page)
-        older = self.index.superseded_by(new.page)
-        may_be_stored = older is not None and older.key in (self.writing | self._twins)
-        if older is not None and older.is_leaf and older.key in self.pending and not may_be_stored:
-            # not written yet, and not needed any more; what is written is deleted when the new page is
-            self.forget(older.key)
-        return True
+    def needs_no_capture(self, key: bytes) -> bool:
+        """Whether a page or snapshot is here, or was refused."""
+        with self._lock:
+            return key in self._index or key in self._refused
 
-    def thin(self, page: Page) -> None:
-        """A snapshot is not needed any more: if it is stored, have it deleted with the next batch.
+    def _place_of(self, page: Page) -> Placement:
+        if page.key in self._index or self._index.covers(page):
+            return Placement.KNOWN
+        if page.key in self._refused:
+            return Placement.REFUSED
+        return Placement.ADDED if self._index.has_parent_of(page) else Placement.ORPHAN
 
-        Until then it stays in the index, or what it depends on would seem to be free to go.
-        """
-        if page.key not in self.pending or page.key in self.writing:
-            self.thinned.add(page.key)
-        else:
-            self.forget(page.key)
+    def announce(self, new: PendingPage) -> Placement:
+        """Put a pending page into the index, where it is matched from now on. Nothing changes unless it is `ADDED`."""
+        with self._lock:
+            place = self._place_of(new.page)
+            if place is not Placement.ADDED:
+                return place
+            new.announced(self._now())
+            if not self._index.add(new.page):
+                return Placement.ORPHAN
+            self._pending[new.page.key] = new
+            self._policy.added(new.page)
+            older = self._index.superseded_by(new.page)
+            may_be_stored = older is not None and older.key in (self._writing | self._twins)
+            if older is not None and older.is_leaf and older.key in self._pending and not may_be_stored:
+                # not written yet, and not needed any more; a stored one is deleted when the new page is written
+                self._forget(older.key)
+            return place
 
-    def committed(self, news: Iterable[NewPage]) -> None:
-        """These pages are in the backend now."""
-        for new in news:
-            if self.is_pending(new):
-                del self.pending[new.page.key]
-                self._twins.discard(new.page.key)
-                self.candidates.offer(new.page)
+    def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
+        """Hold the buffers of those of these pages that are pending; the caller releases them."""
+        with self._lock:
+            buffers = {page.key: self._pending[page.key].buffer for page in pages if page.key in self._pending}
+            return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
-    def forget(self, key: bytes) -> list[Page]:
-        """Take a page, and what depends on it, out of the index; they are returned, deepest first."""
-        page = self.index.get(key)
-        gone = self.index.remove(key)
-        for lost in gone:
-            self.pending.pop(lost.key, None)
-            self.touched.pop(lost.key, None)
-            if lost.key in self._twins:
-                # it is stored all the same, and what it follows is no leaf
-                self._twins.discard(lost.key)
-                self.distrust()
-        parent = self.index.get(page.parent) if page is not None else None
-        if parent is not None and parent.is_leaf and parent.key not in self.pending:
-            self.candidates.offer(parent)
-        return gone
-
-    def drop(self, key: bytes, reason: str) -> None:
-        """Give a pending page up, with what is pending behind it, and count them."""
-        pending = len(self.pending)
-        self.pending.pop(key, None)
-        self.forget(key)
-        if lost := pending - len(self.pending):
-            self._counters.count(f"dropped:{reason}", lost)
-
-    def lose(self, key: bytes) -> None:
-        """A stored page is gone: forget it, and count what was pending behind it."""
-        self.drop(key, "orphan")
-
-    def damage(self, key: bytes) -> None:
-        """A page is damaged: forget it and what depends on it, and have them deleted with the next batch."""
-        self.damaged.add(key)
-        self.lose(key)
-
-    def condemn(self, key: bytes, fits: Fits) -> None:
-        """A page is what was written, but no state: as `damage`, for what the writer finds does not fit either."""
-        self.fits[key] = fits
-        self.damage(key)
-
-    def touch(self, namespace: bytes, pages: Sequence[Page], expires: int) -> None:
-        """Note that a prompt began with these pages; it is written with the next batch.
-
-        Those that will expire do so not before `expires`.
-        """
-        now = self._now()
-        self._policy.looked_up(namespace, pages)
-        for page in pages:
-            page.last_used = max(page.last_used, now)
-            page.expires = max(page.expires, expires) if page.expires else 0
-            page.hits += 1
-            self.touched[page.key] = self.touched.get(page.key, 0) + 1
+    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None) -> None:
+        """A prompt began with these pages, none for a miss; those that expire live `ttl_ns` from now on."""
+        with self._lock:
+            now = self._now()
+            expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
+            self._policy.looked_up(namespace, pages)
+            for page in pages:
+                page.last_used = max(page.last_used, now)
+                page.expires = max(page.expires, expires) if page.expires else 0
+                page.hits += 1
+                self._deferred.uses[page.key] = self._deferred.uses.get(page.key, 0) + 1
+            self._ram.want([page for page in pages if page.key not in self._pending])
 
     def _now(self) -> int:
         """The time of a use: nanoseconds since the epoch, and never before another."""
         self._latest = max(self._latest, time.time_ns())
         return self._latest
 
-    # -- who goes first; all under the lock ---------------------------------------------------------------------------
+    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+        """Give up all but `keep` of the snapshots along `tokens`, except pinned ones; how many."""
+        with self._lock:
+            paths = self._index.standing(namespace, tokens, page_tokens)[::-1]
+            if len(paths) <= keep:
+                return 0
+            positions = [path.n_tokens for path in paths]
+            branches = self._index.branches(namespace, tokens, page_tokens)
+            # other sequences start from the last snapshot before the fork
+            shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
+            doomed = thin(positions, keep, interval, shared)
+            for path in paths:
+                if path.n_tokens in doomed and not path.pages[-1].pinned:
+                    self.discard_snapshot(path.pages[-1])
+            return len(doomed)
 
-    def evict(self, page: Page) -> None:
-        """A page is deleted for want of room."""
-        self._policy.evicted(page)
-        self.forget(page.key)
+    def discard_snapshot(self, page: Page) -> None:
+        """A snapshot is no longer wanted: if it is stored, have it deleted with the next commit.
 
-    def unexpired(self, path: Path) -> Path:
-        """A path up to the last page that has not expired, or has such a page behind it."""
-        pages, now = list(path.pages), time.time_ns()
-        while pages and _has_expired(pages[-1], now):
-            del pages[-1]
-        if len(pages) == len(path.pages):
-            return path
-        self.overdue = True
-        return Path(tuple(pages), pages[-1].end if pages else 0)
+        Until then it stays in the index, or the pages that it depends on would seem to be leaves.
+        """
+        with self._lock:
+            if page.key not in self._pending or page.key in self._writing:
+                self._deferred.thinned.add(page.key)
+            else:
+                self._forget(page.key)
 
-    def deepest(self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int) -> Path:
-        """The path to the deepest snapshot of `tokens` that may be used."""
-        now = time.time_ns()
-        for path in self.index.standing(namespace, tokens[:limit], page_tokens):
-            if _has_expired(path.pages[-1], now):
-                self.overdue = True
-            elif path.n_tokens % multiple_of == 0:
-                return path
-        return Path((), 0)
+    def damage(self, key: bytes) -> None:
+        """A page is damaged: forget it and its descendants, and have them deleted with the next commit."""
+        with self._lock:
+            self._deferred.damaged.add(key)
+            self._lose(key)
+
+    def condemn(self, key: bytes, fits: Fits) -> None:
+        """A page holds what was written, but not a state: as `damage`, if what is stored then does not fit either."""
+        with self._lock:
+            self._deferred.fits[key] = fits
+            self.damage(key)
+
+    # -- committing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether uses, or pages to be deleted, wait for the next commit."""
+        return bool(self._deferred)
+
+    def deferred(self) -> Deferred:
+        """What to write beside pages, as of now."""
+        with self._lock:
+            now = self._deferred.copy()
+            self._deferred.expired = False
+            return now
+
+    def still_pending(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
+        """Those that still wait: not superseded, dropped, or cleared and captured again."""
+        with self._lock:
+            return [new for new in batch if self._is_pending(new)]
+
+    def _is_pending(self, new: PendingPage) -> bool:
+        return self._pending.get(new.page.key) is new
+
+    def claim(self, new: PendingPage) -> Claim | None:
+        """Write this page now; None if it is not pending any more. The tail that it continues leaves the index."""
+        page = new.page
+        with self._lock:
+            if not self._is_pending(new):
+                return None
+            self._writing.add(page.key)
+            older = self._index.superseded_by(page)
+            # one that another thread is writing has been written: transactions take turns
+            is_stored_tail = older is not None and (older.key not in self._pending or older.key in self._writing)
+            if older is None or not older.is_leaf or not is_stored_tail:
+                return Claim(None)
+            page.pinned = page.pinned or older.pinned
+            self._forget(older.key)
+            return Claim(older.key)
+
+    def resize(self, page: Page, stored_bytes: int) -> None:
+        """Note how many bytes the codec made of a page."""
+        with self._lock:
+            self._index.resize(page, stored_bytes)
+
+    def given_up(self, written: Iterable[PendingPage]) -> list[PendingPage]:
+        """Those that were forgotten while they were written."""
+        with self._lock:
+            return [new for new in written if not self._is_pending(new)]
+
+    def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
+        """These pages are stored now, and the deferred changes are made."""
+        with self._lock:
+            for new in written:
+                if self._is_pending(new):
+                    del self._pending[new.page.key]
+                    self._twins.discard(new.page.key)
+                    self._candidates.offer(new.page)
+            self._deferred.subtract(deferred)
+            if deferred.damaged:
+                # what took their place, and what was stored after them, is not known here
+                self._trusted = False
+
+    def refuse(self, new: PendingPage, reason: DropReason) -> None:
+        """There is no space for a page, or no parent: give it up."""
+        with self._lock:
+            self._drop(new.page.key, reason)
+            if reason is DropReason.BUDGET:
+                self._refused.add(new.page.key)
+
+    def drop(self, batch: Iterable[PendingPage], reason: DropReason) -> None:
+        """Give these pages up, those that are still pending, and count them."""
+        with self._lock:
+            for new in batch:
+                if self._is_pending(new):
+                    self._drop(new.page.key, reason)
+
+    def abandon(self, batch: Iterable[PendingPage]) -> None:
+        """Give these pages up, uncounted; pending pages that depend on them are counted."""
+        with self._lock:
+            # all of them first: their buffers go back to the pool now
+            keys = [new.page.key for new in batch if self._is_pending(new)]
+            for key in keys:
+                del self._pending[key]
+            for key in keys:
+                self._lose(key)
+
+    def end_writing(self, batch: Iterable[PendingPage]) -> None:
+        """The transaction of these pages has ended, one way or the other."""
+        with self._lock:
+            self._writing.difference_update(new.page.key for new in batch)
+
+    # -- deleting -----------------------------------------------------------------------------------------------------
+
+    def victims(self, namespaces: frozenset[bytes] | None = None) -> Victims:
+        """Stored leaves to evict, of these namespaces or of all, in the order of the policy."""
+        with self._lock:
+            return Victims(self._lock, self._candidates.victims(namespaces))
+
+    def expiring(self) -> Victims:
+        """Stored leaves that expire, the first one first."""
+        with self._lock:
+            return Victims(self._lock, self._candidates.expiring())
+
+    def spare(self, page: Page) -> None:
+        """A victim is not deleted after all."""
+        with self._lock:
+            self._candidates.offer(page)
+
+    def take_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
+        """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
+
+        It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
+        it.
+        """
+        with self._lock:
+            if self._index.get(page.key) is not page or not page.is_leaf:
+                return False
+            if usage is not None and _is_newer(usage, page):
+                page.last_used = max(usage.last_used, page.last_used)
+                page.expires = max(usage.expires, page.expires)
+                page.hits, page.pinned = max(usage.hits, page.hits), usage.pinned
+                self._candidates.offer(page)
+                return False
+            if evicting:
+                self._policy.evicted(page)
+            self._forget(page.key)
+            return True
+
+    def take_leaf(self, key: bytes) -> Page | None:
+        """Take a page out of the index if it is a leaf, pinned or not; the page."""
+        with self._lock:
+            page = self._index.get(key)
+            if page is None or not page.is_leaf:
+                return None
+            self._forget(key)
+            return page
+
+    def take_snapshot(self, key: bytes, usage: Usage | None) -> bool:
+        """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
+        with self._lock:
+            doomed = usage is not None and not usage.pinned and key not in self._pending
+            if doomed:
+                self._forget(key)
+            return doomed
+
+    def lose(self, key: bytes) -> None:
+        """A stored page is gone: forget it, unless it was captured again."""
+        with self._lock:
+            if key not in self._pending:
+                self._lose(key)
+
+    def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
+        """These pages are pinned now, or not any more."""
+        with self._lock:
+            for page in pages:
+                page.pinned = pinned
+                if page.key not in self._pending:
+                    self._candidates.offer(page)
+            # what was refused may find space now
+            self._refused.clear()
+
+    def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
+        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors.
+
+        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
+        """
+        with self._lock:
+            here = self._index.get(page.key)
+            if here is None:
+                return []
+            changed = list(depth_first([here]))
+            known = {one.key for one in changed}
+            for ancestor in self.path(here)[-2::-1]:
+                if not pinned and any(child.pinned and child.key not in known for child in ancestor.dependents):
+                    break
+                changed.append(ancestor)
+                known.add(ancestor.key)
+            return changed
+
+    def _forget(self, key: bytes) -> None:
+        """Take a page, and what depends on it, out of the index."""
+        page = self._index.get(key)
+        for lost in self._index.remove(key):
+            self._pending.pop(lost.key, None)
+            self._deferred.uses.pop(lost.key, None)
+            if lost.key in self._twins:
+                # it is stored all the same, and its parent is not a leaf
+                self._twins.discard(lost.key)
+                self._trusted = False
+        parent = self._index.get(page.parent) if page is not None else None
+        if parent is not None and parent.is_leaf and parent.key not in self._pending:
+            self._candidates.offer(parent)
+
+    def _drop(self, key: bytes, reason: DropReason) -> None:
+        """Give a pending page up, with the pending pages that depend on it, and count them."""
+        pending = len(self._pending)
+        self._pending.pop(key, None)
+        self._forget(key)
+        if lost := pending - len(self._pending):
+            self._counters.count(f"dropped:{reason.value}", lost)
+
+    def _lose(self, key: bytes) -> None:
+        """A stored page is gone: forget it, and count the pending pages that depended on it."""
+        self._drop(key, DropReason.ORPHAN)
+
+
+def roots(index: Index) -> list[Page]:
+    """The first pages of all sequences."""
+    return [page for page in index if page.parent == page.namespace]
+
+
+def depth_first(start: Iterable[Page]) -> Iterator[Page]:
+    """Pages and their descendants, parents before their children."""
+    waiting = list(start)[::-1]
+    while waiting:
+        page = waiting.pop()
+        yield page
+        waiting += page.dependents[::-1]
+
+
+def _is_newer(usage: Usage, page: Page) -> bool:
+    """Whether another process has used or pinned a page."""
+    return usage.last_used > page.last_used or usage.expires > page.expires or usage.pinned
 
 
 def _has_expired(page: Page, now: int) -> bool:
-    """Whether a page and all pages behind it have expired."""
-    return 0 < page.expires <= now and not page.pinned and all(_has_expired(other, now) for other in page.dependents)
+    """Whether a page and all its descendants have expired."""
+    return 0 < page.expires <= now and not page.pinned and all(_has_expired(child, now) for child in page.dependents)

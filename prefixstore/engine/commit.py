@@ -1,30 +1,29 @@
-"""Pages into the backend, within the budget: pack, evict, write, in one transaction."""
+"""Pending pages into the backend, captured or imported, in one transaction within the budget.
+
+The order of the steps in `Committer._write` is the design.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog, Fits, NewPage
-from prefixstore.engine.room import Room
+from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.catalog import Catalog, DropReason
+from prefixstore.engine.delete import Deleter
+from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
+from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.codec import decode
-from prefixstore.format.keys import TOKEN_BYTES
-from prefixstore.format.record import Buffer, Record, Usage, checksum
+from prefixstore.format.record import Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
-
-Packed: TypeAlias = tuple[NewPage, Record, Buffer]
 
 ATTEMPTS = 4
 # seconds before the second attempt, twice as many before the third, and so on
@@ -32,241 +31,177 @@ PAUSE = 0.01
 
 
 class Committer:
-    """Writes batches of announced pages. Used by one thread at a time, or by several: the backend takes turns.
+    """Writes batches of announced pages. Several threads may use it: the backend's transactions take turns.
 
-    Nothing of a page that cannot be written is an exception: it is dropped, counted and logged.
+    Parameters
+    ----------
+    backend
+        The location.
+    catalog, deleter, ram
+        Of the engine.
+    budget
+        What the location may hold.
+    encode
+        Packs states.
+    counters
+        Counts what is evicted, dropped and repaired.
     """
 
-    def __init__(self, backend: Backend, catalog: Catalog, budget: Budget, encode: Encoder, counters: Counters) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        deleter: Deleter,
+        ram: RamTier,
+        budget: Budget,
+        encode: Encoder,
+        counters: Counters,
+    ) -> None:
         self._backend = backend
         self._catalog = catalog
-        self._room = Room(catalog, budget, counters)
+        self._deleter = deleter
+        self._ram = ram
+        self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
 
-    def commit(self, batch: Sequence[NewPage]) -> int:
-        """Write announced pages, and with them what was noted: uses, and damaged pages to delete.
+    def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
+        """Write announced pages, and what is deferred.
 
         Returns
         -------
-        int
-            How many pages of the batch are stored now.
+        list of PendingPage
+            Those of the batch that are stored now.
+
+        Raises
+        ------
+        StorageError
+            If the transaction fails: `FullError` after several attempts to make space. The pages are dropped, and
+            counted. Pages that do not fit into the budget are dropped without an error.
         """
         catalog = self._catalog
         try:
-            return self._commit([new for new in batch if catalog.is_pending(new)])
+            # Pack before the transaction: other processes wait while it is open.
+            packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
+            return self._write_with_space(packed)
+        except FullError:
+            catalog.drop(batch, DropReason.FULL)
+            raise
+        except StorageError:
+            catalog.drop(batch, DropReason.UNAVAILABLE)
+            raise
         except BaseException:
-            # their buffers go back to the pool now: nobody may find them any more
-            with catalog.lock:
-                given_up = [new.page.key for new in batch if catalog.is_pending(new)]
-                for key in given_up:
-                    del catalog.pending[key]
-                for key in given_up:
-                    catalog.lose(key)
+            catalog.abandon(batch)
             raise
         finally:
-            with catalog.lock:
-                catalog.writing.difference_update(new.page.key for new in batch)
+            catalog.end_writing(batch)
 
-    def _commit(self, batch: Sequence[NewPage]) -> int:
-        packed = [self._pack(new) for new in batch]
-        room = sum(len(stored) for _, _, stored in packed)
-        cause: StorageError
-        for attempt in range(ATTEMPTS):
+    def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
+        """Write; if the location is full before its budget is, make more space and try again."""
+        size = sum(len(one.payload) for one in packed)
+        for attempt in range(ATTEMPTS - 1):
             try:
-                if attempt:
-                    # what a transaction deletes is of use to a later one only
-                    with self._catalog.transaction(self._backend) as transaction:
-                        self._room.make_spare(transaction, room << (attempt - 1))
-                    # what somebody still reads cannot be written over
-                    time.sleep(PAUSE * attempt)
-                    self._backend.reclaim()
                 return self._write(packed)
-            except FullError as error:
-                reason, cause = "full", error
-            except StorageError as error:
-                reason, cause = "unavailable", error
-                break
-        log.warning("%d pages are dropped: %s", len(packed), cause)
-        with self._catalog.lock:
-            for new in batch:
-                if self._catalog.is_pending(new):
-                    self._catalog.drop(new.page.key, reason)
-        return 0
+            except FullError:
+                # What a transaction deletes can be used by a later one only.
+                with self._catalog.update(self._backend) as transaction:
+                    self._evictor.make_spare(transaction, size << attempt)
+                # What a reader still sees cannot be overwritten.
+                time.sleep(PAUSE * (attempt + 1))
+                self._backend.reclaim()
+        return self._write(packed)
 
-    def _pack(self, new: NewPage) -> Packed:
-        page = new.page
-        # a page that holds tokens only says nothing about how states are packed
-        number, stored = self._encode(page.namespace, new.buffer.view) if page.raw_bytes else (0, b"")
-        record = Record(
-            page.namespace,
-            page.parent,
-            page.start,
-            page.tokens,
-            number,
-            page.raw_bytes,
-            len(stored),
-            checksum(stored),
-            page.compute_us,
-            page.created,
-            page.form,
-        )
-        return new, record, stored
-
-    def _write(self, packed: Sequence[Packed]) -> int:
-        written: list[NewPage] = []
-        put: set[bytes] = set()
+    def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         catalog = self._catalog
-        with catalog.transaction(self._backend) as transaction:
-            with catalog.lock:
-                damaged, touched, thinned = set(catalog.damaged), dict(catalog.touched), set(catalog.thinned)
-                fits = dict(catalog.fits)
-            for key in thinned:
-                self._thin(transaction, key)
-            removed = self._remove_damaged(transaction, damaged, fits) if damaged else 0
-            self._room.remove_expired(transaction)
-            refused = [
-                (new, reason)
-                for new, record, stored in packed
-                if (reason := self._put(transaction, new, record, stored, written, put)) is not None
-            ]
-            for key, hits in touched.items():
-                self._write_use(transaction, key, hits)
-            self._take_back(transaction, written, put)
+        written: list[PendingPage] = []
+        put: set[bytes] = set()
+        refused: list[tuple[PendingPage, DropReason]] = []
+        with catalog.update(self._backend) as transaction:
+            deferred = catalog.deferred()
+            # Delete snapshots that are no longer wanted.
+            for key in deferred.thinned:
+                if catalog.take_snapshot(key, transaction.usage(key)):
+                    transaction.delete(key)
+            # Delete damaged pages, and what depends on them.
+            removed = (
+                self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits) if deferred.damaged else 0
+            )
+            # Delete expired leaves.
+            self._evictor.delete_expired(transaction)
+            # Write the pages, parents first, making space for each.
+            for one in packed:
+                reason = self._put(transaction, one, written, put)
+                if reason is not None:
+                    refused.append((one.pending, reason))
+            # Record uses, those of the new pages included.
+            self._write_uses(transaction, deferred)
+            # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
+            for new in catalog.given_up(written):
+                written.remove(new)
+                if new.page.key in put:
+                    transaction.delete(new.page.key)
+        # Committed: keep states in RAM while their buffers are still here, then tell the catalog.
         for new in written:
-            self._backend.keep(new.page.key, new.page.tokens, new.buffer.view)
-        with catalog.lock:
-            catalog.committed(written)
-            if damaged:
-                catalog.damaged -= damaged
-                for key in fits:
-                    catalog.fits.pop(key, None)
-                catalog.distrust()
-            catalog.thinned -= thinned
-            for key, hits in touched.items():
-                if catalog.touched.get(key) == hits:
-                    del catalog.touched[key]
-            for new, reason in refused:
-                catalog.drop(new.page.key, reason)
-                if reason == "budget":
-                    catalog.refused.add(new.page.key)
+            if new.buffer is not None:
+                self._ram.keep(new.page, new.buffer.view)
+        catalog.committed(written, deferred)
+        for new, reason in refused:
+            catalog.refuse(new, reason)
         self._counters.count("corrupt", removed)
-        return len(written)
-
-    def _thin(self, transaction: Transaction, key: bytes) -> None:
-        """Delete a snapshot, unless somebody has pinned it, or it was taken anew."""
-        usage = transaction.usage(key)
-        with self._catalog.lock:
-            doomed = usage is not None and not usage.pinned and key not in self._catalog.pending
-            if doomed:
-                self._catalog.forget(key)
-        if doomed:
-            transaction.delete(key)
-
-    def _remove_damaged(self, transaction: Transaction, suspects: Collection[bytes], fits: Mapping[bytes, Fits]) -> int:
-        """Delete those that are damaged indeed, and all that is stored behind them; how many.
-
-        Another process may have put a good page in the place of a suspect, or pages behind it that are not known here.
-        """
-        children: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        for key, record, _ in transaction.scan():
-            if isinstance(record, Record):
-                children[record.parent].append(key)
-        doomed = dict.fromkeys(key for key in suspects if _is_damaged(transaction, key, fits.get(key)))
-        behind = list(doomed)
-        for key in behind:
-            behind += children.pop(key, ())
-        doomed |= dict.fromkeys(behind)
-        for key in doomed:
-            transaction.delete(key)
-            with self._catalog.lock:
-                if key not in self._catalog.pending:
-                    self._catalog.lose(key)
-        return len(doomed)
+        return written
 
     def _put(
-        self,
-        transaction: Transaction,
-        new: NewPage,
-        record: Record,
-        stored: Buffer,
-        written: list[NewPage],
-        put: set[bytes],
-    ) -> str | None:
+        self, transaction: Transaction, one: PackedPage, written: list[PendingPage], put: set[bytes]
+    ) -> DropReason | None:
         """Write one page; or why not."""
-        page, catalog = new.page, self._catalog
+        new, record, page = one.pending, one.record, one.pending.page
+        # The parent has to be stored; the page itself may be: another process may have computed it too.
         try:
             if page.parent != page.namespace and not _is_stored(transaction, page.parent):
-                return "orphan"
+                return DropReason.ORPHAN
             is_stored = _is_stored(transaction, page.key)
         except IncompatibleError as error:
             log.warning("a page is not written: %s", error)
-            return "unavailable"
-        with catalog.lock:
-            if not catalog.is_pending(new):
-                return None  # forgotten since: superseded, or cleared
-            catalog.writing.add(page.key)
-            older = catalog.index.superseded_by(page)
-            # one that is being written by somebody else was: transactions take turns
-            is_stored_tail = older is not None and (older.key not in catalog.pending or older.key in catalog.writing)
-            superseded = older.key if older is not None and older.is_leaf and is_stored_tail else None
-            if older is not None and superseded is not None:
-                page.pinned = page.pinned or older.pinned
-                catalog.forget(older.key)
-        if superseded is not None:
-            transaction.delete(superseded)
+            return DropReason.UNAVAILABLE
+        # From here on no other thread supersedes it.
+        claim = self._catalog.claim(new)
+        if claim is None:
+            return None
+        # The tail that it continues goes before space is made.
+        if claim.superseded is not None:
+            transaction.delete(claim.superseded)
         if not is_stored:
-            if (reason := self._room.make_for(transaction, record, len(stored), new.settings)) is not None:
+            reason = self._evictor.make_space(transaction, record, len(one.payload), new.settings)
+            if reason is not None:
                 return reason
             transaction.put_namespace(page.namespace, new.settings)
-            # hits that it has had already are among the uses that are written afterwards
-            usage = Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
-            transaction.put(page.key, record, usage, stored)
+            transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
-        with catalog.lock:
-            catalog.index.resize(page, len(stored))
+        self._catalog.resize(page, record.stored_bytes)
         written.append(new)
         return None
 
-    def _take_back(self, transaction: Transaction, written: list[NewPage], put: set[bytes]) -> None:
-        """Delete pages that were given up while they were written: room may have been made of those before them."""
-        with self._catalog.lock:
-            given_up = [new for new in written if not self._catalog.is_pending(new)]
-        for new in given_up:
-            written.remove(new)
-            if new.page.key in put:
-                transaction.delete(new.page.key)
+    def _write_uses(self, transaction: Transaction, deferred: Deferred) -> None:
+        for key, hits in deferred.uses.items():
+            usage = transaction.usage(key)
+            page = self._catalog.get(key)
+            if usage is not None and page is not None:
+                expires = max(usage.expires, page.expires) if usage.expires else 0
+                last_used = max(usage.last_used, page.last_used)
+                transaction.touch(key, replace(usage, last_used=last_used, hits=usage.hits + hits, expires=expires))
 
-    def _write_use(self, transaction: Transaction, key: bytes, hits: int) -> None:
-        usage = transaction.usage(key)
-        page = self._catalog.index.get(key)
-        if usage is not None and page is not None:
-            expires = max(usage.expires, page.expires) if usage.expires else 0
-            used = replace(
-                usage, last_used=max(usage.last_used, page.last_used), hits=usage.hits + hits, expires=expires
-            )
-            transaction.touch(key, used)
+
+def _usage_of(one: PackedPage) -> Usage:
+    """The first usage of a page. The uses that a captured one has had already are among those written afterwards."""
+    page = one.pending.page
+    if one.usage is not None:
+        return replace(one.usage, pinned=page.pinned)
+    return Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
 
 
 def _is_stored(transaction: Transaction, key: bytes) -> bool:
-    """Whether a page is there; one whose record is damaged is not, and may be overwritten."""
+    """Whether a page is stored; one whose record is damaged is not, and may be overwritten."""
     try:
         return transaction.record(key) is not None
     except CorruptError:
-        return False
-
-
-def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:
-    """Whether a page cannot be restored for good: by its own fault, or because it does not follow any page."""
-    try:
-        payload, record = transaction.payload(key), transaction.record(key)
-        if record is None or payload is None:
-            return record is not None or payload is not None
-        state = decode(record, payload)
-        if fits is not None and not fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
-            return True
-        return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
-    except CorruptError:
-        return True
-    except IncompatibleError:
         return False

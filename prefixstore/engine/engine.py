@@ -1,43 +1,72 @@
-"""Match, get, put, evict, flush, check over tokens and bytes. Knows no llama.
+"""The store without a model: pages by tokens, over any backend.
 
-read:   match -> fetching              catalog (index), fetch (backend, codec)
-write:  wants -> announce -> commit    catalog, commit (codec, budget, eviction, backend)
+read:   match, match_snapshot -> catalog (index)        fetching -> fetch (RAM, backend, codec)
+write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
 """
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Used
+from prefixstore.backends.base import Backend, Used, View
+from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import Breaker
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog, Fits, NewPage
+from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.check import Violation, violations
 from prefixstore.engine.commit import Committer
+from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path
+from prefixstore.engine.pending import Fits, ImportedPage, PendingPage
+from prefixstore.engine.queue import WriteQueue
+from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Look
-from prefixstore.engine.snapshots import thin
-from prefixstore.errors import CorruptError
+from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import checksum
+from prefixstore.format.record import StoredPage, checksum
 from prefixstore.stats import Counters
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Imported"]
 
-# that wait to be copied into RAM
-HOT_PAGES = 256
+log = logging.getLogger("prefixstore")
+
+QUEUE_BYTES = 256 << 20
+# other processes wait while a transaction is open: it evicts so many bytes and no more
+EVICTED_AT_ONCE = 256 << 20
+
+
+class Imported(NamedTuple):
+    """What became of pages that were imported.
+
+    Attributes
+    ----------
+    pages, bytes
+        How many were stored, and the size of their payloads.
+    present
+        How many were here already.
+    refused
+        How many found no space, or not their parent.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    present: int = 0
+    refused: int = 0
 
 
 class Engine:
-    """The store, without a model. May be used from many threads.
+    """Pages by tokens, in one location. May be used from many threads.
 
     Parameters
     ----------
@@ -48,14 +77,22 @@ class Engine:
     policy
         The order of eviction.
     encode
-        Makes stored bytes of a state: ``(namespace, state) -> (codec number, stored bytes)``. Hears from here
-        how fast the location is.
+        Packs states: ``(namespace, state) -> (codec number, stored bytes)``. It learns from here how fast the location
+        is.
     counters
-        Counts what happens.
+        Counts what happens. In a forked child the engine has a copy: reach it as `Engine.counters`.
     ttl
-        Seconds after which a page that is written here expires, unless a prompt begins with it meanwhile.
+        Seconds after their last use when pages that are captured here expire; None for never.
     priority
-        Of the pages that are written here.
+        Of the pages that are captured here.
+    ram_bytes
+        Memory for states of hot pages; 0 for none.
+    queue_bytes
+        Memory for pages that wait to be written.
+    write_behind
+        Whether a thread writes them; if not, `submit` does.
+    read_only
+        Whether nothing is ever written.
     """
 
     def __init__(
@@ -68,42 +105,96 @@ class Engine:
         *,
         ttl: float | None = None,
         priority: int = 0,
+        ram_bytes: int = 0,
+        queue_bytes: int = QUEUE_BYTES,
+        write_behind: bool = True,
+        read_only: bool = False,
     ) -> None:
-        self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
-        self._priority = priority
+        self.counters = counters
         self._backend = backend
         self._budget = budget
-        self._counters = counters
-        self._catalog = Catalog(policy, counters)
-        self._breaker = Breaker(self._probe, counters)
-        self._fetcher = Fetcher(backend, self._catalog, counters, encode.pace, self._breaker)
-        self._committer = Committer(backend, self._catalog, budget, encode, counters)
-        # pages that were used, for a backend that keeps states at hand
-        self._hot: dict[bytes, Page] = {}
+        self._policy = policy
+        self._encode = encode
+        self._ttl_ns = round(ttl * 1e9) if ttl is not None else None
+        self._priority = priority
+        self._ram_bytes = ram_bytes
+        self._queue_bytes = queue_bytes
+        self._write_behind = write_behind
+        self._read_only = read_only
         self._used = Used(0, 0)
+        self._start()
+        _engines.add(self)
+
+    def _start(self) -> None:
+        """Everything that has locks, threads or buffers of this process."""
+        backend, counters = self._backend, self.counters
+        self._ram = RamTier(self._ram_bytes)
+        self._catalog = catalog = Catalog(self._policy, counters, self._ram)
+        self._breaker = Breaker(self._probe, counters)
+        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.pace, self._breaker)
+        self._deleter = Deleter(backend, catalog)
+        self._committer = Committer(backend, catalog, self._deleter, self._ram, self._budget, self._encode, counters)
+        self._queue = WriteQueue(
+            self,
+            self._queue_bytes,
+            counters,
+            behind=self._write_behind,
+            read_only=self._read_only,
+            on_released=self._release,
+        )
 
     def after_fork(self) -> None:
-        """In a forked child, before anything else: new locks, threads and handles."""
+        """In a forked child, before anything else. What the parent has captured, the parent writes."""
         self._backend.after_fork()
-        self._hot = {}
-        self._counters.after_fork()
-        self._catalog.after_fork()
-        self._breaker.after_fork()
-        self._fetcher.after_fork()
+        self.counters = self.counters.copy()
+        self._start()
 
     def close(self) -> None:
-        """Release the backend."""
+        """Write what is queued and deferred, make it durable, and release the backend.
+
+        Raises
+        ------
+        StorageError
+            If something cannot be written, or made durable. The engine is closed all the same.
+        """
+        try:
+            self._queue.close()
+            if not self._read_only:
+                self.sync()
+        finally:
+            # a thread that the location does not let go of releases it when it can
+            if not self._queue.is_stuck:
+                self._release()
+
+    def _release(self) -> None:
+        _engines.discard(self)
         self._breaker.close()
         self._fetcher.close()
+        self._ram.clear()
         self._backend.close()
+
+    @property
+    def location(self) -> str:
+        """The location as a URL."""
+        return self._backend.location
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing is ever written."""
+        return self._read_only
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, among what any process has committed and what is pending here."""
-        self._look()
-        with self._catalog.lock:
-            return self._catalog.unexpired(self._catalog.index.match(namespace, tokens, page_tokens))
+        """The longest stored prefix of `tokens`, among what any process has committed and what is pending here.
+
+        Raises
+        ------
+        StorageError
+            If the location cannot be asked; at once, while the circuit breaker is open.
+        """
+        self._refresh()
+        return self._catalog.match(namespace, tokens, page_tokens)
 
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
@@ -119,17 +210,15 @@ class Engine:
         multiple_of
             The snapshot has to be at a multiple of this.
         """
-        self._look()
-        with self._catalog.lock:
-            return self._catalog.deepest(namespace, tokens, page_tokens, limit, multiple_of)
+        self._refresh()
+        return self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
 
-    def _look(self) -> None:
-        """Know what is stored. Raises `StorageError`; at once, while the location is left alone."""
+    def _refresh(self) -> None:
         with self._breaker.asking() as question, self._backend.view() as view:
             question.n_records = self._catalog.refresh(view)
 
     def _probe(self, page: Page | None) -> int:
-        """Ask the location what it failed to answer, or took long to; by a thread of the breaker."""
+        """Ask the location what it failed to answer, or took long to; called by a thread of the breaker."""
         with self._backend.view() as view:
             n_records = self._catalog.refresh(view)
             for _, payload in view.fetch([page.key] if page is not None else []):
@@ -142,44 +231,57 @@ class Engine:
         """The verified states of `pages`, in order: see `Fetcher.fetching`."""
         return self._fetcher.fetching(pages, streamed=streamed, look=look)
 
-    def used(self) -> tuple[Used, int, int]:
-        """What the location holds, and the bytes of all payloads as stored and raw."""
+    def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
+        """A prompt began with these pages, none for a miss; it is recorded with the next commit."""
+        self._catalog.touch(namespace, pages, self._ttl_ns)
+
+    @contextmanager
+    def view(self) -> Iterator[View]:
+        """What is stored now, for callers that look at it directly; the index is brought up to it."""
         with self._backend.view() as view:
             self._catalog.refresh(view)
+            yield view
+
+    def pages(self) -> list[Page]:
+        """The pages that the index has, parents before their children; see `view` for what is stored now."""
+        return self._catalog.pages()
+
+    def path(self, page: Page) -> list[Page]:
+        """The pages from the start of the sequence up to this one."""
+        return self._catalog.path(page)
+
+    def select(self, choices: Iterable[Choice]) -> list[bytes]:
+        """The keys that several choices have in common, parents before their children."""
+        return self._catalog.select(partial(in_common, choices=list(choices)))
+
+    def used(self) -> tuple[Used, int, int]:
+        """What the location holds, and the bytes of all payloads as stored and as states."""
+        with self.view() as view:
             self._used = view.used
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
         """As `used`, as far as it is known without asking."""
-        return self._used, self._catalog.index.stored_bytes, self._catalog.index.raw_bytes
+        return self._used, *self._catalog.payload_bytes
 
-    def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """Note that a prompt began with these pages, none for a miss; it is written with the next batch."""
-        with self._catalog.lock:
-            self._catalog.touch(namespace, pages, self._expiry(time.time_ns()))
-            if self._backend.keeps_states:
-                self._hot |= {page.key: page for page in pages if page.key not in self._catalog.pending}
-                # nobody copies them while there is something to write
-                while len(self._hot) > HOT_PAGES:
-                    del self._hot[next(iter(self._hot))]
-
-    def _expiry(self, now: int) -> int:
-        """When a page expires that is used now; 0 for never."""
-        return now + self._ttl_ns if self._ttl_ns is not None else 0
-
-    def check(self) -> list[Violation]:
-        """Every invariant of the location, every checksum."""
-        with self._backend.view() as view:
-            return violations(view, self._budget)
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of states in RAM."""
+        return self._ram.used
 
     def namespaces(self) -> list[Namespace]:
-        """The namespaces that have pages in the location, but those whose settings are damaged."""
+        """The namespaces that have pages in the location, except those whose settings are damaged."""
         found: list[Namespace] = []
         with self._backend.view() as view:
             for settings in view.namespaces().values():
                 with suppress(CorruptError):
                     found.append(Namespace.parse(settings))
         return found
+
+    def check(self, budget: Budget | None = None) -> list[Violation]:
+        """Every invariant of the location, every checksum, and a budget (by default the engine's)."""
+        with self._backend.view() as view:
+            return violations(view, self._budget if budget is None else budget)
 
     # -- notes of jobs ------------------------------------------------------------------------------------------------
 
@@ -189,130 +291,241 @@ class Engine:
             return view.note(name)
 
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), with nobody in between.
-
-        Raises `StorageError`.
-        """
+        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`."""
         with self._backend.update() as transaction:
             old = transaction.note(name)
             new = change(old)
             if new != old:
                 transaction.put_note(name, new)
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    # -- capturing ----------------------------------------------------------------------------------------------------
 
     def wants(self, namespace: bytes, parent: bytes, tokens: bytes) -> bool:
-        """Whether a page with these token bytes behind `parent` is worth taking."""
-        probe = Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0)
-        with self._catalog.lock:
-            return self._catalog.wants(probe)
+        """Whether the page with these token bytes after `parent` is worth capturing."""
+        return self._catalog.wants(Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0))
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Which pages of a sequence, given by all their keys, are worth taking: up to the first that was refused."""
-        catalog = self._catalog
-        with catalog.lock:
-            missing = [i for i, key in enumerate(keys) if key not in catalog.index]
-            return list(itertools.takewhile(lambda i: keys[i] not in catalog.refused, missing))
+        """Which pages of a sequence, given by all their keys, to capture: up to the first that was refused."""
+        return self._catalog.missing(keys)
 
     def has(self, key: bytes) -> bool:
-        """Whether a page or snapshot is here, or was refused: whether it need not be taken."""
-        with self._catalog.lock:
-            return key in self._catalog.index or key in self._catalog.refused
+        """Whether a page or snapshot need not be captured: it is here, or was refused."""
+        return self._catalog.needs_no_capture(key)
+
+    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
+        """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
+        return self._queue.acquire(size, wait=wait)
+
+    def submit(self, new: PendingPage) -> bool:
+        """Have a captured page written; its buffer is the engine's from here on. False if the page is not wanted."""
+        if not self.announce(new):
+            new.release()
+            return False
+        self._queue.put(new)
+        return True
+
+    def announce(self, new: PendingPage) -> bool:
+        """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
+        page = new.page
+        page.priority = self._priority
+        page.expires = page.created + self._ttl_ns if self._ttl_ns is not None else 0
+        return self._catalog.announce(new) is Placement.ADDED
+
+    def commit(self, batch: Sequence[PendingPage]) -> int:
+        """Write announced pages, and what is deferred. Used by the queue.
+
+        Returns
+        -------
+        int
+            How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
+        """
+        try:
+            return len(self._committer.commit(batch))
+        except StorageError as error:
+            log.warning("%d pages are dropped: %s", len(batch), error)
+            return 0
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether uses, or pages to be deleted, wait for the next commit."""
+        return self._catalog.has_deferred
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
-        """Delete all but `keep` of the snapshots along `tokens`, with the next batch; how many. See `snapshots.thin`.
+        """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshots.thin`.
 
-        Pinned ones stay, and those from which other prompts go their own way stay before others.
+        Pinned ones stay, and those from which other prompts branch off stay before others.
         """
-        catalog = self._catalog
-        with catalog.lock:
-            paths = catalog.index.standing(namespace, tokens, page_tokens)[::-1]
-            if len(paths) <= keep:
-                return 0
-            positions = [path.n_tokens for path in paths]
-            branches = catalog.index.branches(namespace, tokens, page_tokens)
-            # the snapshot before a fork is where the others start
-            shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
-            doomed = thin(positions, keep, interval, shared)
-            for path in paths:
-                if path.n_tokens in doomed and not path.pages[-1].pinned:
-                    catalog.thin(path.pages[-1])
-        return len(doomed)
+        return self._catalog.thin(namespace, tokens, page_tokens, keep, interval)
 
     def condemn(self, page: Page, fits: Fits) -> None:
-        """Have a page deleted with the next batch, and what is behind it, if its state does not fit then either.
+        """Have a page deleted with the next commit, and its descendants, if its state does not fit then either.
 
         `fits` is what all contexts of the namespace agree in, and may be called by another thread.
         """
-        with self._catalog.lock:
-            self._catalog.condemn(page.key, fits)
+        self._catalog.condemn(page.key, fits)
 
-    def announce(self, new: NewPage) -> bool:
-        """Put a page into the index, to be found from now on; False, and nothing happens, if it is not wanted."""
-        new.page.priority, new.page.expires = self._priority, self._expiry(new.page.created)
-        with self._catalog.lock:
-            return self._catalog.announce(new)
-
-    def commit(self, batch: Sequence[NewPage]) -> int:
-        """Write announced pages; the number of those that are stored now. See `Committer.commit`."""
-        return self._committer.commit(batch)
+    # -- the queue ----------------------------------------------------------------------------------------------------
 
     @property
-    def has_notes(self) -> bool:
-        """Whether uses, or pages to be deleted, wait to be written with the next batch."""
-        catalog = self._catalog
-        return bool(catalog.touched or catalog.damaged or catalog.thinned or catalog.overdue)
+    def queue_bytes(self) -> int:
+        """How many bytes may wait to be written."""
+        return self._queue_bytes
 
     @property
-    def has_hot_pages(self) -> bool:
-        """Whether `keep_states` has something to do."""
-        return bool(self._hot)
+    def queued_bytes(self) -> int:
+        """Bytes captured and not yet written."""
+        return self._queue.n_bytes
 
-    def keep_states(self) -> None:
-        """Have the states of pages at hand that prompts began with of late. Raises `StorageError`."""
-        while self._hot:
-            _, page = self._hot.popitem()
-            with self._catalog.lock:
-                is_there = self._catalog.index.get(page.key) is page
-            if is_there and self._backend.state(page.key, page.tokens) is None:
-                with self.fetching([page]) as states:
-                    for state in states:
-                        self._backend.keep(page.key, page.tokens, state)
+    def nudge(self) -> None:
+        """Something was deferred: see to it that it is committed soon."""
+        self._queue.nudge()
+
+    def drain(self) -> None:
+        """Return when nothing waits any more: all that was submitted is committed, or dropped.
+
+        Raises
+        ------
+        UnavailableError
+            If the location does not take anything for half a minute.
+        """
+        self._queue.drain()
+
+    def flush(self) -> None:
+        """Return when everything submitted so far is durable. Raises `StorageError`."""
+        self.drain()
+        if not self._read_only:
+            self.sync()
 
     def sync(self) -> None:
-        """Return when all that was committed is durable."""
+        """Return when everything committed so far is durable."""
         self._backend.sync()
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether `do_idle_work` has something to do."""
+        return self._ram.wants_pages
+
+    def do_idle_work(self) -> None:
+        """Copy states of pages that were used recently into RAM. Raises `StorageError`."""
+        while (page := self._ram.next_wanted()) is not None:
+            if self._catalog.has(page):
+                with self.fetching([page]) as states:
+                    for state in states:
+                        self._ram.keep(page, state)
+
+    # -- importing ----------------------------------------------------------------------------------------------------
+
+    def knows(self, key: bytes) -> bool:
+        """Whether the index has a page."""
+        return self._catalog.get(key) is not None
+
+    def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
+        """Write pages that were stored elsewhere, parents before their children.
+
+        Parameters
+        ----------
+        batch
+            The pages. Those that are here already stay as they are.
+        settings
+            Canonical settings of their namespaces, by key.
+
+        Raises
+        ------
+        StorageError
+            If they cannot be written: `FullError` if the disk is full.
+        """
+        with self.view():
+            news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+            places = [self._catalog.announce(new) for new in news]
+        announced = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
+        written = self._committer.commit(announced)
+        present = places.count(Placement.KNOWN)
+        return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
+
+    # -- pinning, deleting --------------------------------------------------------------------------------------------
 
     def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
-        catalog = self._catalog
-        with catalog.transaction(self._backend) as transaction:
-            with catalog.lock:
-                standing = catalog.index.standing(namespace, tokens, page_tokens)
-                # where there are snapshots, pages alone are of no use
-                path = standing[0] if standing else catalog.index.match(namespace, tokens, page_tokens)
-            for page in path.pages:
-                usage = transaction.usage(page.key)
-                if usage is not None:
-                    transaction.touch(page.key, replace(usage, pinned=pinned))
-            with catalog.lock:
-                for page in path.pages:
-                    page.pinned = pinned
-                    if page.key not in catalog.pending:
-                        catalog.candidates.offer(page)
-                # what was refused for want of room may find it now
-                catalog.refused.clear()
+        path = Path((), 0)
+
+        def chosen() -> Sequence[Page]:
+            nonlocal path
+            path = self._catalog.match_stored(namespace, tokens, page_tokens)
+            return path.pages
+
+        self._set_pinned(chosen, pinned=pinned)
         return path.n_tokens
+
+    def pin_page(self, page: Page, *, pinned: bool) -> int:
+        """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
+
+        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
+        """
+        return self._set_pinned(partial(self._catalog.pinned_with, page, pinned=pinned), pinned=pinned)
+
+    def _set_pinned(self, choose: Callable[[], Sequence[Page]], *, pinned: bool) -> int:
+        changed = 0
+        with self._catalog.update(self._backend) as transaction:
+            pages = choose()
+            for page in pages:
+                usage = transaction.usage(page.key)
+                if usage is not None and usage.pinned != pinned:
+                    transaction.touch(page.key, replace(usage, pinned=pinned))
+                    changed += 1
+            self._catalog.set_pinned(pages, pinned=pinned)
+        return changed
+
+    def delete(self, choices: Sequence[Choice]) -> Removed:
+        """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
+        return self._deleter.delete(choices)
+
+    def delete_strays(self, namespaces: Iterable[bytes] | None) -> Removed:
+        """Delete pages without a place in the index; for None also what cannot be read."""
+        return self._deleter.delete_strays(None if namespaces is None else set(namespaces))
+
+    def drop_empty_namespaces(self) -> None:
+        """Forget the settings of namespaces that have no pages any more."""
+        self._deleter.drop_empty_namespaces()
 
     def clear(self, namespace: bytes | None) -> int:
         """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""
-        catalog = self._catalog
-        with catalog.transaction(self._backend) as transaction:
-            with catalog.lock:
-                doomed = [page.key for page in catalog.index if namespace in (None, page.namespace)]
-                # nobody finds them, nor puts anything behind them, while they are deleted
-                for key in doomed:
-                    catalog.forget(key)
-            for key in doomed:
-                transaction.delete(key)
-        return len(doomed)
+        choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
+        return self._deleter.delete(choices).pages
+
+    def repair(self, found: Iterable[Violation]) -> Removed:
+        """Delete the pages that a check has named, and their descendants."""
+        return self._deleter.repair(found)
+
+    def evict_to(self, max_bytes: int) -> Removed:
+        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned."""
+        evictor = Evictor(self._catalog, self._budget, self.counters)
+        before, evicted = self.used()[0].bytes, self.counters["evictions"]
+        used, done = before, -1
+        while used > max_bytes and self.counters["evictions"] > done:
+            done = self.counters["evictions"]
+            with self._catalog.update(self._backend) as transaction:
+                evictor.shrink_to(transaction, max(max_bytes, transaction.used.bytes - EVICTED_AT_ONCE))
+                used = transaction.used.bytes
+        self._backend.reclaim()
+        return Removed(self.counters["evictions"] - evicted, max(before - used, 0))
+
+    def scrub(self) -> None:
+        """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""
+        self._backend.scrub()
+
+    def compact(self) -> int:
+        """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
+        return self._backend.compact()
+
+
+# every open engine of this process, for the child of a fork
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        engine.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,4 +1,4 @@
-"""Verified states of pages, in order: out of the buffers they wait in, memory of the backend, or what it stores."""
+"""Verified states of pages, in order: from the buffers they wait in, from RAM, or from the backend."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
+from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Look, MisfitError, ReadAhead, ReadAlong, Readers, accept
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import ReadPace
@@ -23,23 +24,20 @@ __all__ = ["Fetcher", "States"]
 class States(Iterator[memoryview]):
     """The states of some pages, in order, up to the first that is gone or damaged.
 
-    Streamed, a state may be given out before its checksum is known; asking for the next one, or for `verified`, waits
-    for it.
-
     Parameters
     ----------
     pages
         What is wanted.
     at_hand
-        States that need not be read.
+        States that need not be read, by key.
     reader
         Reads the others.
     breaker
-        Lets them be read.
+        Guards the location.
     give_up
-        Called with the page that ends it, and why: the error, or None for a page that is gone.
+        Called with the page that ends them, and why: the error, or None for a page that is gone.
     look
-        Tells of a state at hand whether it can be used; of the others the reader asks it.
+        Whether a state at hand can be used; the reader asks it about the others.
     """
 
     def __init__(
@@ -82,17 +80,17 @@ class States(Iterator[memoryview]):
         return state
 
     def verified(self) -> int:
-        """How many of those given out are what was written; if it is not all of them, the last one is not."""
+        """How many of the states given out are what was written; if not all of them, the last one is not."""
         if self._n_verified < self._n_given and not self._ended:
             try:
-                self._reader.settle()
+                self._reader.wait_verified()
                 self._n_verified = self._n_given
             except StorageError as error:
                 self._end(self._pages[self._n_verified], error)
         return self._n_verified
 
     def close(self) -> None:
-        """No state is given out any more."""
+        """Give out no more states."""
         self._ended = True
 
     def _end(self, page: Page, error: StorageError | None) -> None:
@@ -104,28 +102,29 @@ log = logging.getLogger("prefixstore")
 
 
 class Fetcher:
-    """Reads pages out of the buffers they wait in, out of the memory of the backend, or out of what it stores.
+    """Reads pages from the buffers they wait in, from RAM, or from the backend.
 
     Parameters
     ----------
+    backend, catalog, ram
+        Of the engine.
+    counters
+        Counts pages that cannot be read, by reason.
     pace
-        Is told how fast the location gives bytes.
+        Is told how fast the location delivers bytes.
     breaker
-        Lets questions to the location through.
+        Guards the location.
     """
 
     def __init__(
-        self, backend: Backend, catalog: Catalog, counters: Counters, pace: ReadPace, breaker: Breaker
+        self, backend: Backend, catalog: Catalog, ram: RamTier, counters: Counters, pace: ReadPace, breaker: Breaker
     ) -> None:
         self._backend = backend
         self._catalog = catalog
+        self._ram = ram
         self._counters = counters
         self._pace = pace
         self._breaker = breaker
-        self.after_fork()
-
-    def after_fork(self) -> None:
-        """Threads and buffers of this process."""
         self._readers = Readers()
 
     def close(self) -> None:
@@ -136,10 +135,17 @@ class Fetcher:
     def fetching(self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None) -> Iterator[States]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
-        A state is valid until the block is left. With `streamed`, until the next one is asked for, and it may turn out
-        then, or from `States.verified`, that it is not what was written: whoever can take back what he did with it
-        gets it sooner so, and buffers are used again. A state that `look` refuses ends them too; it is called with one
-        at a time, and in the thread that asks for the first.
+        Parameters
+        ----------
+        pages
+            What is wanted, in this order.
+        streamed
+            For callers that can undo what they did with a state. They get states earlier: before the checksum is known;
+            asking for the next state, or for `States.verified`, waits for it. A state is valid until the next one is
+            asked for, and its buffer is used again. Otherwise states are verified, and valid until the block is left.
+        look
+            Whether a state can be used; a state that it refuses ends them too. It is called with one state at a time,
+            with the first one in the calling thread.
 
         Raises
         ------
@@ -147,7 +153,7 @@ class Fetcher:
             If the backend cannot be read at all.
         """
         # held before the view opens: what is committed in between is in one of the two
-        held = self._hold(pages)
+        held = self._catalog.hold(pages)
         try:
             with ExitStack() as opened:
                 with self._breaker.asking():
@@ -167,34 +173,29 @@ class Fetcher:
             for buffer in held.values():
                 buffer.release()
 
-    def _hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
-        with self._catalog.lock:
-            waiting = [self._catalog.pending[page.key] for page in pages if page.key in self._catalog.pending]
-            return {new.page.key: new.buffer for new in waiting if new.buffer.hold()}
-
     def _at_hand(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
         """States that need not be read."""
         at_hand = {key: buffer.view for key, buffer in held.items()}
         for page in pages:
-            if page.key not in at_hand and (state := self._backend.state(page.key, page.tokens)) is not None:
+            if page.key not in at_hand and (state := self._ram.state(page)) is not None:
                 at_hand[page.key] = state
         return at_hand
 
     def _give_up(self, page: Page, error: StorageError | None, view: View) -> None:
+        """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
         if error is None:
             self._counters.count("unreadable:vanished")
-            # nobody reads on
+            # no thread reads any more
             self._catalog.contradict(page.key, view.generation)
         elif isinstance(error, CorruptError):
-            log.warning("a damaged page is removed: %s", error)
+            log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")
-            with self._catalog.lock:
-                self._catalog.damage(page.key)
+            self._catalog.damage(page.key)
         elif isinstance(error, MisfitError):
             log.warning("a page is not used: %s", error)
             self._counters.count("unreadable:shape")
         elif isinstance(error, IncompatibleError):
-            log.warning("a page is left to a newer version: %s", error)
+            log.warning("a page that needs a newer version is not used: %s", error)
             self._counters.count("unreadable:incompatible")
         else:
             log.warning("a page cannot be read: %s", error)

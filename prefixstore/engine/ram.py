@@ -1,23 +1,24 @@
-"""A tier of RAM in front of a backend: states of hot pages, decoded and verified."""
+"""States of hot pages in RAM, decoded and verified: a cache of the engine, bounded, least recently used first out."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.engine.index import Page
 from prefixstore.format.record import Buffer
 
-__all__ = ["TieredBackend"]
+__all__ = ["RamTier"]
 
 # What Python holds for a state beside its bytes and tokens: array, key, dictionary slot (measured on 3.11).
 ENTRY_BYTES = 512
+# used pages that wait to be copied here
+MAX_WANTED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,117 +35,107 @@ def _cost(n_token_bytes: int, n_bytes: int) -> int:
     return n_token_bytes + n_bytes + ENTRY_BYTES
 
 
-class TieredBackend(Backend):
-    """Passes everything on to another backend, and keeps states of pages that are stored there at hand.
-
-    It never holds the only copy of a page. What leaves the location leaves the tier when this process next looks.
+class RamTier:
+    """Keeps copies of states of stored pages; never the only copy.
 
     Parameters
     ----------
-    backend
-        Has the pages.
-    ram_bytes
-        How much the tier may hold; the least recently used states go first.
+    limit
+        Bytes that it may hold; 0 to keep nothing.
     """
 
-    keeps_states = True
-
-    def __init__(self, backend: Backend, ram_bytes: int) -> None:
-        self._backend = backend
-        self._limit = ram_bytes
-        self._forget_all()
-
-    def _forget_all(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._lock = threading.Lock()
         self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._used = 0
-        self._generation: int | None = None
+        self._wanted: dict[bytes, Page] = {}
 
     @property
-    def location(self) -> str:
-        return self._backend.location
-
-    @property
-    def ram_used(self) -> int:
-        """Bytes that the tier holds."""
+    def used(self) -> int:
+        """Bytes that it holds."""
         return self._used
 
-    def state(self, key: bytes, tokens: bytes) -> memoryview | None:
+    def state(self, page: Page) -> memoryview | None:
+        """The state of a page, if it is here. It stays valid as long as it is referenced."""
+        if not self._states:
+            return None
         with self._lock:
-            found = self._states.get(key)
+            found = self._states.get(page.key)
             # the hash nominated it; the tokens prove it
-            if found is None or found.tokens != tokens:
+            if found is None or found.tokens != page.tokens:
                 return None
-            self._states.move_to_end(key)
+            self._states.move_to_end(page.key)
             return found.array.data
 
-    def keep(self, key: bytes, tokens: bytes, state: Buffer) -> None:
-        size = _cost(len(tokens), len(state))
+    def keep(self, page: Page, state: Buffer) -> None:
+        """Copy the state of a stored page."""
+        size = _cost(len(page.tokens), len(state))
+        if size > self._limit:
+            return
         with self._lock:
-            if key in self._states or size > self._limit:
+            if page.key in self._states:
                 return
             while self._states and self._used + size > self._limit:
                 self._drop(next(iter(self._states)))
             if self._used + size > self._limit:
-                return  # others are making copies at this moment
-            # room is taken before the copy is made, so that the tier is never larger than it says
+                return  # other threads are copying at this moment
+            # counted before the copy is made, so that the tier never exceeds its limit
             self._used += size
         kept = None
         try:
-            kept = _State(tokens, np.frombuffer(state, np.uint8).copy())
+            kept = _State(page.tokens, np.frombuffer(state, np.uint8).copy())
         finally:
             with self._lock:
-                if kept is None or key in self._states:
+                if kept is None or page.key in self._states:
                     self._used -= size
                 else:
-                    self._states[key] = kept
+                    self._states[page.key] = kept
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """These pages have left the location."""
+        if self._states:
+            with self._lock:
+                for key in keys:
+                    if key in self._states:
+                        self._drop(key)
+
+    def keys(self) -> list[bytes]:
+        """The pages whose states are here."""
+        with self._lock:
+            return list(self._states)
 
     def _drop(self, key: bytes) -> None:
         self._used -= self._states.pop(key).bytes
 
-    def _follow(self, view: View) -> None:
-        """Drop what has left the location."""
-        generation = view.generation
-        known, self._generation = self._generation, max(generation, self._generation or 0)
-        if known is None or generation <= known or not self._states:
-            return
-        changed = view.changes(known)
+    # -- pages that are worth a copy, to be made when the location is idle --------------------------------------------
+
+    def want(self, pages: Sequence[Page]) -> None:
+        """Pages that were used just now."""
+        if self._limit and pages:
+            with self._lock:
+                self._wanted |= {page.key: page for page in pages}
+                # none is copied while there is something to write
+                while len(self._wanted) > MAX_WANTED:
+                    del self._wanted[next(iter(self._wanted))]
+
+    @property
+    def wants_pages(self) -> bool:
+        """Whether `next_wanted` has one."""
+        return bool(self._wanted)
+
+    def next_wanted(self) -> Page | None:
+        """The page used most recently that is not here yet; None when there are no more."""
         with self._lock:
-            suspects = list(self._states if changed is None else self._states.keys() & set(changed))
-        there = view.records(suspects)
-        with self._lock:
-            for key in suspects:
-                if key not in there and key in self._states:
-                    self._drop(key)
+            while self._wanted:
+                _, page = self._wanted.popitem()
+                if page.key not in self._states:
+                    return page
+        return None
 
-    @contextmanager
-    def view(self) -> Iterator[View]:
-        with self._backend.view() as view:
-            self._follow(view)
-            yield view
-
-    def update(self) -> AbstractContextManager[Transaction]:
-        return self._backend.update()
-
-    def sync(self) -> None:
-        self._backend.sync()
-
-    def reclaim(self) -> None:
-        self._backend.reclaim()
-
-    def scrub(self) -> None:
-        self._backend.scrub()
-
-    def compact(self) -> int:
-        return self._backend.compact()
-
-    def after_fork(self) -> None:
-        # another thread of the parent may have been in the middle of a change
-        self._forget_all()
-        self._backend.after_fork()
-
-    def close(self) -> None:
+    def clear(self) -> None:
+        """Drop everything."""
         with self._lock:
             self._states.clear()
+            self._wanted.clear()
             self._used = 0
-        self._backend.close()

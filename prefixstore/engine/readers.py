@@ -146,7 +146,7 @@ class ReadAhead:
         state = self._take(self._promised.get().result())
         return accept(self._look, next(self._promised_pages), state) if state is not None else None
 
-    def settle(self) -> None:
+    def wait_verified(self) -> None:
         """Return when the state that `next` returned last is verified: it was before."""
 
     def _take(self, state: _State | None) -> memoryview | None:
@@ -248,14 +248,14 @@ class ReadAlong:
         self._fetched.close()
 
     def next(self) -> memoryview | None:
-        """The state of the next page, not verified yet: see `settle`; None if the page is gone.
+        """The state of the next page, not verified yet: see `wait_verified`; None if the page is gone.
 
         Raises
         ------
         StorageError
             If the page cannot be had. There is no next page after this, nor after None.
         """
-        self.settle()
+        self.wait_verified()
         coming = self._coming if self._started else self._read()
         self._started = True
         if isinstance(coming, StorageError):
@@ -265,7 +265,7 @@ class ReadAlong:
         self._job = self._threads.submit(self._verify_and_read, coming)
         return coming.view
 
-    def settle(self) -> None:
+    def wait_verified(self) -> None:
         """Return when the state that `next` returned last is verified.
 
         Raises

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import TOKEN_BYTES, page_key
 
-__all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "Usage", "checksum"]
+__all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "StoredPage", "Usage", "checksum"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -196,3 +196,12 @@ class Record:
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
             raise CorruptError(f"record {key.hex()} is that of no page: {n_tokens} tokens in {raw} bytes")
         return record
+
+
+class StoredPage(NamedTuple):
+    """A page as it is stored: its key, record, usage and payload."""
+
+    key: bytes
+    record: Record
+    usage: Usage
+    payload: Buffer

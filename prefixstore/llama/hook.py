@@ -25,7 +25,7 @@ from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.engine import Engine as Writer
 from prefixstore.errors import MisuseError, PrefixStoreError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace

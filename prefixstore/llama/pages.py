@@ -9,9 +9,9 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.engine import Engine as Writer
+from prefixstore.engine.pending import PendingPage as NewPage
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.memory import Memory
 from prefixstore.llama.rate import Pace

@@ -21,9 +21,9 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama import LlamaState
 
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.engine import Engine as Writer
+from prefixstore.engine.pending import PendingPage as NewPage
 from prefixstore.errors import CorruptError, InvalidParameterError, PrefixStoreError, StorageError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, common_prefix, page_keys
 from prefixstore.format.namespace import Namespace

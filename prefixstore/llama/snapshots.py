@@ -17,9 +17,9 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.engine import Engine as Writer
+from prefixstore.engine.pending import PendingPage as NewPage
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
@@ -167,7 +167,7 @@ class SnapshotCapturer:
             self._thin()
             return
         waiting = sum(len(buffer.view) for buffer in self._waiting.values())
-        if waiting * 2 > self._writer.limit:
+        if waiting * 2 > self._writer.queue_bytes:
             self._give_rows(wait=wait)
         taken = self._memory.copy(PARTIAL, self._memory.scratch.acquire)
         if taken is not None:

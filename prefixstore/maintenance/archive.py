@@ -1,43 +1,41 @@
-"""A location without a model: look into it, delete from it, keep it healthy. The command line uses it."""
+"""A location without a model: inspect it, delete from it, keep it healthy. The command line is built on it."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import Backend, Used, View
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.check import Violation, violations
-from prefixstore.engine.delete import Choice, Purge, Removed, depth_first
+from prefixstore.engine.check import Violation
+from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
+from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.engine.index import Page
-from prefixstore.engine.room import Room
-from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
+from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.codec import decode
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 
 if TYPE_CHECKING:
-    import os
-
     from typing_extensions import Self
 
-__all__ = ["Archive", "Holding"]
+__all__ = ["DEFAULT_BYTES", "Archive", "Holding"]
 
 _T = TypeVar("_T")
 
-# what a location is opened with when nobody says how large it may be: the budget of a store that is told nothing either
+# the budget of a location that is opened without one, as of a `PrefixStore`
 DEFAULT_BYTES = 10 << 30
-# servers wait while a transaction is open: it evicts so much and no more
-BYTES_AT_ONCE = 256 << 20
 NO_BUDGET = Budget(2**63 - 1)
 
 
@@ -74,25 +72,34 @@ class Holding:
 
 
 class Archive:
-    """A location, opened without a model. Servers may use it meanwhile.
+    """A location, opened without a model. Other processes may serve from it meanwhile.
+
+    It is an `Engine` that computes nothing, with the operations of maintenance on top.
 
     Parameters
     ----------
     location
         As for `prefixstore.PrefixStore`.
     max_bytes
-        What the location may hold, for what is written through this archive; by default 10 GiB, or what it holds.
+        What the location may hold when pages are written through this archive; by default 10 GiB, or what it holds.
     create
-        Whether a location that holds no store becomes one.
+        Whether to create a store where there is none.
     read_only
         Whether nothing may be written.
+
+    Attributes
+    ----------
+    engine
+        The pages.
+    backend
+        The bytes, for measurements.
 
     Raises
     ------
     LocationError
         If there is no store, or it cannot be opened.
     IncompatibleError
-        If it is another application's, or a newer version's.
+        If it belongs to another application, or to a newer version.
 
     Examples
     --------
@@ -111,22 +118,31 @@ class Archive:
         read_only: bool = False,
     ) -> None:
         if not create and not read_only and is_persistent(location):
-            # opening to write would make a store where a path was mistyped
+            # opening to write would create a store where a path was mistyped
             open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
-        self.budget = Budget(max_bytes or DEFAULT_BYTES)
-        self.backend: Backend = open_backend(location, max_bytes=self.budget.max_bytes, read_only=read_only)
-        self.counters = Counters()
-        self.catalog = Catalog(Ordering(lru), self.counters)
+        size = max_bytes or DEFAULT_BYTES
+        self._open(location, size, read_only=read_only)
         try:
             used = self.used().bytes
-            if max_bytes is None and used > 0.9 * DEFAULT_BYTES:
-                # even to delete takes some room
-                self.budget = Budget(used + (used >> 3))
-                self.backend.close()
-                self.backend = open_backend(location, max_bytes=self.budget.max_bytes, read_only=read_only)
         except BaseException:
             self.backend.close()
             raise
+        if max_bytes is None and used > 0.9 * DEFAULT_BYTES:
+            # even deleting needs some free space
+            self.backend.close()
+            self._open(location, used + (used >> 3), read_only=read_only)
+
+    def _open(self, location: str | os.PathLike[str] | None, max_bytes: int, *, read_only: bool) -> None:
+        self.backend: Backend = open_backend(location, max_bytes=max_bytes, read_only=read_only)
+        self.engine = Engine(
+            self.backend,
+            Budget(max_bytes),
+            Ordering(lru),
+            FixedCodec("raw"),
+            Counters(),
+            write_behind=False,
+            read_only=read_only,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -137,23 +153,19 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Release the location."""
-        self.backend.close()
+        """Make what was changed durable, and release the location."""
+        self.engine.close()
 
     @property
     def location(self) -> str:
         """The location as a URL."""
         return self.backend.location
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- inspecting ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def view(self) -> Iterator[View]:
-        """What is stored now; the catalog is brought up to it."""
-        with self.backend.view() as view:
-            with self.catalog.lock:
-                self.catalog.refresh(view)
-            yield view
+    def view(self) -> AbstractContextManager[View]:
+        """What is stored now; `pages`, `path` and `find` see the same."""
+        return self.engine.view()
 
     def used(self) -> Used:
         """What the location holds, index included."""
@@ -165,7 +177,7 @@ class Archive:
         with self.view() as view:
             settings = view.namespaces()
         by_namespace: defaultdict[bytes, list[Page]] = defaultdict(list, {key: [] for key in settings})
-        for page in self.catalog.index:
+        for page in self.engine.pages():
             by_namespace[page.namespace].append(page)
         found = [_holding(key, settings.get(key), pages) for key, pages in by_namespace.items()]
         return sorted(found, key=lambda holding: -holding.last_used)
@@ -184,16 +196,12 @@ class Archive:
             if holding.key.hex().startswith(name.lower())
             or (holding.namespace is not None and holding.namespace.settings.get("label") == name)
         ]
-        return _only(found, f"namespace {name!r}", [holding.key.hex() for holding in found])
+        return _only(found, "namespace", name, [holding.key.hex() for holding in found])
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
-        """The pages of a namespace, or all: each before what is stored behind it."""
+        """The pages of a namespace, or all, parents before their children."""
         with self.view():
-            return list(depth_first(self._roots(namespace)))
-
-    def _roots(self, namespace: bytes | None = None) -> list[Page]:
-        wanted = (page for page in self.catalog.index if page.parent == page.namespace)
-        return [page for page in wanted if namespace in (None, page.namespace)]
+            return [page for page in self.engine.pages() if namespace in (None, page.namespace)]
 
     def find(self, digits: str) -> Page:
         """The page whose key begins with these hexadecimal digits.
@@ -203,60 +211,71 @@ class Archive:
         InvalidParameterError
             If there is none, or more than one.
         """
-        with self.view():
-            found = [page for page in self.catalog.index if page.key.hex().startswith(digits.lower())]
-        return _only(found, f"page {digits!r}", [page.key.hex() for page in found])
+        found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
+        return _only(found, "page", digits, [page.key.hex() for page in found])
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
-        path = [page]
-        while (before := self.catalog.index.get(path[-1].parent)) is not None:
-            path.append(before)
-        return path[::-1]
+        return self.engine.path(page)
+
+    def damage(self, page: Page) -> str | None:
+        """What is wrong with the stored bytes of a page; None if they are what was written."""
+        with self.backend.view() as view:
+            try:
+                record, payload = view.record(page.key), view.payload(page.key)
+                if record is None or payload is None:
+                    return "it has no payload" if record is not None else "it was deleted"
+                decode(record, payload)
+            except StorageError as error:
+                return str(error)
+        return None
+
+    def select(
+        self,
+        *,
+        namespaces: Collection[bytes] | None = None,
+        tokens: TokenSequence | None = None,
+        page: str | None = None,
+    ) -> set[bytes]:
+        """The keys of the pages that are meant: those that fit everything that is given.
+
+        Parameters
+        ----------
+        namespaces
+            Pages of these namespaces.
+        tokens
+            Pages of sequences that begin with these tokens, and those that lead only to them.
+        page
+            The page with this key, and its descendants; see `find`.
+        """
+        with self.view():
+            return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
+
+    def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
+        """These keys, and those of the pages before them, without which they could not be restored."""
+        wanted: set[bytes] = set()
+        # children before their parents, so that each page is looked at once
+        for page in reversed(self.pages()):
+            if page.key in keys or page.key in wanted:
+                wanted |= {page.key, page.parent} - {page.namespace}
+        return wanted
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
         """Verify every invariant and every checksum; with `max_bytes` the budget as well."""
-        with self.backend.view() as view:
-            return violations(view, Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
+        return self.engine.check(Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
     def pin(self, page: Page, *, pinned: bool = True) -> int:
-        """Keep a page from eviction, with all before and behind it; or do so no longer. How many pages changed.
+        """Pin or unpin a page with its descendants and its ancestors; how many pages changed.
 
-        What comes before a page that is unpinned stays pinned if it leads to another pinned one.
+        An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
-        with self.catalog.transaction(self.backend) as transaction, self.catalog.lock:
-            here = self.catalog.index.get(page.key)
-            if here is None:
-                return 0
-            changed = sum(self._pin(transaction, one, pinned) for one in depth_first([here]))
-            for one in self.path(here)[-2::-1]:
-                if pinned or not any(child.pinned for child in one.dependents):
-                    changed += self._pin(transaction, one, pinned)
-            return changed
-
-    def _pin(self, transaction: Transaction, page: Page, pinned: bool) -> bool:
-        usage = transaction.usage(page.key)
-        if usage is None or usage.pinned == pinned:
-            return False
-        transaction.touch(page.key, replace(usage, pinned=pinned))
-        page.pinned = pinned
-        self.catalog.candidates.offer(page)
-        return True
+        return self.engine.pin_page(page, pinned=pinned)
 
     def evict_to(self, max_bytes: int) -> Removed:
         """Evict, least recently used first, until the location holds `max_bytes`, or only what is pinned."""
-        before, evicted = self.used().bytes, self.counters["evictions"]
-        used, done = before, -1
-        while used > max_bytes and self.counters["evictions"] > done:
-            done = self.counters["evictions"]
-            with self.catalog.transaction(self.backend) as transaction:
-                target = Budget(max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE))
-                Room(self.catalog, target, self.counters).make_spare(transaction, 0)
-                used = transaction.used.bytes
-        self.backend.reclaim()
-        return Removed(self.counters["evictions"] - evicted, max(before - used, 0))
+        return self.engine.evict_to(max_bytes)
 
     def purge(
         self,
@@ -268,7 +287,9 @@ class Archive:
         page: str | None = None,
         everything: bool = False,
     ) -> Removed:
-        """Delete pages, pinned ones too. Call `scrub` for what was deleted to be unreadable.
+        """Delete pages, pinned ones too. What was deleted can be read from the files until `scrub` is called.
+
+        If several parameters are given, the pages that fit all of them are deleted.
 
         Parameters
         ----------
@@ -277,72 +298,84 @@ class Archive:
         salt
             Those of one tenant, of all models.
         older_than
-            Those that were not used for so many seconds, nor anything behind them.
+            Those that were not used for so many seconds, and whose descendants were not either.
         tokens
-            Those of sequences that begin with these tokens, and what led only to them.
+            Those of sequences that begin with these tokens, and those that led only to them.
         page
-            The page with this key and all behind it; see `find`.
+            The page with this key and its descendants; see `find`.
         everything
-            All. What cannot be read goes too.
+            All, unreadable ones included.
 
         Raises
         ------
         InvalidParameterError
-            If nothing is chosen. Of what is chosen by several parameters, that which fits all is deleted.
+            If nothing is chosen.
         """
         if not everything and (namespace, salt, older_than, tokens, page) == (None,) * 5:
             raise InvalidParameterError("purge() needs a choice: namespace=, salt=, older_than=, … or everything=True")
-        purge = Purge(self.backend, self.catalog)
-        choices: list[Choice] = []
         spaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
             spaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-            choices.append(partial(purge.of, spaces))
-        if older_than is not None:
-            choices.append(partial(purge.unused_since, time.time_ns() - round(older_than * 1e9)))
-        if tokens is not None:
-            choices.append(partial(purge.beginning_with, as_tokens(tokens).tobytes(), spaces))
-        if page is not None:
-            choices.append(partial(purge.behind, self.find(page).key))
-        removed = purge.delete(choices)
+        removed = self.engine.delete(self._choices(spaces, older_than, tokens, page))
         if older_than is None and tokens is None and page is None:
-            removed += purge.delete_strays(spaces)
-        purge.drop_namespaces()
+            removed += self.engine.delete_strays(spaces)
+        self.engine.drop_empty_namespaces()
         return removed
 
-    def scrub(self) -> None:
-        """See to it that nothing of what was deleted can be read from the files.
+    def _choices(
+        self,
+        namespaces: Collection[bytes] | None,
+        older_than: float | None,
+        tokens: TokenSequence | None,
+        page: str | None,
+    ) -> list[Choice]:
+        choices: list[Choice] = []
+        if namespaces is not None:
+            choices.append(partial(of_namespaces, namespaces=namespaces))
+        if older_than is not None:
+            choices.append(partial(unused_since, before=time.time_ns() - round(older_than * 1e9)))
+        if tokens is not None:
+            choices.append(partial(beginning_with, tokens=as_tokens(tokens).tobytes(), namespaces=namespaces))
+        if page is not None:
+            choices.append(partial(subtree, key=self.find(page).key))
+        return choices
 
-        Raises `UnavailableError` if somebody still reads it. What each backend can promise is in ``docs/backends.md``.
+    def scrub(self) -> None:
+        """Overwrite what deletions have freed, so that nothing of it can be read from the files.
+
+        Raises `UnavailableError` if another process still reads it. What each backend can promise is said in its
+        documentation.
         """
-        self.backend.scrub()
+        self.engine.scrub()
 
     def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
-        """Delete what is broken, and what is stored behind it; what was found, and how much is gone."""
+        """Delete what is broken, and the pages that depend on it; what was found, and how much was deleted."""
         found = self.check(max_bytes)
-        removed = Purge(self.backend, self.catalog).delete_broken(found)
+        removed = self.engine.repair(found)
         if max_bytes is not None:
             removed += self.evict_to(max_bytes)
         return found, removed
 
     def compact(self) -> int:
-        """Give room that deletions have freed back to the disk; how many bytes.
+        """Return space that deletions have freed to the disk; how many bytes.
 
         Raises
         ------
         UnavailableError
             If it cannot be done now.
         """
-        return self.backend.compact()
+        return self.engine.compact()
 
 
-def _only(found: Sequence[_T], what: str, names: Sequence[str]) -> _T:
+def _only(found: Sequence[_T], kind: str, wanted: str, matches: Iterable[str]) -> _T:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise InvalidParameterError(f"{what} is not here")
-    raise InvalidParameterError(f"{what} is not the only one: {', '.join(name[:12] for name in names[:4])} …")
+        raise InvalidParameterError(f"no {kind} begins with {wanted!r}")
+    raise InvalidParameterError(
+        f"{kind} {wanted!r} is ambiguous; it matches {', '.join(match[:12] for match in list(matches)[:4])}"
+    )
 
 
 def _parsed(settings: bytes) -> Namespace | None:

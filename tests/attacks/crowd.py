@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.engine.catalog import NewPage
+from prefixstore.engine.pending import PendingPage
+from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, export_pack, import_pack
+from prefixstore.maintenance.transfer import export_store, import_store
 
 P = 4
 SIZES = (0, 1, 900, 20_000, 90_000)
@@ -74,7 +75,7 @@ class Member:
         return [self.chance.choice([1, 1, 1, 1, 2, 3]) for _ in range(n)]
 
     def capture(self, store: PrefixStore) -> None:
-        engine, writer, namespace = store.engine, store._writer, store.namespace
+        engine, namespace = store.engine, store.namespace
         raw = as_tokens(self.tokens()).tobytes()
         engine.match(namespace.key, as_tokens(np.frombuffer(raw, "<i4")), P)
         parent = namespace.key
@@ -85,12 +86,12 @@ class Member:
             key = page_key(parent, piece, form)
             if not engine.has(key):
                 state = state_of(key)
-                buffer = writer.acquire(len(state))
+                buffer = engine.acquire(len(state))
                 if buffer is None:
                     return
                 buffer.view[:] = state
-                new = NewPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
-                writer.submit(new)
+                new = PendingPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
+                engine.submit(new)
             parent = key
 
     def fetch(self, store: PrefixStore) -> None:
@@ -112,7 +113,7 @@ class Member:
                     raise AssertionError("a page of other tokens was found")
                 loaded.append(page)
         engine.touch(namespace, loaded)
-        store._writer.nudge()
+        engine.nudge()
 
     def pin(self, store: PrefixStore) -> None:
         store.pin(self.tokens()[:8])
@@ -132,7 +133,7 @@ class Member:
         stats = store.stats()
         if stats.bytes_used > self.max_bytes:
             raise AssertionError(f"{stats.bytes_used} bytes of {self.max_bytes}")
-        if len(store.engine._catalog.index.pages) > 20_000:
+        if len(store.engine._catalog._index.pages) > 20_000:
             raise AssertionError("the index grows")
 
     def note(self, store: PrefixStore) -> None:
@@ -149,10 +150,10 @@ class Member:
     def move(self, _: PrefixStore) -> None:
         with Archive(self.location, max_bytes=self.max_bytes) as archive:
             file = io.BytesIO()
-            export_pack(archive, file)
+            export_store(archive, file)
             file.seek(0)
             archive.evict_to(self.max_bytes // 2)
-            import_pack(PackReader(file, "memory"), archive)
+            import_store(ExportReader(file, "memory"), archive)
 
     def check(self, store: PrefixStore) -> None:
         if problems := store.engine.check():
@@ -238,18 +239,22 @@ def crowd(  # noqa: C901 - one thing after the other
         problems += member.problems
     for store in stores:
         store.flush()
-        if store._writer.queued_bytes:
-            problems.append(f"{store._writer.queued_bytes} bytes are leased and not queued")
+        if store.engine.queued_bytes:
+            problems.append(f"{store.engine.queued_bytes} bytes are leased and not queued")
         catalog = store.engine._catalog
-        left = {name: len(getattr(catalog, name)) for name in ("pending", "writing", "touched", "damaged", "thinned")}
+        left = {"pending": len(catalog._pending), "writing": len(catalog._writing), "deferred": catalog.deferred()}
         if any(left.values()):
             problems.append(f"left in the catalog: {left}")
-        if store._counters["corrupt"] or store._counters.group("unreadable").keys() - {"vanished", "unavailable"}:
-            problems.append(f"damage: {store._counters.group('unreadable')}, {store._counters['corrupt']}")
-        done += Counter({f"dropped {k}": n for k, n in store._counters.group("dropped").items()})
-        done["evictions"] += store._counters["evictions"]
-        done["expired"] += store._counters["expired"]
-        done["outages"] += store._counters["outages"]
+        counters = store.engine.counters
+        if counters["corrupt"] or counters.group("unreadable").keys() - {
+            "vanished",
+            "unavailable",
+        }:
+            problems.append(f"damage: {counters.group('unreadable')}, {counters['corrupt']}")
+        done += Counter({f"dropped {k}": n for k, n in counters.group("dropped").items()})
+        done["evictions"] += counters["evictions"]
+        done["expired"] += counters["expired"]
+        done["outages"] += counters["outages"]
         with suppress(StorageError):
             store.close()
     wait_until = time.monotonic() + 30

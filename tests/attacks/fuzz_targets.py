@@ -22,6 +22,17 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore import PrefixStoreError, prompts
     from prefixstore.config import load_config
     from prefixstore.format.codec import PACKINGS, decode
+    from prefixstore.format.export import (
+        END_HEAD,
+        ENTRY,
+        EXPORT_VERSION,
+        HEADER,
+        MAGIC,
+        PAGE_HEAD,
+        ExportReader,
+        export_store,
+        import_store,
+    )
     from prefixstore.format.keys import page_key
     from prefixstore.format.namespace import Namespace
     from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
@@ -29,17 +40,6 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore.llama.shape import shape_of, shape_of_sequence
     from prefixstore.llama.state import assemble
     from prefixstore.maintenance.archive import Archive
-    from prefixstore.maintenance.transfer import (
-        END_HEAD,
-        ENTRY,
-        HEADER,
-        MAGIC,
-        PACK_VERSION,
-        PAGE_HEAD,
-        PackReader,
-        export_pack,
-        import_pack,
-    )
 
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export
@@ -127,13 +127,13 @@ def export(data: bytes) -> None:
     file.seekable = lambda: seekable
     with closing(Archive("memory:", create=True)) as archive:
         try:
-            import_pack(PackReader(file, "fuzzed"), archive)
+            import_store(ExportReader(file, "fuzzed"), archive)
         finally:
             # what a codec makes of a page is seen when it is used
             assert {problem.rule for problem in archive.check()} <= {"payload"}
             assert all(holding.namespace is not None for holding in archive.holdings())
             with suppress(PrefixStoreError):
-                export_pack(archive, io.BytesIO())
+                export_store(archive, io.BytesIO())
             archive.purge(everything=True)
 
 
@@ -230,7 +230,7 @@ def seeds(name: str) -> list[bytes]:
     return {
         "record": [*(record[: -RECORD_SEAL.size] for record in records), Usage(1, 2, True, 3, 4).pack()],
         "packed": [bytes([one.number]) + bytes(one.pack(raw)) for one in PACKINGS.values() for raw in states],
-        "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, PACK_VERSION, 1)],
+        "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, EXPORT_VERSION, 1)],
         "state": [
             sequence,
             struct.pack("<I", 5) + b"llama" + sequence[8:],

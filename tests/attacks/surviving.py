@@ -15,7 +15,7 @@ from prefixstore.engine.check import violations
 from prefixstore.format.codec import decode
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import export_pack
+from prefixstore.maintenance.transfer import export_store
 from prefixstore.testing import make_page
 from tests.attacks.working import BUDGET, SPACES, digest, pages_of, state_of
 
@@ -84,7 +84,7 @@ def pack() -> str:
                     some = memoryview(page.tokens).cast("i").tolist()
                     key, record = make_page(state, some, parent=page.parent, start=page.start, namespace=page.namespace)
                     transaction.put(key, record, Usage(page.last_used), state)
-        export_pack(archive, file)
+        export_store(archive, file)
     return file.getvalue().hex()
 
 

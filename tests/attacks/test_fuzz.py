@@ -17,12 +17,13 @@ from prefixstore.backends import open_backend
 from prefixstore.buffers import BufferPool
 from prefixstore.config import load_config
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import SNAPSHOT, Record, Usage, checksum
 from prefixstore.llama.prompt import text_tokens
 from prefixstore.llama.shape import shape_of_sequence
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, import_pack
+from prefixstore.maintenance.transfer import import_store
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export, export_of, with_key
 from tests.support import ROOT
@@ -109,7 +110,7 @@ def imported(tmp_path: Path, data: bytes) -> tuple[list[str], int]:
     """What a location complains of after an import, and how many pages it has."""
     with Archive(f"sqlite:///{tmp_path / 'kv.db'}", create=True) as archive:
         with pytest.raises(CorruptError):
-            import_pack(PackReader(io.BytesIO(data), "forged"), archive)
+            import_store(ExportReader(io.BytesIO(data), "forged"), archive)
         return [str(problem) for problem in archive.check()], len(archive.pages())
 
 
@@ -145,7 +146,7 @@ def test_settings_that_are_not_canonical_are_refused_and_block_no_one(tmp_path, 
     key = xxhash.xxh3_128_digest(settings)
     page = make_page(b"x" * 100, [1, 2], parent=key, namespace=key)
     with pytest.raises(CorruptError, match="settings of a namespace"):
-        PackReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
+        ExportReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
     # where they are in a store already
     location = f"lmdb://{tmp_path / 'kv'}"
     with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
@@ -210,5 +211,5 @@ def test_a_model_whose_path_is_not_a_string_is_refused(tmp_path):
 
 
 def test_the_seeds_of_the_fuzzers_are_real():
-    reader = PackReader(io.BytesIO(an_export()), "seed")
+    reader = ExportReader(io.BytesIO(an_export()), "seed")
     assert len(list(reader.entries(lambda _: True))) == 8

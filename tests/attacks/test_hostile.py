@@ -26,8 +26,8 @@ from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import PACKINGS, decode
+from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
-from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
 from tests.attacks.forging import moved
@@ -205,11 +205,11 @@ def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
     st.booleans(),
 )
 def test_a_sealed_export_file_with_any_content_is_refused(entries, rest, seekable):
-    data = HEADER.pack(MAGIC, PACK_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
+    data = HEADER.pack(MAGIC, EXPORT_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
     file = io.BytesIO(data)
     file.seekable = lambda: seekable
     with pytest.raises(PrefixStoreError):
-        list(PackReader(file, "forged").entries(lambda _: True))
+        list(ExportReader(file, "forged").entries(lambda _: True))
 
 
 @pytest.mark.parametrize("seekable", [True, False])
@@ -220,7 +220,9 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     huge = Record(**{name: getattr(record, name) for name in record.__slots__} | {"stored_bytes": 2**35})
     head = page + Usage(1).pack() + huge.pack()
     path = tmp_path / "forged.pstore"
-    path.write_bytes(HEADER.pack(MAGIC, PACK_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35))
+    path.write_bytes(
+        HEADER.pack(MAGIC, EXPORT_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35)
+    )
     tracemalloc.start()
     try:
         with path.open("rb") as file:
@@ -228,7 +230,7 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
             if not seekable:
                 reading.seekable = lambda: False
             with pytest.raises(CorruptError):
-                list(PackReader(reading, "forged").entries(lambda _: True))
+                list(ExportReader(reading, "forged").entries(lambda _: True))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

@@ -99,9 +99,9 @@ def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(sche
         server.store.flush()
         assert server.hits(0)
         weather().seconds = 0.7
-        before, asked = server.store._counters["miss:unavailable"], weather().asked_by_completions()
+        before, asked = server.store.engine.counters["miss:unavailable"], weather().asked_by_completions()
         waited = sum(server.ask(0) for _ in range(8 * TORTURE))
-        stats_before = server.store._counters
+        stats_before = server.store.engine.counters
         # the first one waited, and found out
         assert weather().asked_by_completions() - asked <= 2
         assert stats_before["miss:unavailable"] - before >= 8 * TORTURE - 1
@@ -145,7 +145,7 @@ def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_wait
         for seed in range(6):
             server.ask(seed)
             # one page of any size may be queued
-            assert server.store._writer.queued_bytes <= 1_000_000
+            assert server.store.engine.queued_bytes <= 1_000_000
         assert server.store.stats().dropped["queue_full"] > 0
         weather().gate.set()
         server.store.flush()
@@ -375,7 +375,7 @@ with PrefixStore(location, llm) as store:
     assert store.stats().hits == 1
     print("go", flush=True); sys.stdin.readline()
     for seed in (0, 1, 2): ask(seed)
-    store._writer.drain()
+    store.engine.drain()
     print("go", flush=True); sys.stdin.readline()
     ask(0); ask(1); store.flush(); ask(1)
     assert store.stats().hits >= 3, store.stats()
@@ -541,13 +541,13 @@ def test_a_network_that_drops_everything_delays_one_lookup(llama, request):
             assert one.hits(0)
             proxy.swallows = True
             assert one.ask(0) < 30
-            lost = one.store._counters.seconds("lost")
+            lost = one.store.engine.counters.seconds("lost")
             for seed in (0, 1, 0, 1):
                 one.ask(seed)
             # nothing was asked
-            assert one.store._counters.seconds("lost") == lost
-            assert one.store._counters["outages"] == 1
-            assert one.store._counters["miss:unavailable"] == 5
+            assert one.store.engine.counters.seconds("lost") == lost
+            assert one.store.engine.counters["outages"] == 1
+            assert one.store.engine.counters["miss:unavailable"] == 5
             proxy.swallows = False
             # a connection that has sent something waits for an answer that never comes, and times out
             wait_for(lambda: one.hits(0), "a hit")

@@ -11,9 +11,9 @@ import pytest
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key
@@ -49,7 +49,7 @@ class Tenant:
             piece = raw[start : start + 4 * P]
             buffer = self.buffers.acquire(size)
             buffer.view[:] = np.random.default_rng(start).bytes(size)
-            new = NewPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
+            new = PendingPage.of(self.namespace.key, self.namespace.canonical, parent, start // 4, piece, buffer)
             if self.engine.announce(new):
                 batch.append(new)
             parent = page_key(parent, piece)

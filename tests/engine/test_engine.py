@@ -1,4 +1,4 @@
-"""The engine and the writer: what is stored, what goes, and what happens when the backend fails."""
+"""The engine: what is stored, what is evicted, and what happens when the backend fails."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.format.record import RECORD, SNAPSHOT
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
+from tests.support.engines import Writer
 
 KIB, MIB = 1 << 10, 1 << 20
 P = 4  # tokens in a page
@@ -52,12 +52,16 @@ class Store:
     leases: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.counters = Counters()
-        budget = Budget(self.max_bytes, self.max_entries)
-        self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters)
+        self.open()
         self.buffers = BufferPool(1 << 30)
 
-    def pages(self, tokens, size=1000, *, namespace=NS) -> list[NewPage]:
+    def open(self, **options):
+        """A new engine on the backend."""
+        self.counters = Counters()
+        budget = Budget(self.max_bytes, self.max_entries)
+        self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
+
+    def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
         """The pages of a sequence that are worth taking, the tail included, as captured now."""
         raw = as_tokens(tokens).tobytes()
         parent, news = namespace, []
@@ -67,11 +71,11 @@ class Store:
             if self.engine.wants(namespace, parent, piece) or news:
                 buffer = self.buffers.acquire(size)
                 buffer.view[:] = state_of(key, size)
-                news.append(NewPage.of(namespace, b'{"n":1}', parent, start // 4, piece, buffer))
+                news.append(PendingPage.of(namespace, b'{"n":1}', parent, start // 4, piece, buffer))
             parent = key
         return news
 
-    def announce(self, tokens, size=1000, **options) -> list[NewPage]:
+    def announce(self, tokens, size=1000, **options) -> list[PendingPage]:
         return [new for new in self.pages(tokens, size, **options) if self.engine.announce(new)]
 
     def put(self, tokens, size=1000, **options) -> int:
@@ -185,7 +189,7 @@ def test_the_codec_that_packs_gives_back_the_same_bytes():
         tokens = as_tokens(A[:4]).tobytes()
         buffer = store.buffers.acquire(100_000)
         buffer.view[:] = bytes(100_000)
-        new = NewPage.of(NS, b"{}", NS, 0, tokens, buffer)
+        new = PendingPage.of(NS, b"{}", NS, 0, tokens, buffer)
         assert store.engine.announce(new)
         assert store.engine.commit([new]) == 1
         buffer.release()
@@ -380,10 +384,10 @@ def test_a_damaged_page_ends_a_restore_and_goes_with_all_behind_it(tmp_path, dam
         assert store.match(tokens) == (4 if damage in ("record", "other tokens") else 16)
         assert store.fetch(tokens) == 1
         assert store.match(tokens) == 4
-        assert store.engine.has_notes
+        assert store.engine.has_deferred
         assert store.engine.commit([]) == 0
         assert store.counters["corrupt"] == 3
-        assert not store.engine.has_notes
+        assert not store.engine.has_deferred
         assert store.engine.check() == []
         assert store.match([7] * 8) == 8
         assert store.put(tokens) == 3
@@ -614,7 +618,7 @@ def test_two_engines_keep_the_budget_together(tmp_path):
             assert used.entries <= 40
         assert used == two.engine.used()[0]
         assert used.bytes > 0.5 * MIB
-        assert {*one.engine._catalog.index.pages} == {*two.engine._catalog.index.pages} == one.stored_keys()
+        assert {*one.engine._catalog._index.pages} == {*two.engine._catalog._index.pages} == one.stored_keys()
 
 
 def test_a_use_is_written_with_the_next_batch_and_heeded_by_the_other_engine(tmp_path):
@@ -628,9 +632,9 @@ def test_a_use_is_written_with_the_next_batch_and_heeded_by_the_other_engine(tmp
         assert one.fetch(A) == 3
         with one.backend.view() as view:
             assert view.usage(key) == before
-        assert one.engine.has_notes
+        assert one.engine.has_deferred
         one.engine.commit([])
-        assert not one.engine.has_notes
+        assert not one.engine.has_deferred
         with one.backend.view() as view:
             assert view.usage(key).hits == 1
             assert view.usage(key).last_used > before.last_used
@@ -693,8 +697,7 @@ def test_an_older_snapshot_does_not_take_the_index_back(tmp_path):
             behind = one.announce([*A, 5])
             assert len(behind) == 1
             # another thread opened its snapshot before, and gets its turn only now
-            with one.engine._catalog.lock:
-                one.engine._catalog.refresh(old)
+            one.engine._catalog.refresh(old)
             assert one.match([*A, 5]) == 13
         assert one.engine.commit(behind) == 1
         assert one.counters.group("dropped") == {}
@@ -714,7 +717,7 @@ def test_a_tail_that_another_process_has_stored_meanwhile_is_not_forgotten_with_
         for number in range(10, 20):
             one.put([number] * 4)
             assert one.engine.check() == []
-        assert {*one.engine._catalog.index.pages} == one.stored_keys()
+        assert {*one.engine._catalog._index.pages} == one.stored_keys()
 
 
 def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
@@ -727,7 +730,7 @@ def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch)
             two.put([number] * 4)
             two.fetch(A)
         assert one.match([*A, 5]) == 13
-        assert {*one.engine._catalog.index.pages} == one.stored_keys() | {pending[0].page.key}
+        assert {*one.engine._catalog._index.pages} == one.stored_keys() | {pending[0].page.key}
         assert one.engine.commit(pending) == 1
         assert two.match([*A, 5]) == 13
 
@@ -737,8 +740,9 @@ def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch)
 
 @contextmanager
 def writer_of(store, queue_bytes=MIB, *, behind=True, read_only=False):
-    writer = Writer(store.engine, queue_bytes, behind, store.counters, read_only=read_only)
-    store.buffers = writer._buffers
+    store.open(queue_bytes=queue_bytes, write_behind=behind, read_only=read_only)
+    writer = Writer(store.engine)
+    store.buffers = store.engine._queue._buffers
     try:
         yield writer
     finally:
@@ -769,7 +773,7 @@ def test_close_writes_what_is_queued_and_noted():
             assert writer.queued_bytes > 0
         assert writer.queued_bytes == 0
         assert len(store.stored_keys()) == 5
-        assert not store.engine.has_notes
+        assert not store.engine.has_deferred
         writer.close()
         writer.flush()
 
@@ -817,13 +821,13 @@ def test_the_queue_is_bounded_and_has_room_again_when_its_pages_are_written():
 
 
 def test_uses_are_written_behind_without_a_batch(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.queue.NOTES_AFTER", 0.02)
+    monkeypatch.setattr("prefixstore.engine.queue.DEFERRED_SECONDS", 0.02)
     with store_of() as store:
         store.put(A)
         with writer_of(store) as writer:
             store.fetch(A)
             writer.nudge()
-            wait_for(lambda: not store.engine.has_notes, "the note")
+            wait_for(lambda: not store.engine.has_deferred, "the note")
         with store.backend.view() as view:
             assert {usage.hits for _, _, usage in view.scan()} == {1}
 
@@ -837,7 +841,7 @@ def test_a_reader_notes_nothing_and_flushes_nothing(tmp_path):
             assert store.fetch(A) == 3
             writer.nudge()
             writer.flush()
-        assert store.engine.has_notes
+        assert store.engine.has_deferred
         assert store.counters.group("dropped") == {}
 
 
@@ -879,9 +883,7 @@ def test_a_forked_child_writes_its_own_and_the_parent_its_own(tmp_path):
             if pid == 0:
                 done = 1
                 try:
-                    store.engine.after_fork()
-                    writer.after_fork()
-                    store.buffers = writer._buffers
+                    store.buffers = store.engine._queue._buffers
                     assert store.fetch(C) == 3
                     for new in store.pages(B):
                         writer.submit(new)
@@ -933,8 +935,8 @@ def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
         assert writer.queued_bytes == 0
         assert store.engine.check() == []
         store.match([0])
-        assert {*store.engine._catalog.index.pages} == store.stored_keys()
-        assert store.engine._catalog.pending == {}
+        assert {*store.engine._catalog._index.pages} == store.stored_keys()
+        assert store.engine._catalog._pending == {}
         assert next(restored) > 0
         assert "error" not in store.counters.group("dropped")
         assert "corrupt" not in store.counters.group("unreadable")
@@ -952,20 +954,20 @@ def captured(store, writer, tokens, size):
             if buffer is None:
                 return
             buffer.view[:] = state_of(key, size)
-            yield NewPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
+            yield PendingPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
         parent = key
 
 
 # -- snapshots --------------------------------------------------------------------------------------------------------
 
 
-def snapshot_of(store, tokens, size=100) -> NewPage:
+def snapshot_of(store, tokens, size=100) -> PendingPage:
     """A snapshot behind these tokens, as captured now."""
     keys = [NS, *page_keys(NS, as_tokens(tokens), P)]
     start = (len(keys) - 1) * P
     buffer = store.buffers.acquire(size)
     raw = as_tokens(tokens[start:]).tobytes()
-    new = NewPage.of(NS, b'{"n":1}', keys[-1], start, raw, buffer, 0, 1)
+    new = PendingPage.of(NS, b'{"n":1}', keys[-1], start, raw, buffer, 0, 1)
     buffer.view[:] = state_of(new.page.key, size)
     return new
 
@@ -1023,9 +1025,9 @@ def test_snapshots_are_thinned_with_the_next_batch_but_for_those_that_are_pinned
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         assert store.engine.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
         assert store.engine.thin(NS, as_tokens(tokens), P, 2, 8) == 4
-        assert store.engine.has_notes
+        assert store.engine.has_deferred
         store.engine.commit([])
-        assert not store.engine.has_notes
+        assert not store.engine.has_deferred
         with store.backend.view() as view:
             left = [record.start + len(record.tokens) // 4 for _, record, _ in view.scan() if record.form == 1]
         assert 17 in left
@@ -1072,26 +1074,17 @@ def test_expired_snapshots_are_not_found():
 
 
 def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_next_commit():
-    class Interrupted(MemoryBackend):
-        """Something else happens between the end of a transaction and the moment when the catalog knows of it."""
-
-        happens = staticmethod(list)
-
-        def keep(self, key, tokens, state):
-            happens, self.happens = self.happens, list
-            happens()
-
-    backend = Interrupted()
-    with store_of(backend) as store:
+    with store_of() as store:
         longer = []
         tail = store.announce([1, 2])
-        backend.happens = lambda: longer.extend(store.announce([1, 2, 3]))
+        # between the end of the transaction and the moment when the catalog learns of it
+        store.engine._ram.keep = lambda *_: longer.extend(store.announce([1, 2, 3]))
         assert store.engine.commit(tail) == 1
         assert store.match([1, 2, 3]) == 3
         assert store.engine.commit(longer) == 1
         assert store.stored_keys() == {longer[0].page.key}
-        assert {*store.engine._catalog.index.pages} == store.stored_keys()
-        assert store.engine._catalog.writing == set()
+        assert {*store.engine._catalog._index.pages} == store.stored_keys()
+        assert store.engine._catalog._writing == set()
 
 
 @pytest.mark.parametrize("meddle", ["thin", "damage"])
@@ -1119,11 +1112,11 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_page_without_
         store.put(A[:4])
         parent = page_keys(NS, as_tokens(A), P)[0]
         buffer = store.buffers.acquire(1000)
-        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
+        new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
         catalog = store.engine._catalog
         backend.meddle = (
-            (lambda: catalog.thin(new.page)) if meddle == "thin" else (lambda: catalog.forget(new.page.key))
+            (lambda: catalog.discard_snapshot(new.page)) if meddle == "thin" else (lambda: catalog.damage(new.page.key))
         )
         assert store.engine.commit([new]) == 0
         buffer.release()
@@ -1136,14 +1129,14 @@ def test_what_a_thinned_snapshot_depends_on_stays_until_it_is_deleted():
         store.put(A[:4])
         parent = page_keys(NS, as_tokens(A), P)[0]
         buffer = store.buffers.acquire(1000)
-        new = NewPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
+        new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
         assert store.engine.announce(new)
         assert store.engine.commit([new]) == 1
         buffer.release()
         # in the middle of a transaction, which deletes what was thinned before it began
-        with store.engine._catalog.transaction(store.backend) as transaction:
-            store.engine._catalog.thin(new.page)
-            room = store.engine._committer._room
-            assert room._evict(transaction, lambda: transaction.used.entries > 1)
+        with store.engine._catalog.update(store.backend) as transaction:
+            store.engine._catalog.discard_snapshot(new.page)
+            evictor = store.engine._committer._evictor
+            assert evictor._evict(transaction, lambda: transaction.used.entries > 1)
         assert store.engine.check() == []
         assert store.stored_keys() == {parent}

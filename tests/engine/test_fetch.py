@@ -14,14 +14,13 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine import readers as read_ahead
-from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import Catalog, NewPage
-from prefixstore.engine.commit import Committer
+from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.fetch import Fetcher
+from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
-from prefixstore.format.autocodec import ReadPace, encode
+from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 
@@ -68,7 +67,6 @@ class Watcher(MemoryBackend):
         self.in_use = threading.Lock()
         self.before = lambda i: None
         self.change = lambda i, record, payload: (record, payload)
-        self.at_hand = {}
 
     @contextmanager
     def alone(self):
@@ -88,8 +86,16 @@ class Watcher(MemoryBackend):
             finally:
                 self.open -= 1
 
-    def state(self, key, tokens):
-        return self.at_hand.get((key, tokens))
+
+class Turns(Encoder):
+    """Packs each page with the next of some codecs."""
+
+    def __init__(self, codecs):
+        super().__init__()
+        self._codecs = iter(codecs)
+
+    def __call__(self, namespace, raw):
+        return encode(raw, next(self._codecs))
 
 
 class Store:
@@ -97,23 +103,19 @@ class Store:
 
     def __init__(self, backend, codecs, *, pending=0):
         self.backend, self.counters = backend, Counters()
-        self.catalog = Catalog(POLICIES["lru"](), self.counters)
-        self.fetcher = Fetcher(backend, self.catalog, self.counters, ReadPace(), Breaker(lambda _: None, self.counters))
+        self.engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), Turns(codecs), self.counters)
+        self.catalog, self.fetcher = self.engine._catalog, self.engine._fetcher
         self.buffers = BufferPool(1 << 30)
-        turns = iter(codecs)
-        committer = Committer(
-            backend, self.catalog, Budget(1 << 30, None), lambda _, raw: encode(raw, next(turns)), self.counters
-        )
         self.news, parent = [], NS
         for i in range(len(codecs) + pending):
             tokens = as_tokens([i] * P).tobytes()
             buffer = self.buffers.acquire(SIZE)
             buffer.view[:] = state_of(i)
-            new = NewPage.of(NS, b"{}", parent, i * P, tokens, buffer)
+            new = PendingPage.of(NS, b"{}", parent, i * P, tokens, buffer)
             parent = page_key(parent, tokens)
-            assert self.catalog.announce(new)
+            assert self.engine.announce(new)
             self.news.append(new)
-        assert committer.commit(self.news[: len(codecs)]) == len(codecs)
+        assert self.engine.commit(self.news[: len(codecs)]) == len(codecs)
         for new in self.news[: len(codecs)]:
             new.buffer.release()
         self.pages = [new.page for new in self.news]
@@ -228,17 +230,17 @@ def test_what_waits_to_be_written_comes_from_its_buffer():
         assert store.buffers.leased == 0
 
 
-def test_what_the_backend_has_at_hand_is_not_read():
+def test_a_state_in_ram_is_not_read():
     with store_of(MIXED) as store:
+        store.engine._ram = store.fetcher._ram = RamTier(1 << 24)
         read = []
         store.backend.before = read.append
         for i in (0, 3, 4, 9):
-            page = store.pages[i]
-            store.backend.at_hand[page.key, page.tokens] = memoryview(state_of(i))
+            store.fetcher._ram.keep(store.pages[i], state_of(i))
         assert store.fetch() == len(MIXED)
         assert len(read) == len(MIXED) - 4
         for i, page in enumerate(store.pages):
-            store.backend.at_hand[page.key, page.tokens] = memoryview(state_of(i))
+            store.fetcher._ram.keep(page, state_of(i))
         assert store.fetch() == len(MIXED)
         assert len(read) == len(MIXED) - 4
 
@@ -266,8 +268,8 @@ def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
         store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
         assert store.fetch() == at
         assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.damaged == {store.pages[at].key}
-        assert store.pages[at].key not in store.catalog.index
+        assert store.catalog.deferred().damaged == {store.pages[at].key}
+        assert not store.catalog.has(store.pages[at])
 
 
 def test_only_the_first_of_several_damaged_pages_is_noted(workers):
@@ -275,7 +277,7 @@ def test_only_the_first_of_several_damaged_pages_is_noted(workers):
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) if i > 1 else payload)
         assert store.fetch() == 2
         assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.damaged == {store.pages[2].key}
+        assert store.catalog.deferred().damaged == {store.pages[2].key}
 
 
 def test_a_page_of_other_tokens_is_damaged():
@@ -290,8 +292,8 @@ def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
         store.backend.change = forging(3, codec=77)
         assert store.fetch() == 3
         assert store.counters.group("unreadable") == {"incompatible": 1}
-        assert not store.catalog.damaged
-        assert store.pages[3].key in store.catalog.index
+        assert not store.catalog.deferred().damaged
+        assert store.catalog.has(store.pages[3])
 
 
 @pytest.mark.parametrize(
@@ -311,7 +313,7 @@ def test_what_the_backend_raises_is_counted_when_the_turn_of_that_page_comes(wor
         store.backend.before = fail
         assert store.fetch() == 5
         assert store.counters.group("unreadable") == {reason: 1}
-        assert bool(store.catalog.damaged) is damages
+        assert bool(store.catalog.deferred().damaged) is damages
 
 
 def test_a_page_that_is_gone_ends_the_restore(workers):
@@ -321,7 +323,7 @@ def test_a_page_that_is_gone_ends_the_restore(workers):
                 transaction.delete(page.key)
         assert store.fetch() == 6
         assert store.counters.group("unreadable") == {"vanished": 1}
-        assert not store.catalog.damaged
+        assert not store.catalog.deferred().damaged
 
 
 def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
@@ -330,7 +332,7 @@ def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
         with store.fetcher.fetching(store.pages) as states:
             assert list(states) == []
         assert store.counters.group("unreadable") == {"unavailable": 1}
-        assert not store.catalog.damaged
+        assert not store.catalog.deferred().damaged
 
 
 def test_a_fault_of_the_program_reaches_the_caller(workers):

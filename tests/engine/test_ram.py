@@ -1,40 +1,42 @@
-"""The tier in RAM: states at hand, within its budget, never the only copy."""
+"""The RAM tier: states of hot pages, within its limit, never the only copy."""
 
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine.ram import ENTRY_BYTES, TieredBackend
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.index import Page
+from prefixstore.engine.ram import ENTRY_BYTES, RamTier
+from prefixstore.format.autocodec import pick
+from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
+from prefixstore.stats import Counters
 from prefixstore.store import PrefixStore
-from prefixstore.testing import BackendContract, PersistentBackendContract, make_page
+from prefixstore.testing import make_page
 from tests.support.models import answer, prompt
 
 MIB = 1 << 20
 
 
-class TestTierOverMemory(BackendContract):
-    def open_backend(self, tmp_path):
-        return TieredBackend(MemoryBackend(), 8 * MIB)
-
-
-class TestTierOverLMDB(PersistentBackendContract):
-    def open_backend(self, tmp_path):
-        return TieredBackend(LMDBBackend(tmp_path / "kv", 128 * MIB), 8 * MIB)
-
-    reopen = open_backend
+def page_of(number, payload=b"payload"):
+    """The node of a page, which nothing stores."""
+    key, record = make_page(payload, [number])
+    return Page.stored(key, record, Usage(1))
 
 
 def put(backend, number, payload=b"payload"):
+    """The node of a page that is stored."""
     key, record = make_page(payload, [number])
     with backend.update() as transaction:
         transaction.put(key, record, Usage(1), payload)
-    return key, record.tokens
+    return Page.stored(key, record, Usage(1))
 
 
 def delete(backend, key):
@@ -42,99 +44,122 @@ def delete(backend, key):
         transaction.delete(key)
 
 
-def look(backend):
-    with backend.view():
-        pass
+@pytest.fixture
+def tiered():
+    """An engine with a RAM tier over a backend that others write to as well."""
+    engine = Engine(
+        MemoryBackend(), Budget(64 * MIB), POLICIES["lru"](), pick("raw"), Counters(), ram_bytes=MIB, read_only=True
+    )
+    with closing(engine):
+        yield engine
 
 
-def test_a_state_that_was_kept_is_at_hand_and_is_a_copy():
-    tier = TieredBackend(MemoryBackend(), MIB)
-    key, tokens = put(tier, 1)
-    assert tier.state(key, tokens) is None
+def look_up(engine):
+    engine.match(bytes(16), as_tokens([1]), 4)
+
+
+def test_a_kept_state_is_a_copy():
+    tier = RamTier(MIB)
+    page = page_of(1)
+    assert tier.state(page) is None
     memory = bytearray(b"state")
-    tier.keep(key, tokens, memory)
+    tier.keep(page, memory)
     memory[:] = b"other"
-    assert tier.state(key, tokens) == b"state"
+    assert tier.state(page) == b"state"
 
 
 def test_other_tokens_under_the_same_key_are_not_believed():
-    tier = TieredBackend(MemoryBackend(), MIB)
-    key, tokens = put(tier, 1)
-    tier.keep(key, tokens, b"state")
-    assert tier.state(key, tokens + tokens) is None
+    tier = RamTier(MIB)
+    page = page_of(1)
+    tier.keep(page, b"state")
+    page.tokens += page.tokens
+    assert tier.state(page) is None
 
 
-def test_the_least_recently_used_states_go_and_the_budget_holds():
-    tier = TieredBackend(MemoryBackend(), 3 * (1000 + 4 + ENTRY_BYTES))
-    pages = [put(tier, i) for i in range(4)]
-    for key, tokens in pages[:3]:
-        tier.keep(key, tokens, bytes(1000))
-    assert tier.state(*pages[0]) is not None
-    tier.keep(*pages[3], bytes(1000))
-    assert [tier.state(*page) is not None for page in pages] == [True, False, True, True]
-    assert tier.ram_used == 3 * (1000 + 4 + ENTRY_BYTES)
-    tier.keep(*pages[1], bytes(5000))
-    assert tier.state(*pages[1]) is None, "larger than the tier"
+def test_the_least_recently_used_states_are_dropped_and_the_limit_holds():
+    tier = RamTier(3 * (1000 + 4 + ENTRY_BYTES))
+    pages = [page_of(i) for i in range(4)]
+    for page in pages[:3]:
+        tier.keep(page, bytes(1000))
+    assert tier.state(pages[0]) is not None
+    tier.keep(pages[3], bytes(1000))
+    assert [tier.state(page) is not None for page in pages] == [True, False, True, True]
+    assert tier.used == 3 * (1000 + 4 + ENTRY_BYTES)
+    tier.keep(pages[1], bytes(5000))
+    assert tier.state(pages[1]) is None, "larger than the tier"
 
 
-def test_a_state_that_is_held_stays_as_it_is_when_the_tier_lets_it_go():
-    tier = TieredBackend(MemoryBackend(), 2000)
-    first, second = put(tier, 1), put(tier, 2)
-    tier.keep(*first, b"a" * 1000)
-    held = tier.state(*first)
-    tier.keep(*second, b"b" * 1000)
-    assert tier.state(*first) is None
+def test_a_state_in_use_stays_valid_when_the_tier_drops_it():
+    tier = RamTier(2000)
+    first, second = page_of(1), page_of(2)
+    tier.keep(first, b"a" * 1000)
+    held = tier.state(first)
+    tier.keep(second, b"b" * 1000)
+    assert tier.state(first) is None
     assert held == b"a" * 1000
 
 
-@pytest.mark.parametrize("through_the_tier", [True, False])
-def test_a_page_that_leaves_the_location_leaves_the_tier(through_the_tier):
-    inner = MemoryBackend()
-    tier = TieredBackend(inner, MIB)
-    gone, kept = put(tier, 1), put(tier, 2)
-    look(tier)
-    for page in (gone, kept):
-        tier.keep(*page, b"state")
-    delete(tier if through_the_tier else inner, gone[0])
-    look(tier)
-    assert tier.state(*gone) is None
-    assert tier.state(*kept) == b"state"
-    assert tier.ram_used == 5 + 4 + ENTRY_BYTES
+def test_a_tier_without_memory_keeps_nothing():
+    tier = RamTier(0)
+    page = page_of(1)
+    tier.keep(page, b"")
+    tier.want([page])
+    assert (tier.state(page), tier.used, tier.wants_pages) == (None, 0, False)
 
 
-def test_after_too_many_changes_to_tell_only_what_is_there_stays(monkeypatch):
-    inner = MemoryBackend()
-    tier = TieredBackend(inner, MIB)
-    gone, kept = put(tier, 1), put(tier, 2)
-    look(tier)
+def test_wanted_pages_are_given_out_newest_first_and_only_those_that_are_missing():
+    tier = RamTier(MIB)
+    pages = [page_of(i) for i in range(3)]
+    tier.keep(pages[1], b"state")
+    tier.want(pages)
+    assert [tier.next_wanted(), tier.next_wanted(), tier.next_wanted()] == [pages[2], pages[0], None]
+
+
+@pytest.mark.parametrize("refreshed_before", [True, False])
+def test_a_page_that_leaves_the_location_leaves_the_tier(tiered, refreshed_before):
+    gone, kept = put(tiered._backend, 1), put(tiered._backend, 2)
+    if refreshed_before:
+        look_up(tiered)
     for page in (gone, kept):
-        tier.keep(*page, b"state")
-    delete(inner, gone[0])
+        tiered._ram.keep(page, b"state")
+    delete(tiered._backend, gone.key)
+    look_up(tiered)
+    assert tiered._ram.state(gone) is None
+    assert tiered._ram.state(kept) == b"state"
+    assert tiered.ram_bytes == 5 + 4 + ENTRY_BYTES
+
+
+def test_after_too_many_changes_to_follow_only_stored_pages_stay_in_the_tier(tiered, monkeypatch):
+    inner = tiered._backend
+    gone, kept = put(inner, 1), put(inner, 2)
+    look_up(tiered)
+    for page in (gone, kept):
+        tiered._ram.keep(page, b"state")
+    delete(inner, gone.key)
     monkeypatch.setattr(inner._pages, "changes", inner._pages.changes.__class__())
-    look(tier)
-    assert (tier.state(*gone), tier.state(*kept)) == (None, b"state")
+    look_up(tiered)
+    assert (tiered._ram.state(gone), tiered._ram.state(kept)) == (None, b"state")
 
 
-def test_many_threads_keep_and_ask_and_the_sum_is_right():
-    tier = TieredBackend(MemoryBackend(), 20 * (100 + 4 + ENTRY_BYTES))
-    pages = [put(tier, i) for i in range(50)]
+def test_many_threads_keep_and_read_states_and_the_sum_is_right():
+    tier = RamTier(20 * (100 + 4 + ENTRY_BYTES))
+    pages = [page_of(i) for i in range(50)]
 
     def work(seed):
         for i in np.random.default_rng(seed).integers(0, len(pages), 400):
-            key, tokens = pages[i]
-            state = tier.state(key, tokens)
+            state = tier.state(pages[i])
             assert state is None or state == bytes([i]) * 100
-            tier.keep(key, tokens, bytes([i]) * 100)
+            tier.keep(pages[i], bytes([i]) * 100)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert tier.ram_used == sum(state.bytes for state in tier._states.values()) <= 20 * (104 + ENTRY_BYTES)
+    assert tier.used == sum(state.bytes for state in tier._states.values()) <= 20 * (104 + ENTRY_BYTES)
 
 
-def test_pages_are_at_hand_after_a_capture_and_after_a_hit(llama, tmp_path):
+def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
     tokens = prompt(700)
     with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB") as store:
         llm.set_cache(store)
@@ -152,7 +177,7 @@ def test_pages_are_at_hand_after_a_capture_and_after_a_hit(llama, tmp_path):
                 break
             until.wait(0.05)
         assert store.stats().bytes_in_ram > 0
-        # from now on no payload is read any more
+        # restored from RAM, whatever becomes of the location
         llm.reset()
         assert store.restore(tokens) == 699
 
@@ -162,8 +187,7 @@ def test_damage_in_the_location_is_not_hidden_from_check(tmp_path, llama):
         llm.set_cache(store)
         answer(llm, prompt(600))
         store.flush()
-        tier = store._engine._backend
-        with tier.update() as transaction:
+        with store._engine._backend.update() as transaction:
             key, record, usage = next(iter(transaction.scan()))
             transaction.put(key, record, usage, bytes(record.stored_bytes))
         assert [violation.rule for violation in store.check()] == ["payload"]

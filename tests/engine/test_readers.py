@@ -43,7 +43,7 @@ def test_a_damaged_page_may_be_given_out_and_is_told_before_the_next(at):
         assert verified == at
         assert given[:at] == [state_of(i) for i in range(at)]
         assert store.counters.group("unreadable") == {"corrupt": 1}
-        assert store.catalog.damaged == {store.pages[at].key}
+        assert store.catalog.deferred().damaged == {store.pages[at].key}
 
 
 def test_a_page_of_another_length_or_other_tokens_is_not_given_out():

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
+from tests.support.engines import Writer
 from tests.support.models import TORTURE
 
 P = 4
@@ -66,10 +66,12 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         counters = Counters()
         backend = LMDBBackend(self.directory / "kv", 64 << 20) if self.persistent else MemoryBackend()
-        engine = Engine(backend, self.budget, POLICIES["lru"](), pick(self.codec), counters)
+        engine = Engine(
+            backend, self.budget, POLICIES["lru"](), pick(self.codec), counters, queue_bytes=1 << 20, write_behind=False
+        )
         self.engines.append(engine)
         # written by the caller, at the next flush or commit: the machine decides when
-        self.writers.append(Writer(engine, 1 << 20, False, counters, read_only=False))
+        self.writers.append(Writer(engine))
 
     def close(self, which: int) -> None:
         self.writers.pop(which).close()
@@ -83,7 +85,7 @@ class Machine(RuleBasedStateMachine):
             self.close(0)
         shutil.rmtree(self.directory)
 
-    def capture(self, which: int, namespace: bytes, tokens: tuple[int, ...]) -> list[NewPage]:
+    def capture(self, which: int, namespace: bytes, tokens: tuple[int, ...]) -> list[PendingPage]:
         """The pages of a sequence that are wanted, captured."""
         engine, raw = self.engines[which], as_tokens(tokens).tobytes()
         engine.match(namespace, as_tokens(tokens), P)
@@ -95,7 +97,7 @@ class Machine(RuleBasedStateMachine):
                 state = state_of(key)
                 buffer = self.writers[which].acquire(len(state))
                 buffer.view[:] = state
-                new = NewPage.of(namespace, namespace, parent, start // 4, piece, buffer)
+                new = PendingPage.of(namespace, namespace, parent, start // 4, piece, buffer)
                 assert engine.announce(new)
                 news.append(new)
             parent = key
@@ -110,7 +112,7 @@ class Machine(RuleBasedStateMachine):
             new.buffer.release()
         self.stored.add((namespace, tokens))
 
-    waiting: list[NewPage] = []  # noqa: RUF012 - replaced, never changed
+    waiting: list[PendingPage] = []  # noqa: RUF012 - replaced, never changed
     writes = 0
 
     @rule(which=whose, namespace=namespaces, tokens=prompts)
@@ -183,10 +185,10 @@ class Machine(RuleBasedStateMachine):
             engine.match(NAMESPACES[0], as_tokens([]), P)
             with engine._backend.view() as view:
                 keys = {key for key, _, _ in view.scan()}
-            assert set(engine._catalog.index.pages) == keys | set(engine._catalog.pending)
+            assert set(engine._catalog._index.pages) == keys | set(engine._catalog._pending)
             used, stored, raw = engine.used()
             assert used.entries == len(keys)
-            if not engine._catalog.pending:
+            if not engine._catalog._pending:
                 sizes = [len(state_of(key)) for key in keys]
                 assert raw == sum(sizes)
                 assert stored <= raw

@@ -14,10 +14,11 @@ import pytest
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.format import export
+from prefixstore.format.export import ExportReader
 from prefixstore.format.record import FORMAT_VERSION
-from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, copy_store, export_pack, import_pack, with_paths
+from prefixstore.maintenance.transfer import copy_store, export_store, import_store
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
@@ -35,7 +36,7 @@ def source(tmp_path):
 
 def packed(archive, **options):
     file = io.BytesIO()
-    export_pack(archive, file, **options)
+    export_store(archive, file, **options)
     return file.getvalue()
 
 
@@ -61,7 +62,7 @@ def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, r
         fill(source.backend, MINE, SEQUENCES)
         fill(source.backend, YOURS, SEQUENCES[:1], pinned=True)
         before = contents(source.backend)
-        moved = import_pack(PackReader(io.BytesIO(packed(source)), "f"), target)
+        moved = import_store(ExportReader(io.BytesIO(packed(source)), "f"), target)
         assert (moved.pages, moved.bytes, moved.namespaces, moved.present) == (9, 9000, 2, 0)
         assert contents(target.backend) == before
         assert target.check() == []
@@ -77,21 +78,21 @@ def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, r
 def test_only_what_was_chosen_is_exported_with_all_that_it_needs(source, tmp_path):
     page = source.find(fill(source.backend, MINE, SEQUENCES)[1][-1].hex())
     with Archive(tmp_path / "target", create=True) as target:
-        data = packed(source, keys=with_paths(source, [page]))
-        moved = import_pack(PackReader(io.BytesIO(data), "f"), target)
+        data = packed(source, keys=source.with_ancestors({page.key}))
+        moved = import_store(ExportReader(io.BytesIO(data), "f"), target)
         assert (moved.pages, moved.namespaces) == (3, 1)
         assert target.check() == []
         data = packed(source, namespaces={YOURS.key})
-        assert import_pack(PackReader(io.BytesIO(data), "f"), target).pages == 2
+        assert import_store(ExportReader(io.BytesIO(data), "f"), target).pages == 2
 
 
 def ends_of_entries(data):
     """Where each entry of a file ends, and how many pages there are up to there."""
-    ends, at, pages = [], transfer.HEADER.size, 0
+    ends, at, pages = [], export.HEADER.size, 0
     while at < len(data):
-        kind, head, body = transfer.ENTRY.unpack_from(data, at)
-        at += transfer.ENTRY.size + head + transfer.SEAL.size + body
-        pages += kind == transfer.PAGE
+        kind, head, body = export.ENTRY.unpack_from(data, at)
+        at += export.ENTRY.size + head + export.SEAL.size + body
+        pages += kind == export.PAGE
         ends.append((at, pages))
     return ends
 
@@ -106,10 +107,10 @@ def test_a_truncated_file_gives_all_its_whole_pages_and_the_rest_when_it_is_comp
         with Archive(tmp_path / f"target{i}", create=True) as target:
             # the start of the entry behind the namespaces is read with them
             with pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"):
-                import_pack(PackReader(opened(data[:cut]), "f"), target)
+                import_store(ExportReader(opened(data[:cut]), "f"), target)
             assert len(contents(target.backend)) == whole
             assert target.check() == []
-            moved = import_pack(PackReader(opened(data), "f"), target)
+            moved = import_store(ExportReader(opened(data), "f"), target)
             assert (moved.pages, moved.present) == (9 - whole, whole)
             assert contents(target.backend) == contents(source.backend)
 
@@ -123,27 +124,27 @@ def test_a_flipped_bit_is_seen_wherever_it_is_and_nothing_wrong_is_stored(source
         changed[at] ^= 1 << int(rng.integers(8))
         with Archive("memory:", create=True) as target:
             with pytest.raises((CorruptError, IncompatibleError)):
-                import_pack(PackReader(io.BytesIO(bytes(changed)), "f"), target)
+                import_store(ExportReader(io.BytesIO(bytes(changed)), "f"), target)
             assert contents(target.backend).items() <= good.items()
             assert target.check() == []
 
 
 def test_lengths_that_are_lies_take_no_memory(tmp_path):
-    head = transfer.HEADER.pack(transfer.MAGIC, transfer.PACK_VERSION, FORMAT_VERSION)
+    head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
     for lengths in ((1 << 31, 0), (16, 1 << 60)):
         with pytest.raises(CorruptError):
-            PackReader(io.BytesIO(head + transfer.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
+            ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
 
 
 def test_another_file_and_a_newer_one_are_refused(source):
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
-        PackReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
+        ExportReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
-        PackReader(io.BytesIO(b""), "f")
+        ExportReader(io.BytesIO(b""), "f")
     for versions in ((2, 1), (1, 2)):
-        data = struct.pack("<8sII", transfer.MAGIC, *versions)
+        data = struct.pack("<8sII", export.MAGIC, *versions)
         with pytest.raises(IncompatibleError, match="upgrade"):
-            PackReader(io.BytesIO(data), "f")
+            ExportReader(io.BytesIO(data), "f")
 
 
 def test_an_import_keeps_to_the_budget_and_never_evicts_what_it_builds_on(tmp_path):
@@ -153,7 +154,7 @@ def test_an_import_keeps_to_the_budget_and_never_evicts_what_it_builds_on(tmp_pa
         Archive(tmp_path / "target", create=True, max_bytes=4 << 20) as target,
     ):
         fill(source.backend, MINE, sequences, size=50_000)
-        moved = import_pack(PackReader(io.BytesIO(packed(source)), "f"), target)
+        moved = import_store(ExportReader(io.BytesIO(packed(source)), "f"), target)
         assert moved.evicted + moved.refused > 50
         assert moved.pages + moved.refused == 200
         assert target.check(4 << 20) == []
@@ -192,10 +193,10 @@ def test_damaged_pages_are_left_out_with_what_is_behind_them(source, tmp_path):
         transaction.delete(key)
         transaction.put(key, replace(record, checksum=bytes(16)), usage, bytes(1000))
     file = io.BytesIO()
-    moved = export_pack(source, file)
+    moved = export_store(source, file)
     assert (moved.pages, moved.damaged) == (5, 1)
     with Archive(tmp_path / "target", create=True) as target:
-        assert import_pack(PackReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
+        assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
         assert target.check() == []
 
 
@@ -209,7 +210,7 @@ def test_pages_that_vanish_meanwhile_are_left_out_with_what_is_behind_them(sourc
         return found
 
     monkeypatch.setattr(source, "pages", pages)
-    moved = export_pack(source, io.BytesIO())
+    moved = export_store(source, io.BytesIO())
     assert moved.pages == len(look()) < 9
     assert moved.damaged == 0
 
@@ -222,12 +223,12 @@ def test_the_memory_that_a_transfer_takes_does_not_grow_with_the_store(tmp_path)
         fill(source.backend, MINE, sequences, size=1 << 20)
         tracemalloc.start()
         with (tmp_path / "f").open("wb") as file:
-            export_pack(source, file)
+            export_store(source, file)
         peak = tracemalloc.get_traced_memory()[1]
         assert peak < 16 << 20
         tracemalloc.reset_peak()
         with (tmp_path / "f").open("rb") as file:
-            assert import_pack(PackReader(file, "f"), target).pages == 200
+            assert import_store(ExportReader(file, "f"), target).pages == 200
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 80 << 20
@@ -237,7 +238,7 @@ def test_the_layout_of_the_file_is_documented():
     text = (ROOT / "docs" / "format.md").read_text()
     section = text.split("## A portable file", 1)[1].split("\n## ", 1)[0]
     codes = {"u32": "I", "u64": "Q"}
-    layouts = {"header": transfer.HEADER, "entry": transfer.ENTRY, "page": transfer.PAGE_HEAD, "end": transfer.END_HEAD}
+    layouts = {"header": export.HEADER, "entry": export.ENTRY, "page": export.PAGE_HEAD, "end": export.END_HEAD}
     for name, layout in layouts.items():
         table = re.search(rf"^\| {name} \|.*?\n\n", section + "\n\n", re.MULTILINE | re.DOTALL).group()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line]
@@ -246,5 +247,5 @@ def test_the_layout_of_the_file_is_documented():
         offsets = list(itertools.accumulate((int(row[1]) for row in fixed), initial=0))
         assert [int(row[0]) for row in fixed] == offsets[:-1]
         assert written == layout.format
-    assert repr(transfer.MAGIC)[2:-1] in section
+    assert repr(export.MAGIC)[2:-1] in section
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2

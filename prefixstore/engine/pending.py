@@ -1,0 +1,164 @@
+"""Pages that are not committed yet, and the other changes that wait for the next commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.index import Page
+from prefixstore.format.autocodec import Encoder
+from prefixstore.format.keys import page_key
+from prefixstore.format.record import PAGE, Buffer, Record, StoredPage, Usage, checksum
+
+__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage"]
+
+Fits: TypeAlias = Callable[[memoryview, int, int], bool]
+"""Whether a state can be that of the page at a start position with so many tokens."""
+
+
+class PackedPage(NamedTuple):
+    """A pending page, ready to be written."""
+
+    pending: PendingPage
+    record: Record
+    usage: Usage | None
+    """None: the usage that its node in the index has when it is written."""
+    payload: Buffer
+
+
+@dataclass(slots=True, eq=False)
+class PendingPage:
+    """A page that was captured: its node in the index, and the buffer with its state.
+
+    Attributes
+    ----------
+    page
+        The node. It can be matched as soon as the catalog has it.
+    settings
+        Canonical settings of its namespace.
+    buffer
+        The state; None if this process has only the stored form (see `ImportedPage`).
+    """
+
+    page: Page
+    settings: bytes
+    buffer: PooledBuffer | None
+
+    @classmethod
+    def of(
+        cls,
+        namespace: bytes,
+        settings: bytes,
+        parent: bytes,
+        start: int,
+        tokens: bytes,
+        buffer: PooledBuffer,
+        compute_us: int = 0,
+        form: int = PAGE,
+    ) -> PendingPage:
+        """The page with these token bytes after `parent`."""
+        now = time.time_ns()
+        key = page_key(parent, tokens, form)
+        page = Page(key, parent, namespace, start, tokens, len(buffer.view), 0, compute_us, now, now, form=form)
+        return cls(page, settings, buffer)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in memory that it holds."""
+        return len(self.buffer.view) if self.buffer is not None else 0
+
+    def release(self) -> None:
+        """Give the buffer back."""
+        if self.buffer is not None:
+            self.buffer.release()
+
+    def announced(self, now: int) -> None:
+        """It has come into the catalog at this time."""
+        self.page.last_used = now
+
+    def pack(self, encode: Encoder) -> PackedPage:
+        """Its stored form."""
+        page, state = self.page, self.buffer.view if self.buffer is not None else memoryview(b"")
+        # a page that holds tokens only says nothing about how well states compress
+        codec, payload = encode(page.namespace, state) if page.raw_bytes else (0, b"")
+        record = Record(
+            page.namespace,
+            page.parent,
+            page.start,
+            page.tokens,
+            codec,
+            page.raw_bytes,
+            len(payload),
+            checksum(payload),
+            page.compute_us,
+            page.created,
+            page.form,
+        )
+        return PackedPage(self, record, None, payload)
+
+
+@dataclass(slots=True, eq=False)
+class ImportedPage(PendingPage):
+    """A page that was stored elsewhere. It keeps its usage, and is written as it is."""
+
+    stored: StoredPage
+
+    @classmethod
+    def from_stored(cls, stored: StoredPage, settings: bytes) -> ImportedPage:
+        """The page of a file or of another location."""
+        return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored)
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.stored.payload)
+
+    def announced(self, now: int) -> None:
+        """Importing a page is not a use of it."""
+
+    def pack(self, encode: Encoder) -> PackedPage:
+        return PackedPage(self, self.stored.record, self.stored.usage, self.stored.payload)
+
+
+@dataclass
+class Deferred:
+    """What the next commit writes beside pages.
+
+    Attributes
+    ----------
+    uses
+        How often pages were used, by key.
+    damaged
+        Keys of pages to be deleted if they are damaged indeed.
+    fits
+        For some of them, by key: whether a state can be one of this page.
+    thinned
+        Keys of snapshots that are no longer wanted.
+    expired
+        Whether a lookup has met an expired page.
+    """
+
+    uses: dict[bytes, int] = field(default_factory=dict)
+    damaged: set[bytes] = field(default_factory=set)
+    fits: dict[bytes, Fits] = field(default_factory=dict)
+    thinned: set[bytes] = field(default_factory=set)
+    expired: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.uses or self.damaged or self.thinned or self.expired)
+
+    def copy(self) -> Deferred:
+        """What there is now; more may be added to the original meanwhile."""
+        return Deferred(dict(self.uses), set(self.damaged), dict(self.fits), set(self.thinned), self.expired)
+
+    def subtract(self, done: Deferred) -> None:
+        """Remove what was written; what was added since stays."""
+        for key, n in done.uses.items():
+            if self.uses.get(key) == n:
+                del self.uses[key]
+        self.damaged -= done.damaged
+        for key in done.fits:
+            self.fits.pop(key, None)
+        self.thinned -= done.thinned

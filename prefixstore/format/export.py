@@ -1,0 +1,208 @@
+"""The ``.pstore`` file: pages of any location in one portable file. Its byte layout is in this module only.
+
+``docs/format.md`` shows the same tables; a test compares them with the structs below. Reading and writing
+stream: one page is in memory at a time, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import BinaryIO
+
+import xxhash
+
+from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import FORMAT_VERSION, Buffer, Record, StoredPage, Usage, checksum
+
+__all__ = ["ExportReader", "ExportWriter"]
+
+MAGIC = b"\x89PSTORE\n"
+EXPORT_VERSION = 1
+# magic, version of the file, version of the records in it
+HEADER = struct.Struct("<8sII")
+# kind, bytes of the head, bytes of the body
+ENTRY = struct.Struct("<4sIQ")
+# xxh3-64 of the two, after the head
+SEAL = struct.Struct("<Q")
+NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
+# of a page: key, usage; the record follows
+PAGE_HEAD = struct.Struct("<16s24s")
+# of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before
+END_HEAD = struct.Struct("<QQQ16s")
+LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
+READ_AT_ONCE = 16 << 20
+
+
+class ExportWriter:
+    """Writes a file: namespaces, pages, the end.
+
+    Parameters
+    ----------
+    file
+        Open for writing bytes; need not be seekable.
+    namespaces
+        Canonical settings of all namespaces whose pages will be written, by key.
+
+    Attributes
+    ----------
+    pages, bytes
+        How many were written, and the size of their payloads.
+    """
+
+    def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
+        self._file = file
+        self._seals = xxhash.xxh3_128()
+        self._namespaces = len(namespaces)
+        self.pages = self.bytes = 0
+        file.write(HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION))
+        for key, canonical in namespaces.items():
+            self._entry(NAMESPACE, key + canonical, 0)
+
+    def write(self, page: StoredPage) -> None:
+        """Write a page, after its parent."""
+        size = len(page.payload)
+        self._entry(PAGE, PAGE_HEAD.pack(page.key, page.usage.pack()) + page.record.pack(), size)
+        self._file.write(page.payload)
+        self.pages, self.bytes = self.pages + 1, self.bytes + size
+
+    def finish(self) -> None:
+        """Write the end; without it a reader takes the file for truncated."""
+        self._entry(END, END_HEAD.pack(self._namespaces, self.pages, self.bytes, self._seals.digest()), 0)
+
+    def _entry(self, kind: bytes, head: bytes, n_bytes: int) -> None:
+        start = ENTRY.pack(kind, len(head), n_bytes) + head
+        seal = SEAL.pack(xxhash.xxh3_64_intdigest(start))
+        self._seals.update(seal)
+        self._file.write(start + seal)
+
+
+class ExportReader:
+    """A portable file, read from its start to its end.
+
+    Parameters
+    ----------
+    file
+        Open for reading bytes; need not be seekable, but what is not wanted is passed over if it is.
+    name
+        For messages.
+
+    Attributes
+    ----------
+    namespaces
+        Canonical settings of the namespaces in it, by key.
+
+    Raises
+    ------
+    IncompatibleError
+        If it is no such file, or a newer version's.
+    CorruptError
+        If it ends, or is damaged, before the first page.
+    """
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._seekable = file.seekable()
+        self._mapped = _mapped(file)
+        self._seals = xxhash.xxh3_128()
+        self.pages = 0
+        self._bytes = 0
+        header = file.read(HEADER.size)
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise IncompatibleError(f"{name} was not written by prefixstore export")
+        _, version, records = HEADER.unpack(header)
+        if version > EXPORT_VERSION or records > FORMAT_VERSION:
+            raise IncompatibleError(
+                f"{name} has format {version}, and records of format {records}; upgrade prefixstore"
+            )
+        self.namespaces: dict[bytes, bytes] = {}
+        self._next = self._entry()
+        while self._next[0] == NAMESPACE:
+            head = self._next[1]
+            if Namespace.parse(head[16:]).key != head[:16]:
+                raise CorruptError(f"{name}: a namespace does not fit its key")
+            self.namespaces[head[:16]] = head[16:]
+            self._next = self._entry()
+
+    def entries(self, wants: Callable[[bytes], bool]) -> Iterator[StoredPage | None]:
+        """The pages that are wanted, by key; None for each of the others.
+
+        Raises
+        ------
+        CorruptError
+            At the first damaged byte, or where the file ends too early; what came before is good.
+        """
+        kind, head, n_bytes = self._next
+        while kind == PAGE:
+            if len(head) < PAGE_HEAD.size:
+                raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+            key, usage = PAGE_HEAD.unpack_from(head)
+            record = Record.unpack(key, head[PAGE_HEAD.size :])
+            if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
+                raise CorruptError(f"{self._name}: page {key.hex()} does not fit what comes before it")
+            if wants(key):
+                payload = self._payload(n_bytes)
+                if checksum(payload) != record.checksum:
+                    raise CorruptError(f"{self._name}: page {key.hex()}: the checksum does not fit the bytes")
+                entry: StoredPage | None = StoredPage(key, record, Usage.unpack(usage), payload)
+            else:
+                entry = None
+                self._pass(n_bytes)
+            self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
+            yield entry
+            kind, head, n_bytes = self._entry()
+        if (
+            kind != END
+            or len(head) != END_HEAD.size
+            or END_HEAD.unpack(head) != (len(self.namespaces), self.pages, self._bytes, self._seals.digest())
+        ):
+            raise CorruptError(f"{self._name}: its end does not fit what comes before it")
+
+    def _entry(self) -> tuple[bytes, bytes, int]:
+        start = self._read(ENTRY.size)
+        kind, head_bytes, n_bytes = ENTRY.unpack(start)
+        if head_bytes > LARGEST_HEAD or n_bytes > LARGEST_BODY:
+            raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+        head, seal = self._read(head_bytes), self._read(SEAL.size)
+        if SEAL.pack(xxhash.xxh3_64_intdigest(start + head)) != seal:
+            raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+        if kind != END:
+            self._seals.update(seal)
+        return kind, head, n_bytes
+
+    def _payload(self, n_bytes: int) -> Buffer:
+        """The body of an entry: where the file is mapped, it is not copied."""
+        if self._mapped is None:
+            return self._read(n_bytes)
+        at = self._file.tell()
+        self._pass(n_bytes)
+        return self._mapped[at : at + n_bytes]
+
+    def _read(self, n_bytes: int) -> bytes:
+        # piece by piece: what a file claims to hold takes no memory before it is there
+        pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
+        while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
+            pieces.append(self._file.read(min(left, READ_AT_ONCE)))
+        found = b"".join(pieces) if len(pieces) > 1 else pieces[0]
+        if len(found) < n_bytes:
+            raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
+        return found
+
+    def _pass(self, n_bytes: int) -> None:
+        if self._seekable and n_bytes:
+            # the last byte is read, to see that it is there
+            self._file.seek(n_bytes - 1, 1)
+            n_bytes = 1
+        while n_bytes > 0:
+            n_bytes -= len(self._read(min(n_bytes, 1 << 20)))
+
+
+def _mapped(file: BinaryIO) -> memoryview | None:
+    """The bytes of a file on a disk. A view keeps the map open, and ends with it."""
+    try:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if file.seekable() else None
+    except (OSError, ValueError):
+        return None  # no file, or an empty one

@@ -1,0 +1,130 @@
+"""The parameters of `PrefixStore`: their defaults, and what values they may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar
+
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.eviction import POLICIES, Policy
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.autocodec import Encoder, pick
+from prefixstore.units import parse_bytes, parse_seconds
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters that were checked, in the units that the code uses.
+
+    Attributes
+    ----------
+    label
+        The parameter `namespace`.
+    salt, page_tokens, min_tokens, snapshot_interval, max_snapshots, priority, read_only, write_behind
+        As given.
+    budget
+        From `max_bytes`, `max_entries` and `quota`.
+    ttl
+        Seconds; None for no limit.
+    ram_bytes, queue_bytes
+        Bytes; 0 for none.
+    encoder
+        From `codec`.
+    policy
+        A new one, by the name `policy`.
+    """
+
+    # defaults, as users write them
+    PAGE_TOKENS: ClassVar[int] = 256
+    MIN_TOKENS: ClassVar[int] = 16
+    SNAPSHOT_INTERVAL: ClassVar[int] = 1024
+    MAX_SNAPSHOTS: ClassVar[int] = 16
+    MAX_BYTES: ClassVar[str] = "10GiB"
+    QUEUE_BYTES: ClassVar[str] = "256MiB"
+    CODEC: ClassVar[str] = "auto"
+    POLICY: ClassVar[str] = "adaptive"
+
+    label: str | None
+    salt: str | None
+    page_tokens: int
+    min_tokens: int
+    snapshot_interval: int
+    max_snapshots: int
+    budget: Budget
+    ttl: float | None
+    ram_bytes: int
+    encoder: Encoder
+    policy: Policy
+    priority: int
+    read_only: bool
+    write_behind: bool
+    queue_bytes: int
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        namespace: str | None,
+        salt: str | None,
+        page_tokens: int,
+        min_tokens: int,
+        snapshot_interval: int,
+        max_snapshots: int,
+        max_bytes: int | str,
+        max_entries: int | None,
+        quota: int | str | Mapping[str, int | str] | None,
+        ttl: float | str | timedelta | None,
+        ram_bytes: int | str | None,
+        codec: str,
+        policy: str,
+        priority: int,
+        read_only: bool,
+        write_behind: bool,
+        queue_bytes: int | str,
+    ) -> Options:
+        """Check the parameters of a `PrefixStore`.
+
+        Raises
+        ------
+        InvalidParameterError
+            If one cannot be used; the message names it.
+        """
+        if policy not in POLICIES:
+            raise InvalidParameterError(f"policy={policy!r} is unknown; choose one of {', '.join(map(repr, POLICIES))}")
+        size = parse_bytes(max_bytes, "max_bytes")
+        entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
+        return cls(
+            label=_text(namespace, "namespace"),
+            salt=_text(salt, "salt"),
+            page_tokens=_count(page_tokens, "page_tokens", 1),
+            min_tokens=_count(min_tokens, "min_tokens", 0),
+            snapshot_interval=_count(snapshot_interval, "snapshot_interval", 1),
+            max_snapshots=_count(max_snapshots, "max_snapshots", 1),
+            budget=Budget(size, entries, Quota.parse(quota, size)),
+            ttl=None if ttl is None else parse_seconds(ttl, "ttl"),
+            ram_bytes=0 if ram_bytes is None else parse_bytes(ram_bytes, "ram_bytes"),
+            encoder=pick(codec),
+            policy=POLICIES[policy](),
+            priority=_count(priority, "priority", -(2**15), 2**15 - 1),
+            read_only=read_only,
+            write_behind=write_behind,
+            queue_bytes=parse_bytes(queue_bytes, "queue_bytes"),
+        )
+
+
+def _count(value: int, parameter: str, smallest: int, largest: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at least {smallest}")
+    if largest is not None and value > largest:
+        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at most {largest}")
+    return value
+
+
+def _text(value: str | None, parameter: str) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidParameterError(f"{parameter}={value!r} must be a non-empty string")
+    return value
