@@ -1,13 +1,14 @@
 """How far a restore, and a page on its way to disk, travel through the files: ``python -m benchmarks.trace [--json]``.
 
-Two traces on a tiny model: ``restore`` of four stored pages into an empty context, and one page from ``eval`` until it is
-committed. Every call of a Python function of the package is seen. A *crossing* is a call, or a return, that goes from one
-file (or place) to another; a *place* is a folder of the package, or a module at its top.
+Two traces on a tiny model: ``restore`` of four stored pages into an empty context, and one page from ``eval`` until it
+is committed. Every call of a Python function of the package is seen, in all threads. A *crossing* is a call, or a
+return, from one file (or place) to another; a *place* is a folder of the package, or a module at its top.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 import tempfile
@@ -76,11 +77,11 @@ class Trace:
 
 
 def place(file: str) -> str:
-    return file.split("/")[0].removesuffix(".py")
+    return file.split("/", 1)[0].removesuffix(".py")
 
 
 def crossings(route: list[str]) -> int:
-    return sum(a != b for a, b in zip(route, route[1:], strict=False))
+    return sum(a != b for a, b in itertools.pairwise(route))
 
 
 def tiny_model(path: Path) -> Path:

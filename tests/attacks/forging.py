@@ -20,8 +20,8 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
+from prefixstore.format.whole_state import HEADER, MAGIC
 from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.whole_state import HEADER, MAGIC
 from tests.support.models import answer, forget, load, prompt
 from tests.support.patience import wait_patiently
 
@@ -127,7 +127,7 @@ def forge(
             print(f"{key.hex()}: {name}", flush=True)
             forget(llm)
             if ran % 2 and not portable:
-                store._hook._memory.shape = None  # as in a process that has just begun
+                store._hook.context.memory.shape = None  # as in a process that has just begun
             ran += 1
             with replaced(backend, key, payload):
                 try:

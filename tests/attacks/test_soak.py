@@ -33,7 +33,7 @@ def collections_of(store):
     named |= {"pages": index.pages, "roots": index._roots, "held": index.held}
     named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}
     named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._memory._table}
-    named |= {"gone": hook._lineage.gone, "keys": hook._lineage._keys, "saved": hook._saved}
+    named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook._saved}
     named |= {"idle": queue._buffers._idle, "queue": queue._queue, "counts": engine.counters._counts}
     return {name: len(value) for name, value in named.items()}
 
