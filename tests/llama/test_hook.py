@@ -306,7 +306,7 @@ def test_generation_from_a_restored_context_goes_on_as_from_a_computed_one(llama
 
 def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
     llm = attached(store, llama())
-    monkeypatch.setattr(store._writer, "_start", lambda: None)  # a writer that never gets its turn
+    monkeypatch.setattr(store.engine._queue, "_start", lambda: None)  # a writer that never gets its turn
     answer(llm, prompt(1000), 1)
     assert store.stats().entries == 0
     forget(llm)
