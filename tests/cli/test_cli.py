@@ -150,9 +150,12 @@ def test_help_loads_no_slow_package():
 
 
 def test_looking_imports_no_llama(store):
-    code = "import sys; from prefixstore.cli import main; main(sys.argv[1:]); sys.exit('llama_cpp' in sys.modules)"
-    for command in (["stats", store], ["ls", store], ["check", store], ["--help"]):
-        subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    code = (
+        "import sys; from prefixstore.cli import main\n"
+        "for command in ('stats', 'ls', 'check'): main([command, sys.argv[1]])\n"
+        "main(['--help']); sys.exit('llama_cpp' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, store], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_without_typer_the_extra_is_named():
