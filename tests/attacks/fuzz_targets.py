@@ -19,7 +19,7 @@ import atheris
 import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
-    from prefixstore import PrefixStoreError, prompts
+    from prefixstore import PrefixStoreError
     from prefixstore.config import load_config
     from prefixstore.format.codec import PACKINGS, decode
     from prefixstore.format.export import (
@@ -30,8 +30,6 @@ with atheris.instrument_imports(include=["prefixstore"]):
         MAGIC,
         PAGE_HEAD,
         ExportReader,
-        export_store,
-        import_store,
     )
     from prefixstore.format.keys import page_key
     from prefixstore.format.namespace import Namespace
@@ -40,6 +38,8 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore.llama.shape import shape_of, shape_of_sequence
     from prefixstore.llama.state import assemble
     from prefixstore.maintenance.archive import Archive
+    from prefixstore.maintenance.transfer import export_store, import_store
+    from prefixstore.warming import prompts
 
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export
