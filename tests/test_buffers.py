@@ -1,4 +1,4 @@
-"""Memory for pages that are on their way."""
+"""Buffers for pages on their way into the store and out of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixstore import buffers as module
 from prefixstore.buffers import BufferPool
 
 
-def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
+def test_a_buffer_has_the_size_asked_for_and_can_be_written():
     pool = BufferPool(100)
     buffer = pool.acquire(10)
     buffer.view[:] = b"0123456789"
@@ -18,7 +18,7 @@ def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
     assert pool.leased == 10
 
 
-def test_no_more_is_leased_than_allowed_but_one_of_any_size():
+def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     pool = BufferPool(100)
     large = pool.acquire(1000)
     assert large is not None
@@ -32,7 +32,7 @@ def test_no_more_is_leased_than_allowed_but_one_of_any_size():
     assert pool.leased == 100
 
 
-def test_memory_is_used_again_and_the_smallest_that_fits():
+def test_memory_is_reused_smallest_fit_first():
     pool = BufferPool(1000)
     leases = [pool.acquire(size) for size in (50, 200, 100)]
     addresses = [buffer.address for buffer in leases]
@@ -43,7 +43,7 @@ def test_memory_is_used_again_and_the_smallest_that_fits():
     assert pool.acquire(80).address == addresses[1]
 
 
-def test_what_is_held_goes_back_with_its_last_holder():
+def test_a_held_buffer_is_released_with_its_last_holder():
     pool = BufferPool(100)
     buffer = pool.acquire(60)
     assert buffer.hold()
@@ -69,7 +69,7 @@ def test_idle_memory_is_bounded(monkeypatch):
     assert [memory.nbytes for memory in pool._idle] == [5000]
 
 
-def test_who_waits_gets_what_becomes_free():
+def test_a_waiting_thread_gets_what_is_released():
     pool = BufferPool(100)
     held = pool.acquire(100)
     got = []
