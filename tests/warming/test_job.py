@@ -12,6 +12,7 @@ import pytest
 import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.errors import MisuseError
+from prefixstore.stats import Kind
 from prefixstore.warming import trie
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Job, warm
@@ -318,7 +319,7 @@ def test_a_store_of_another_llama_or_a_read_only_one_is_refused(llama, tmp_path)
 
 def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
     llm = llama()
-    monkeypatch.setattr(PrefixStore, "kind", "none: encoder")
+    monkeypatch.setattr(PrefixStore, "kind", Kind.ENCODER)
     with (
         PrefixStore("memory:", llm) as store,
         pytest.raises(MisuseError, match="states of this model cannot be stored: encoder"),
