@@ -23,7 +23,6 @@ work as they are; a backend with a server behind it replaces those that would as
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,7 +31,10 @@ from typing import ClassVar
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["Backend", "Transaction", "Used", "View"]
+__all__ = ["CHANGES_KEPT", "Backend", "Transaction", "Used", "View"]
+
+# of how many generations our own backends know what has changed
+CHANGES_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,6 @@ class View(ABC):
             if payload is None:
                 raise CorruptError(f"page {key.hex()} has no payload")
             yield record, payload
-
-    def deepest(self, keys: Sequence[bytes]) -> int:
-        """How many of these pages are there, each of which follows the one before.
-
-        A page is never there without the one before it, so a binary search finds out.
-        """
-        return bisect_left(range(len(keys)), 1, key=lambda i: self.usage(keys[i]) is None)
 
     @abstractmethod
     def payload_keys(self) -> Iterator[bytes]:

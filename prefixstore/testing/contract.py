@@ -285,9 +285,6 @@ class BackendContract:
                     transaction.put(key, record, Usage(record.start), payload)
             for opened in (backend.view, backend.update):
                 with opened() as view:
-                    assert view.deepest(keys) == 4
-                    assert [view.deepest(keys[:n]) for n in range(5)] == [0, 1, 2, 3, 4]
-                    assert view.deepest([bytes(16)]) == 0
                     assert view.records([*keys, bytes(16)]) == {
                         key: (record, Usage(record.start)) for key, record in pages[:4]
                     }

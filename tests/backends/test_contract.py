@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends import memory as memory_module
-from prefixstore.backends import open_backend
+from prefixstore.backends import open_backend, turnstile
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.location import cache_directory
@@ -223,7 +223,7 @@ def test_two_threads_that_fork_at_once_both_get_a_child():
             for thread in threads:
                 thread.start()
             started.wait()  # both are about to fork, and have to wait for this transaction
-            while not memory_module._forking.locked():
+            while not turnstile._forking.locked():
                 time.sleep(0.001)
         for thread in threads:
             thread.join(20)

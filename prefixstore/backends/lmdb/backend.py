@@ -18,24 +18,23 @@ from typing import Any
 
 import lmdb
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.files import make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.scrub import common, erase, punch, read_layout, split
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
-CHANGES_KEPT = 4096
 
 META_GENERATION = struct.Struct("<Q")
 NOTE = b"note:"
 CHANGE_KEY = struct.Struct(">Q")
 PAGE_HEADER = 16
-KEY_BYTES = 16
 # how long a scrub waits for those who read an older state, and how many bytes it clears while writers wait
 READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20

@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import struct
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +16,7 @@ import lmdb
 
 from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.lmdb.sound import check_head, check_trees
+from prefixstore.backends.turnstile import ForkLevel, ForkLock, Turnstile, register_at_fork
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -70,16 +69,14 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.users = 0
-        self._active: Counter[int] = Counter()  # open transactions by thread
-        self._wanted_still = 0
-        self._turnstile = threading.Condition()
+        # transactions are inside; the handle is replaced, resized and closed while none is open
+        self._turnstile = Turnstile()
         self._scrubs = b""
         self._file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
-        # the thread that opens the handle anew: the others wait, it does not
-        self._renewing: int | None = None
         self._open(map_size)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
@@ -173,42 +170,33 @@ class Environment:
 
     @contextmanager
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
-        me = threading.get_ident()
         begun = has_panicked = False
         while True:
-            if me not in self._active and me != self._renewing and (self._is_broken or self._is_replaced()):
+            if not self._turnstile.is_inside and (self._is_broken or self._is_replaced()):
                 self._renew()
-            with self._turnstile:
-                # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
-                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active or me == self._renewing)
-                self._active[me] += 1
-            mend: Callable[[], None] = self._renew
-            try:
-                self._check_size()
-                with self.env.begin(write=write, buffers=True) as txn:
-                    if not write or not self._is_stained(txn):
-                        begun = True
-                        yield txn
-                        return
-            except lmdb.MapResizedError:
-                mend = self._follow_growth  # raised by begin only: another process has let the file grow
-            except lmdb.PanicError:
-                # the state on the disk could not be written: whatever is done with this handle fails from now on
-                self._is_broken = True
-                if begun or has_panicked:
-                    raise
-                has_panicked = True
-            except lmdb.ReadersFullError:
-                # those of processes that have ended can be had
-                if begun or self.env.reader_check() == 0:
-                    raise
-                continue
-            finally:
-                with self._turnstile:
-                    self._active[me] -= 1
-                    self._active += Counter()  # forgets those that are zero
-                    self._turnstile.notify_all()
-            mend()
+            repair: Callable[[], None] = self._renew
+            with self._turnstile.entered():
+                try:
+                    self._check_size()
+                    with self.env.begin(write=write, buffers=True) as txn:
+                        if not write or not self._was_scrubbed(txn):
+                            begun = True
+                            yield txn
+                            return
+                except lmdb.MapResizedError:
+                    repair = self._follow_growth  # raised by begin only: another process has let the file grow
+                except lmdb.PanicError:
+                    # the state on the disk could not be written: every use of this handle fails from now on
+                    self._is_broken = True
+                    if begun or has_panicked:
+                        raise
+                    has_panicked = True
+                except lmdb.ReadersFullError:
+                    # slots of processes that have ended can be freed
+                    if begun or self.env.reader_check() == 0:
+                        raise
+                    continue
+            repair()
 
     def _check_size(self) -> None:
         """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
@@ -227,7 +215,7 @@ class Environment:
         else:
             self._bytes = (found.st_ino, found.st_size)
 
-    def _is_stained(self, txn: lmdb.Transaction) -> bool:
+    def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
         """Whether somebody has scrubbed the file since the handle was opened.
 
         LMDB uses the buffers of pages that it has written again, and writes what is left in them into the gaps of other
@@ -248,45 +236,20 @@ class Environment:
         return (found.st_dev, found.st_ino) != self._identity
 
     def _renew(self) -> None:
-        """Another handle in the place of this one, and another file if that one is gone."""
-        me = threading.get_ident()
-        with self._alone():
+        """Open another handle in place of this one, and create another file if that one is gone."""
+        with self._turnstile.alone():
             if not self._is_broken:
                 self._map_size = self.env.info()["map_size"]
             self.env.close()
             self._is_broken = True
-            self._renewing = me
-            try:
-                self._open(self._map_size)
-            finally:
-                self._renewing = None
+            self._open(self._map_size)
 
     def _follow_growth(self) -> None:
         self.resize(0)
 
-    def hold_still(self) -> None:
-        """Wait until no transaction of this process is open, and let none begin until `go_on`."""
-        self._turnstile.acquire()
-        self._wanted_still += 1
-        self._turnstile.wait_for(lambda: not self._active)
-
-    def go_on(self) -> None:
-        """Let transactions begin again."""
-        self._wanted_still -= 1
-        self._turnstile.notify_all()
-        self._turnstile.release()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self.hold_still()
-        try:
-            yield
-        finally:
-            self.go_on()
-
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
-        with self._alone():
+        with self._turnstile.alone():
             if map_size == 0 or map_size > self.env.info()["map_size"]:
                 self.env.set_mapsize(map_size)
 
@@ -301,9 +264,21 @@ class Environment:
         return oldest
 
     def close(self) -> None:
-        """Close the handle, when no transaction is open any more."""
-        with self._alone():
+        """Close the handle once no transaction is open."""
+        with self._turnstile.alone():
             self.env.close()
+
+    def before_fork(self) -> None:
+        self._turnstile.lock()
+
+    def after_fork_in_parent(self) -> None:
+        self._turnstile.unlock()
+
+    def after_fork_in_child(self) -> None:
+        """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
+        self.env.close()
+        _open.pop(self.path, None)
+        self._turnstile.unlock()
 
 
 def _create(path: Path) -> None:
@@ -328,38 +303,13 @@ def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes,
     return databases
 
 
+# the environments of this process, by path
 _open: dict[Path, Environment] = {}
-_open_lock = threading.RLock()
-
-
-def _before_fork() -> None:
-    """Wait until no transaction is open in this process, and let none begin."""
-    _open_lock.acquire()
-    for environment in _open.values():
-        environment.hold_still()
-
-
-def _after_fork_in_parent() -> None:
-    for environment in _open.values():
-        environment.go_on()
-    _open_lock.release()
-
-
-def _after_fork_in_child() -> None:
-    """A child must not use the parent's handles. Without a transaction, closing them takes nothing from the parent."""
-    for environment in _open.values():
-        environment.env.close()
-        environment.go_on()
-    _open.clear()
-    _open_lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+_open_lock = ForkLock()
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
-    """The environment at this path, opened if this process has not done so yet. `release` gives it back."""
+    """The environment at this path, opened if this process has not opened it yet. Give it back with `release`."""
     path = path.resolve()
     with _open_lock:
         environment = _open.get(path)
@@ -368,14 +318,14 @@ def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
         elif not (environment.read_only or read_only):
-            # whoever only looks does not say how large it may be
+            # a reader does not decide how large the map may be
             environment.resize(map_size)
         environment.users += 1
     return environment
 
 
 def release(environment: Environment) -> None:
-    """Give an environment back; the last one who does so closes it."""
+    """Give an environment back; the last user closes it."""
     with _open_lock:
         environment.users -= 1
         if environment.users == 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.schema import (
     CHANGES,
@@ -36,7 +36,6 @@ from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["SQLBackend"]
 
-CHANGES_KEPT = 4096
 # of a walk through the location, at a time
 ROWS = 1000
 
@@ -137,13 +136,6 @@ class _View(View):
 
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         return self._database.fetch(self._connection, keys, retry=self._retry)
-
-    def deepest(self, keys: Sequence[bytes]) -> int:
-        if not keys:
-            return 0
-        rows = self._rows(self._database.THERE, **self._database.keys(keys))
-        there = {row.position for row in rows}
-        return next((i for i in range(len(keys)) if i not in there), len(keys))
 
     def note(self, name: bytes) -> bytes | None:
         rows = self._rows(_NOTE, note=name)

@@ -6,16 +6,16 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, exists, literal_column, select
+from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from prefixstore.backends.sql.schema import PAGES, RECORD_COLUMNS
+from prefixstore.backends.turnstile import Turnstile
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -27,7 +27,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Database", "Gate", "again", "parse_url", "translate", "translated"]
+__all__ = ["Database", "again", "parse_url", "translate", "translated"]
 
 T = TypeVar("T")
 # a connection that the server has closed is known to be dead within so many seconds
@@ -115,52 +115,6 @@ def again(connection: Connection, work: Callable[[], T]) -> T:
     return work()
 
 
-class Gate:
-    """Counts who is inside, by thread, so that somebody who wants to be alone can wait until all have left."""
-
-    def __init__(self) -> None:
-        self._inside: Counter[int] = Counter()
-        self._wanted_still = 0
-        self._turnstile = threading.Condition()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside."""
-        me = threading.get_ident()
-        with self._turnstile:
-            # who wants it still comes first, or would wait for ever; but who is inside already must go on
-            self._turnstile.wait_for(lambda: not self._wanted_still or me in self._inside)
-            self._inside[me] += 1
-        try:
-            yield
-        finally:
-            with self._turnstile:
-                self._inside[me] -= 1
-                self._inside += Counter()  # forgets those that are zero
-                self._turnstile.notify_all()
-
-    def hold_still(self) -> None:
-        """Wait until nobody is inside, and let nobody in until `go_on`."""
-        self._turnstile.acquire()
-        self._wanted_still += 1
-        self._turnstile.wait_for(lambda: not self._inside)
-
-    def go_on(self) -> None:
-        """Let them in again."""
-        self._wanted_still -= 1
-        self._turnstile.notify_all()
-        self._turnstile.release()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else is inside."""
-        self.hold_still()
-        try:
-            yield
-        finally:
-            self.go_on()
-
-
 class Database(ABC):
     """Connections to one store, and the statements that differ from database to database.
 
@@ -170,21 +124,18 @@ class Database(ABC):
 
     # what begins a transaction that writes
     BEGIN: str
-    # records and usage of those of the wanted pages that are there; and the positions of these
+    # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
-    THERE: Executable
 
     def __init_subclass__(cls) -> None:
         wanted = cls.wanted()
         cls.RECORDS = select(*RECORD_COLUMNS).where(PAGES.c.key.in_(select(wanted.c.key)))
-        there = exists(select(literal_column("1")).where(PAGES.c.key == wanted.c.key))
-        cls.THERE = select(wanted.c.position).where(there)
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self.location = location
         self.read_only = read_only
         self._closed = False
-        self._gate = Gate()
+        self._turnstile = Turnstile()
         self._writing = threading.Lock()
         self._engine = self.connect()
 
@@ -224,7 +175,7 @@ class Database(ABC):
     @contextmanager
     def connection(self) -> Iterator[Connection]:
         """A connection out of the pool; what is not committed on it when the block is left, is taken back."""
-        with self._gate.entered():
+        with self._turnstile.entered():
             if self._closed:
                 raise UnavailableError(f"{self.location} is closed")
             with translated(self.location):
@@ -323,6 +274,6 @@ class Database(ABC):
 
     def close(self) -> None:
         """Close all connections, when nobody uses them any more."""
-        with self._gate.alone():
+        with self._turnstile.alone():
             self._closed = True
             self._engine.dispose()

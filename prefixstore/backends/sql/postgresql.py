@@ -32,10 +32,12 @@ from sqlalchemy import (
     select,
 )
 
-from prefixstore.backends.sql.database import Database, Gate, again, parse_url, translated
+from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
+from prefixstore.backends.turnstile import Turnstile
 from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["PostgreSQL"]
@@ -197,7 +199,9 @@ class PostgreSQL(Database):
             .table_valued(column("position", Integer), name="positions")
             .render_derived()
         )
-        key = func.substring(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        key = func.substring(
+            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
+        )
         return select(positions.c.position, key.label("key")).subquery("wanted")
 
     def fix(self, connection: Connection) -> None:
@@ -258,7 +262,7 @@ class PostgreSQL(Database):
 
     def after_fork(self) -> None:
         _inherited.append(self._engine)
-        self._gate = Gate()
+        self._turnstile = Turnstile()
         self._writing = threading.Lock()
         self._engine = self.connect()
 

@@ -52,6 +52,7 @@ from prefixstore.backends.sql.sqlite_file import (
     path_of_url,
     recognize,
 )
+from prefixstore.backends.turnstile import ForkLevel, ForkLock, register_at_fork
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
@@ -59,6 +60,7 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["SQLite"]
@@ -87,10 +89,8 @@ _SIZES = (
     "SELECT page_count, freelist_count, page_size FROM pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
 )
 
-# while a file is made, looked at or upgraded
-_opening = threading.RLock()
-_databases: weakref.WeakSet[SQLite] = weakref.WeakSet()
-_held: list[SQLite] = []
+# held while a file is created, recognized or upgraded
+_opening = ForkLock()
 # pools whose file is gone
 _abandoned: list[Engine] = []
 
@@ -123,7 +123,7 @@ class SQLite(Database):
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
         self._buffers = BufferPool(1 << 62)
         self._identity: tuple[int, int] | None = None
-        _databases.add(self)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     def connect(self) -> Engine:
         return create_engine(
@@ -218,7 +218,7 @@ class SQLite(Database):
         """
         if self._identity is None or self._found() == self._identity:
             return
-        with self._gate.alone():
+        with self._turnstile.alone():
             if self._found() != self._identity:
                 self._identity = None
                 _abandoned.append(self._engine)
@@ -251,7 +251,9 @@ class SQLite(Database):
         first = select(literal_column("0").label("position")).cte("positions", recursive=True)
         position = first.c.position
         positions = first.union_all(select(position + 1).where(position < bindparam("last")))
-        key = func.substr(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        key = func.substr(
+            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
+        )
         return select(positions.c.position, key.label("key")).subquery("wanted")
 
     def fix(self, connection: Connection) -> None:
@@ -349,14 +351,16 @@ class SQLite(Database):
         self._writing = threading.Lock()
         self._buffers = BufferPool(1 << 62)
 
-    def hold_still(self) -> None:
-        """Before a fork: no connection is open."""
-        self._gate.hold_still()
+    def before_fork(self) -> None:
+        """Close all connections, when none is used."""
+        self._turnstile.lock()
         self._engine.dispose()
 
-    def go_on(self) -> None:
-        """After a fork."""
-        self._gate.go_on()
+    def after_fork_in_parent(self) -> None:
+        self._turnstile.unlock()
+
+    def after_fork_in_child(self) -> None:
+        self._turnstile.unlock()
 
 
 def wait_for_locks(connection: Connection, seconds: float) -> None:
@@ -377,20 +381,3 @@ def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, No
         with closing(driver.execute(_PIECES, (key,))) as selected:
             for (data,) in selected:
                 yield data
-
-
-def _before_fork() -> None:
-    _opening.acquire()
-    _held.extend(_databases)
-    for database in _held:
-        database.hold_still()
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop().go_on()
-    _opening.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
