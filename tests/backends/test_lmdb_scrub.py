@@ -15,7 +15,8 @@ import pytest
 
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.scrub import common, read_layout, split
+from prefixstore.backends.lmdb.file import read_layout
+from prefixstore.backends.lmdb.free_space import common, split
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.check import violations
 from prefixstore.errors import CorruptError, UnavailableError

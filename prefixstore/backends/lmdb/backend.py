@@ -21,7 +21,8 @@ import lmdb
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.files import make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.scrub import common, erase, punch, read_layout, split
+from prefixstore.backends.lmdb.file import read_layout
+from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES

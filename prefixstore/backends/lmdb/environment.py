@@ -15,7 +15,7 @@ from typing import Any
 import lmdb
 
 from prefixstore.backends.files import make_directory, publish
-from prefixstore.backends.lmdb.sound import check_head, check_trees
+from prefixstore.backends.lmdb.file import check_head, check_trees
 from prefixstore.backends.turnstile import ForkLevel, ForkLock, Turnstile, register_at_fork
 from prefixstore.errors import (
     CorruptError,
