@@ -33,8 +33,8 @@ from sqlalchemy import (
 )
 
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
-from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
-from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
+from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.backends.turnstile import Turnstile
 from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES
@@ -151,8 +151,8 @@ class PostgreSQL(Database):
     def upgrade(self) -> None:
         with self.writing() as connection, translated(self.location):
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
-            # another process may have been quicker
-            if revision_of(connection, self.location) != HEAD:
+            # another process may have been faster
+            if not is_head(revision_of(connection, self.location)):
                 _accept_silence(connection, None)
                 upgrade_connection(connection)
 

@@ -56,7 +56,7 @@ MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
 APPLICATION_ID = 0x70667873
 # revisions of the schema, oldest first; a test compares them with the files in migrations/versions
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001",)
 HEAD = REVISIONS[-1]
 VERSION_TABLE = "prefixstore_schema"
 # a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
@@ -71,8 +71,8 @@ META = Table(
     Column("magic", String(16), nullable=False),
     Column("format", Integer, nullable=False),
     Column("generation", BigInteger, nullable=False),
-    Column("entries", BigInteger, nullable=False, server_default="0"),
-    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Column("entries", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
 )
 NAMESPACES = Table(
     "prefixstore_namespaces",
@@ -95,13 +95,13 @@ PAGES = Table(
     Column("parent", LargeBinary, nullable=False),
     Column("checksum", LargeBinary, nullable=False),
     Column("tokens", LargeBinary, nullable=False),
+    Column("form", SmallInteger, nullable=False),
     Column("seal", LargeBinary, nullable=False),
     Column("last_used", BigInteger, nullable=False),
     Column("hits", BigInteger, nullable=False),
     Column("pinned", Boolean, nullable=False),
-    Column("form", SmallInteger, nullable=False, server_default="0"),
-    Column("priority", SmallInteger, nullable=False, server_default="0"),
-    Column("expires", BigInteger, nullable=False, server_default="0"),
+    Column("priority", SmallInteger, nullable=False),
+    Column("expires", BigInteger, nullable=False),
 )
 PIECES = Table(
     "prefixstore_pieces",

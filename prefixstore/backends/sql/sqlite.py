@@ -35,10 +35,9 @@ from sqlalchemy.pool import QueuePool
 
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.sql.database import Database, translated
-from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
-    HEAD,
     PIECE_BYTES,
     PIECES,
     readable,
@@ -176,10 +175,10 @@ class SQLite(Database):
         with _opening:
             if not self._exists():
                 create(self.path)
-            if self.revision() != HEAD:
+            if not is_head(self.revision()):
                 with self.writing() as connection, translated(self.location):
-                    # another process may have been quicker
-                    if revision_of(connection, self.location) != HEAD:
+                    # another process may have been faster
+                    if not is_head(revision_of(connection, self.location)):
                         upgrade_connection(connection)
             with self.connection() as connection, translated(self.location):
                 # it is so since it was made, unless somebody has changed it
