@@ -18,6 +18,7 @@ from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from prefixstore.llama import whole_state
 
 ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "docs" / "format.md").read_text()
@@ -33,7 +34,9 @@ def table(title: str) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
+@pytest.mark.parametrize(
+    ("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE), ("A whole state", whole_state.HEADER)]
+)
 def test_the_byte_tables_are_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):

@@ -18,6 +18,7 @@ from typing import Any
 
 import lmdb
 
+from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.files import make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
@@ -207,7 +208,7 @@ class LMDBBackend(Backend):
         """The shared environment of this process, opened if need be."""
         with self._opening:
             if self._closed:
-                raise UnavailableError(f"{self._path} is closed")
+                raise refusals.closed(self._path)
             if self._environment is None:
                 self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
             return self._environment
@@ -215,7 +216,7 @@ class LMDBBackend(Backend):
     def _writable(self) -> Environment:
         environment = self._open()
         if self._read_only:
-            raise UnavailableError(f"{self._path} is open read-only")
+            raise refusals.read_only(self._path)
         return environment
 
     @property

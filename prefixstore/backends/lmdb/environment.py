@@ -14,6 +14,7 @@ from typing import Any
 
 import lmdb
 
+from prefixstore.backends import refusals
 from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.lmdb.file import check_head, check_trees
 from prefixstore.backends.turnstile import ForkLevel, ForkLock, Turnstile, register_at_fork
@@ -133,7 +134,7 @@ class Environment:
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         if names and not names >= set(DATABASES):
-            raise self._foreign()
+            raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
             raise LocationError(f"{self.path} holds no store, and read_only=True creates none")
         if self.read_only:
@@ -147,17 +148,11 @@ class Environment:
                 bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format", SCRUBS)
             )
         if magic != MAGIC or len(version) != META_FORMAT.size:
-            raise self._foreign()
+            raise refusals.foreign(self.path, "LMDB database")
         found = META_FORMAT.unpack(version)[0]
         if found > FORMAT_VERSION:
-            raise IncompatibleError(
-                f"{self.path} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; "
-                "upgrade prefixstore, or choose another location"
-            )
+            raise refusals.newer_format(self.path, found)
         return databases
-
-    def _foreign(self) -> IncompatibleError:
-        return IncompatibleError(f"{self.path} holds another application's LMDB database; choose another location")
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:

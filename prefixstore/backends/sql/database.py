@@ -14,6 +14,7 @@ from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, sel
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from prefixstore.backends import refusals
 from prefixstore.backends.sql.schema import PAGES, RECORD_COLUMNS
 from prefixstore.backends.turnstile import Turnstile
 from prefixstore.errors import (
@@ -177,7 +178,7 @@ class Database(ABC):
         """A connection out of the pool; what is not committed on it when the block is left, is taken back."""
         with self._turnstile.entered():
             if self._closed:
-                raise UnavailableError(f"{self.location} is closed")
+                raise refusals.closed(self.location)
             with translated(self.location):
                 connection = self._engine.connect()
             try:
@@ -194,7 +195,7 @@ class Database(ABC):
     def writing(self) -> Iterator[Connection]:
         """A connection in a transaction, one at a time in this process; it is committed if the block is left well."""
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing:
             with translated(self.location):
                 self.begin(connection)

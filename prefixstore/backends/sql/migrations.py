@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefixstore.backends import refusals
 from prefixstore.backends.sql import database_of, extra_needed
 from prefixstore.errors import IncompatibleError, LocationError
 
@@ -68,7 +69,7 @@ def revision_of(connection: Connection, where: str) -> str | None:
     found = [tables.has_table(name) for name in (VERSION_TABLE, META.name)]
     if not any(found):
         return None
-    foreign = IncompatibleError(f"{where} holds another application's tables; choose another location")
+    foreign = refusals.foreign(where, "tables")
     if not all(found):
         raise foreign
     try:

@@ -32,11 +32,12 @@ from sqlalchemy import (
     select,
 )
 
+from prefixstore.backends import refusals
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.backends.turnstile import Turnstile
-from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
+from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
@@ -254,7 +255,7 @@ class PostgreSQL(Database):
 
     def _vacuum(self, command: str) -> None:
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         tables = ", ".join(sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
             _accept_silence(connection, None)

@@ -24,6 +24,7 @@ from sqlalchemy import (
     Table,
 )
 
+from prefixstore.backends import refusals
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import FORMAT_VERSION, RECORD_SEAL, Buffer, Record, Usage
 
@@ -163,10 +164,7 @@ def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
     if len(rows) != 1:
         raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is no store of prefixstore")
     if rows[0].format > FORMAT_VERSION:
-        raise IncompatibleError(
-            f"{where} has format {rows[0].format}, this prefixstore reads up to {FORMAT_VERSION}; upgrade prefixstore, "
-            "or choose another location"
-        )
+        raise refusals.newer_format(where, rows[0].format)
     return rows[0]
 
 

@@ -33,6 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite as dialect
 from sqlalchemy.pool import QueuePool
 
+from prefixstore.backends import refusals
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
@@ -337,7 +338,7 @@ class SQLite(Database):
     def scrub(self) -> None:
         """Write the whole file anew, without what is free; this takes as much room again while it goes on."""
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing, translated(self.location):
             connection.exec_driver_sql("VACUUM")
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
