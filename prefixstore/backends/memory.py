@@ -15,7 +15,7 @@ from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
 
-# What Python holds for a page beside its tokens and payload: record, usage, dictionary slots (measured on 3.11).
+# What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
 ENTRY_BYTES = RECORD.size + USAGE.size + 700
 
 
@@ -187,7 +187,7 @@ class _Change(_View, Transaction):
 
 
 def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
-    """Values with those that are staged; None deletes."""
+    """Values updated by the staged ones; None deletes."""
     return {key: value for key, value in {**values, **staged}.items() if value is not None}
 
 
@@ -238,9 +238,9 @@ class MemoryBackend(Backend):
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
-    """A new store in memory; it has no path, and its budget is the engine's to keep."""
+    """A new store in memory; it has no path, and the engine keeps its budget."""
     if location not in ("memory:", "memory://"):
-        raise InvalidParameterError(f'location={location!r}: memory has no path; write "memory:"')
+        raise InvalidParameterError(f'location={location!r}: memory has no path; pass "memory:"')
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 __all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "Turnstile", "register_at_fork"]
 
-# How often a thread that waits for the others to leave looks by itself: a Ctrl-C may swallow the notification.
+# How often a thread that waits for the others to leave checks without being notified: a Ctrl-C may prevent that.
 RECHECK_SECONDS = 0.5
 
 

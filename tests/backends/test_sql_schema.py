@@ -103,7 +103,7 @@ def test_the_revisions_in_the_code_are_those_of_the_migrations():
     assert scripts.get_current_head() == HEAD
 
 
-def test_the_models_are_what_the_migrations_make(empty_url):
+def test_the_models_match_the_tables_of_the_migrations(empty_url):
     migrate.upgrade(empty_url)
     engine = create_engine(empty_url)
     try:
@@ -270,7 +270,7 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
     ],
 )
-def test_tables_of_our_names_that_are_not_ours_are_refused_and_untouched(new_database, tables):
+def test_tables_of_another_application_with_our_names_are_refused_and_untouched(new_database, tables):
     url = new_database(empty=True)
     run_by_hand(url, tables)
     engine = create_engine(url)
@@ -369,7 +369,7 @@ def test_a_file_that_is_not_ours_is_refused_and_untouched(tmp_path, kind):
 
 
 def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
-    assert refusal(f"sqlite:///{tmp_path}").startswith(f"LocationError: {tmp_path} is no file")
+    assert refusal(f"sqlite:///{tmp_path}").startswith(f"LocationError: {tmp_path} is not a regular file")
     (tmp_path / "file").write_text("x")
     assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
     assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
@@ -417,7 +417,7 @@ open_backend(sys.argv[1], max_bytes=1 << 20)
         assert keys_of(backend) == set()
 
 
-def test_a_file_system_without_links_is_one_that_can_be_used(tmp_path, monkeypatch):
+def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise PermissionError
 
@@ -470,7 +470,7 @@ def test_the_command_creates_checks_and_upgrades(empty_url, capsys):
 
 
 @pytest.mark.parametrize("url", ["memory:", "/a/path", "lmdb:///x", "postgresql://joe:hushhush@127.0.0.1:1/x"])
-def test_the_command_says_what_it_cannot_do(url, capsys):
+def test_the_command_refuses_other_locations_without_showing_passwords(url, capsys):
     assert main(["migrate", url]) != 0
     printed = capsys.readouterr()
     assert "hushhush" not in printed.out + printed.err

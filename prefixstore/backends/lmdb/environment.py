@@ -1,4 +1,4 @@
-"""The LMDB handles of this process: opened once per location, shared, resized, and left alone by forked children."""
+"""The LMDB handles of this process: opened once per location, shared, resized, and not used by forked children."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release", "translat
 
 SMALLEST_MAP = 1 << 20
 DATA = "data.mdb"
-# a disk with less room than this counts as full
+# a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
-# how often a file is looked at that others write to
+# how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
@@ -45,7 +45,7 @@ META_FORMAT = struct.Struct("<I")
 
 
 def translate(error: lmdb.Error, path: Path) -> StorageError:
-    """The error of our tree that says what an LMDB error means for the caller."""
+    """The prefixstore error for an LMDB error."""
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
         return FullError(f"{path}: {error}")
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
@@ -56,7 +56,7 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
 
 
 def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
-    """Whether LMDB calls a write that was cut short for want of room an I/O error."""
+    """Whether an I/O error is a write that LMDB could not complete because the disk is full."""
     try:
         return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
     except OSError:
@@ -82,12 +82,12 @@ class Environment:
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
-        # number and size of the file; another file may get the number when this one is gone
+        # inode number and size of the file; another file may get the number when this one is gone
         self._bytes = (0, 0)
         check_head(path / DATA)
         try:
             if not read_only:
-                # it was there, but may have been deleted since
+                # it may have been deleted since it was created
                 make_directory(path)
                 if not (path / DATA).exists():
                     _create(path)
@@ -96,7 +96,7 @@ class Environment:
                 map_size=max(map_size, SMALLEST_MAP),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
-                # a cached one would hold a reader slot, which a forked child would take from its parent
+                # a cached one would hold a reader slot, which a forked child would free for its parent
                 max_spare_txns=0,
                 mode=0o600,
                 # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
@@ -123,7 +123,7 @@ class Environment:
         self._is_broken = False
 
     def _check_trees(self) -> None:
-        """Before LMDB follows a pointer: it would follow a wrong one out of the map."""
+        """Check the file before LMDB follows a pointer in it: a wrong one would lead out of the map."""
         for _ in range(CHECKS):
             with self.begin(write=False) as txn:
                 if check_trees(self.path / DATA, txn.id()):
@@ -136,11 +136,11 @@ class Environment:
         if names and not names >= set(DATABASES):
             raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
-            raise LocationError(f"{self.path} holds no store, and read_only=True creates none")
+            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
         if self.read_only:
             databases = {name: self.env.open_db(name) for name in DATABASES}
         else:
-            # in one transaction: another process never sees half of a new store
+            # in one transaction, so that no process sees half of a new store
             with self.begin(write=True) as txn:
                 databases = _make_databases(self.env, txn)
         with self.begin(write=False) as txn:
@@ -156,7 +156,7 @@ class Environment:
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
-        """A transaction. While one is open the map is not resized; one thread opens one at a time."""
+        """A transaction. The map is not resized while one is open; a thread opens one at a time."""
         try:
             with self._begun(write) as txn:
                 yield txn
@@ -194,40 +194,40 @@ class Environment:
             repair()
 
     def _check_size(self) -> None:
-        """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
+        """Check that the file, which never shrinks, was not truncated: reading beyond its end would end the process."""
         before = self._bytes
         try:
             found = (self.path / DATA).stat()
         except OSError:
-            return  # its name is gone, the file is not
+            return  # only its name is gone
         if found.st_ino != before[0]:
             self._bytes = (found.st_ino, 0) if not before[0] else before
         elif found.st_size < before[1]:
             raise CorruptError(
-                f"{self.path} was cut from {before[1]} to {found.st_size} bytes while it was open; end the processes "
-                "that use it, and delete the directory"
+                f"{self.path} was truncated from {before[1]} to {found.st_size} bytes while it was open; stop all "
+                "processes using it and delete the directory"
             )
         else:
             self._bytes = (found.st_ino, found.st_size)
 
     def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
-        """Whether somebody has scrubbed the file since the handle was opened.
+        """Whether the file was scrubbed after the handle was opened.
 
-        LMDB uses the buffers of pages that it has written again, and writes what is left in them into the gaps of other
-        pages: of a handle that has seen what was scrubbed, nothing may be written any more.
+        LMDB reuses the buffers of pages that it has written, and writes what is left in them into the gaps of other
+        pages: nothing may be written through a handle that has seen what was scrubbed.
         """
         return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
 
     def _is_replaced(self) -> bool:
-        """Whether the file has been deleted, or another one was put in its place: nobody would see what is written."""
+        """Whether the file was deleted or replaced: no other process would see what is written."""
         if not self.databases:
-            return False  # it is just being opened
+            return False  # being opened
         try:
-            found = os.stat(self._file)  # noqa: PTH116 - of a text, a microsecond for each transaction
+            found = os.stat(self._file)  # noqa: PTH116 - with a str: a microsecond for each transaction
         except FileNotFoundError:
             return True
         except OSError:
-            return False  # what is open can still be used
+            return False  # the open handle still works
         return (found.st_dev, found.st_ino) != self._identity
 
     def _renew(self) -> None:
@@ -277,9 +277,9 @@ class Environment:
 
 
 def _create(path: Path) -> None:
-    """Make the file under another name; it has its own when it is whole and on the disk, or another one has.
+    """Create the file under a temporary name; it gets its own when it is complete and on disk, unless another has it.
 
-    LMDB does not flush the first pages of a new file before somebody commits: after a loss of power it may refuse it.
+    LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
     with TemporaryDirectory(dir=path, prefix=".new.") as directory:
         new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)

@@ -1,4 +1,4 @@
-"""The tables of a SQL store, and a page as a row of them. ``migrations/`` makes the same tables, step by step.
+"""The tables of a SQL store, and a page as rows of them. ``migrations/`` creates the same tables, step by step.
 
 The names begin with ``prefixstore_``, because a PostgreSQL database may hold the tables of others as well.
 """
@@ -141,7 +141,7 @@ def usage_row(usage: Usage) -> dict[str, Any]:
 
 
 def row_of(key: bytes, record: Record, usage: Usage) -> dict[str, Any]:
-    """The row of a page. Its seal is that of the packed record: a column that is changed later no longer fits it."""
+    """The row of a page. Its seal is that of the packed record: a column that is changed later no longer matches it."""
     packed = record.pack()
     record = Record.unpack(key, packed)
     return {
@@ -154,7 +154,7 @@ def row_of(key: bytes, record: Record, usage: Usage) -> dict[str, Any]:
 
 
 def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
-    """The row about the whole store, which has to be there, and of a format that this version knows.
+    """The row about the whole store, which must exist and have a format that this version knows.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
         If it is not.
     """
     if len(rows) != 1:
-        raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is no store of prefixstore")
+        raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is not a store of prefixstore")
     if rows[0].format > FORMAT_VERSION:
         raise refusals.newer_format(where, rows[0].format)
     return rows[0]
@@ -174,7 +174,7 @@ def usage_of(row: Row[Any]) -> Usage:
     Raises
     ------
     CorruptError
-        If a column holds what no usage holds.
+        If a column holds a value that a usage cannot have.
     """
     usage = Usage(row.last_used, row.hits, bool(row.pinned), row.priority, row.expires)
     try:
@@ -184,12 +184,12 @@ def usage_of(row: Row[Any]) -> Usage:
 
 
 def record_of(row: Row[Any]) -> Record:
-    """The record in a row that has its columns: packed anew, it has to fit the seal that it was written with.
+    """The record in a row that has its columns: packed again, it has to match the seal it was written with.
 
     Raises
     ------
     CorruptError
-        If a column is not what was written, or the row stands under another key.
+        If a column is not what was written, or the row has another key.
     IncompatibleError
         If a newer version wrote it.
     """
@@ -219,7 +219,7 @@ def record_of(row: Row[Any]) -> Record:
             ) from None
         raise CorruptError(f"record {key.hex()}: {error}") from None
     if row.version != FORMAT_VERSION:
-        raise CorruptError(f"record {key.hex()}: format {row.version!r} does not fit its seal")
+        raise CorruptError(f"record {key.hex()}: format {row.version!r} does not match its seal")
     return record
 
 
