@@ -31,7 +31,7 @@ class Turnstile:
         # The thread of each entry. An entry is added and removed by one operation, which may come late or twice, and
         # none is ever counted as zero: so a KeyboardInterrupt while a thread waits or leaves keeps no one waiting.
         self._inside: dict[object, int] = {}
-        # threads that want to be alone, the one that is included
+        # threads that want to be alone, including the one that is
         self._n_waiting = 0
         # the thread that is alone, and how often it has locked
         self._alone: int | None = None

@@ -1,4 +1,4 @@
-"""The turnstile that a handle is replaced behind, and the registry of what is held during a fork."""
+"""The turnstile under which a handle is replaced, and the registry of what is held during a fork."""
 
 from __future__ import annotations
 
