@@ -79,8 +79,8 @@ class PrefixStore:
     min_tokens
         Sequences shorter than this are neither stored nor restored.
     snapshot_interval
-        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, in addition to those
-        where messages begin, before the last token of a prompt, and at the end of a turn.
+        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, in addition to
+        those where messages begin, before the last token of a prompt, and at the end of a turn.
     max_snapshots
         How many snapshots along one conversation are kept; older ones are spaced further apart.
     max_bytes
@@ -101,9 +101,9 @@ class PrefixStore:
         states in RAM.
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
-        apart, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and again from time to
-        time: packed where restores from this location hardly become slower (a slow disk, a server), raw in a local
-        file that fits into memory.
+        apart, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and again from time
+        to time: packed where restores from this location hardly become slower (a slow disk, a server), raw in a
+        local file that fits into memory.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -207,7 +207,7 @@ class PrefixStore:
     def __repr__(self) -> str:
         return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
 
-    # -- lifetime ---------------------------------------------------------------------------------------------------------
+    # -- lifetime -----------------------------------------------------------------------------------------------------
 
     def attach(self, llm: Llama) -> None:
         """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
@@ -225,7 +225,7 @@ class PrefixStore:
         self._hook = hook
 
     def detach(self) -> None:
-        """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if it is not attached."""
+        """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook.detach(self)
@@ -287,7 +287,7 @@ class PrefixStore:
             raise NotAttachedError("no Llama is attached; pass one as llm=, or call attach(llm) first")
         return self._hook
 
-    # -- looking up, restoring, capturing ----------------------------------------------------------------------------------
+    # -- looking up, restoring, capturing -----------------------------------------------------------------------------
 
     @property
     def kind(self) -> Kind:
@@ -359,7 +359,7 @@ class PrefixStore:
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
 
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
-        """Restore the stored prefix of a prompt into the context, for callers that continue with ``eval`` or ``generate``.
+        """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
 
         Parameters
         ----------
@@ -380,8 +380,8 @@ class PrefixStore:
     def capture(self, llm: Llama | None = None) -> int:
         """Capture all pages of the context that are not stored, the tail included; the number of pages.
 
-        A background thread writes them; `flush` waits for it. For an `llm` that the store is not attached to, the caller
-        guarantees that the context holds what ``llm.input_ids`` says.
+        A background thread writes them; `flush` waits for it. For an `llm` that the store is not attached to, the
+        caller guarantees that the context holds what ``llm.input_ids`` says.
         """
         return self._hook_of(llm).capture()
 
