@@ -109,7 +109,7 @@ def _work(model: str, location: str) -> dict[str, Any]:
     """One process of the demo."""
     from llama_cpp import Llama  # noqa: PLC0415 - the extra "llama"
 
-    from prefixstore.llama.log import silence  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.quiet import silence  # noqa: PLC0415 - the extra "llama"
 
     silence()
     llm = Llama(model, n_ctx=PROMPT_TOKENS + 511, n_batch=N_BATCH, verbose=False)

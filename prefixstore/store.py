@@ -23,7 +23,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.options import Options
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Kind, Stats
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from llama_cpp.llama import LlamaState
     from typing_extensions import Self
 
-    from prefixstore.llama.context import ContextOptions
     from prefixstore.llama.hook import Hook
-    from prefixstore.llama.portable import PortableHook
+    from prefixstore.llama.portable.hook import PortableHook
 
 __all__ = ["Match", "PrefixStore"]
 
@@ -139,27 +138,27 @@ class PrefixStore:
         *,
         namespace: str | None = None,
         salt: str | None = None,
-        page_tokens: int = Options.PAGE_TOKENS,
-        min_tokens: int = Options.MIN_TOKENS,
-        snapshot_interval: int = Options.SNAPSHOT_INTERVAL,
-        max_snapshots: int = Options.MAX_SNAPSHOTS,
-        max_bytes: int | str = Options.MAX_BYTES,
+        page_tokens: int = Parameters.PAGE_TOKENS,
+        min_tokens: int = Parameters.MIN_TOKENS,
+        snapshot_interval: int = Parameters.SNAPSHOT_INTERVAL,
+        max_snapshots: int = Parameters.MAX_SNAPSHOTS,
+        max_bytes: int | str = Parameters.MAX_BYTES,
         max_entries: int | None = None,
         quota: int | str | Mapping[str, int | str] | None = None,
         ttl: float | str | timedelta | None = None,
         ram_bytes: int | str | None = None,
-        codec: str = Options.CODEC,
-        policy: str = Options.POLICY,
+        codec: str = Parameters.CODEC,
+        policy: str = Parameters.POLICY,
         priority: int = 0,
         read_only: bool = False,
         write_behind: bool = True,
-        queue_bytes: int | str = Options.QUEUE_BYTES,
+        queue_bytes: int | str = Parameters.QUEUE_BYTES,
     ) -> None:
         if is_persistent(location) and llm is None and namespace is None:
             raise InvalidParameterError(
                 "a persistent location needs llm=, or namespace= with a name that stands for the model and its settings"
             )
-        self._options = options = Options.parse(
+        self._parameters = parameters = Parameters.parse(
             namespace=namespace,
             salt=salt,
             page_tokens=page_tokens,
@@ -180,20 +179,20 @@ class PrefixStore:
         )
         self._hook: Hook | None = None
         self._portable: PortableHook | None = None
-        backend = open_backend(location, max_bytes=options.budget.max_bytes, read_only=read_only)
+        backend = open_backend(location, max_bytes=parameters.budget.max_bytes, read_only=read_only)
         self.location = backend.location
         self._engine = Engine(
             backend,
-            options.budget,
-            options.policy,
-            options.encoder,
+            parameters.budget,
+            parameters.policy,
+            parameters.encoder,
             Counters(),
-            ttl=options.ttl,
-            priority=options.priority,
-            ram_bytes=options.ram_bytes,
-            queue_bytes=options.queue_bytes,
-            write_behind=options.write_behind,
-            read_only=options.read_only,
+            ttl=parameters.ttl,
+            priority=parameters.priority,
+            ram_bytes=parameters.ram_bytes,
+            queue_bytes=parameters.queue_bytes,
+            write_behind=parameters.write_behind,
+            read_only=parameters.read_only,
         )
         # at the end of the process, or when the store is garbage: what was captured is written
         self._finalizer = weakref.finalize(self, self._engine.close)
@@ -262,21 +261,7 @@ class PrefixStore:
         if not hasattr(llm, "_ctx"):
             raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
         register_cache(PrefixStore)
-        return Hook(llm, self._engine, self._context_options())
-
-    def _context_options(self) -> ContextOptions:
-        from prefixstore.llama.context import ContextOptions  # noqa: PLC0415 - the extra "llama"
-
-        options = self._options
-        return ContextOptions(
-            page_tokens=options.page_tokens,
-            min_tokens=options.min_tokens,
-            snapshot_interval=options.snapshot_interval,
-            max_snapshots=options.max_snapshots,
-            read_only=options.read_only,
-            label=options.label,
-            salt=options.salt,
-        )
+        return Hook(llm, self._engine, self._parameters)
 
     def _hook_of(self, llm: Llama | None) -> Hook:
         """The hook of the attached Llama, or one for this call."""
@@ -309,12 +294,12 @@ class PrefixStore:
     @property
     def read_only(self) -> bool:
         """Whether the store never writes."""
-        return self._options.read_only
+        return self._parameters.read_only
 
     @property
     def min_tokens(self) -> int:
         """Shorter prompts are neither stored nor restored."""
-        return self._options.min_tokens
+        return self._parameters.min_tokens
 
     @property
     def namespace(self) -> Namespace:
@@ -329,17 +314,21 @@ class PrefixStore:
             return self._hook.namespace
         if self._portable is not None:
             return self._portable.namespace
-        if self._options.label is None:
+        if self._parameters.label is None:
             raise NotAttachedError("the namespace is not known without a Llama; call attach(llm), or pass namespace=")
         return Namespace(
-            {"label": self._options.label, "salt": self._options.salt, "page_tokens": self._options.page_tokens}
+            {
+                "label": self._parameters.label,
+                "salt": self._parameters.salt,
+                "page_tokens": self._parameters.page_tokens,
+            }
         )
 
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
         """Where to look a prompt up: namespace key, tokens, length of a page."""
         self._alive()
         hook = self._hook or self._portable
-        page_tokens = hook.page_tokens if hook is not None else self._options.page_tokens
+        page_tokens = hook.page_tokens if hook is not None else self._parameters.page_tokens
         return self.namespace.key, as_tokens(tokens), page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
@@ -433,7 +422,7 @@ class PrefixStore:
         return sum(self._engine.clear(namespace.key) for namespace in places)
 
     def _writable(self, name: str) -> None:
-        if self._options.read_only:
+        if self._parameters.read_only:
             raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
 
     def stats(self) -> Stats:
@@ -477,7 +466,7 @@ class PrefixStore:
     @property
     def capacity_bytes(self) -> int:
         """The budget, in bytes."""
-        return self._options.budget.max_bytes
+        return self._parameters.budget.max_bytes
 
     @property
     def cache_size(self) -> int:
@@ -527,8 +516,8 @@ class PrefixStore:
         self._alive()
         if self._portable is None:
             from prefixstore.llama.hook import register_cache  # noqa: PLC0415 - the extra "llama"
-            from prefixstore.llama.portable import PortableHook  # noqa: PLC0415
+            from prefixstore.llama.portable.hook import PortableHook  # noqa: PLC0415
 
             register_cache(PrefixStore)
-            self._portable = PortableHook(self._engine, self._context_options())
+            self._portable = PortableHook(self._engine, self._parameters)
         return self._portable

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prefixstore.engine import breaker
-from prefixstore.llama import rate
+from prefixstore.llama import compute_rate as rate
 from tests.support.models import load, write
 from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures

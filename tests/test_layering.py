@@ -14,7 +14,7 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # A place imports only from those before it. A place is a folder, or a module at the top.
 PLACES = """
-errors units buffers stats format backends engine testing options llama store config warming maintenance
+errors units buffers stats format backends engine testing parameters llama store config warming maintenance
 demo prefixstore cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 

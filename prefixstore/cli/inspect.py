@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from prefixstore.cli.options import (
+from prefixstore.cli.arguments import (
     AsJson,
     Location,
     ModelFile,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.options import (
+from prefixstore.cli.arguments import (
     AsJson,
     ConfigFile,
     Location,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.options import AsJson, ConfigFile, Location, ModelFile, NCtx, configured, open_model
+from prefixstore.cli.arguments import AsJson, ConfigFile, Location, ModelFile, NCtx, configured, open_model
 from prefixstore.cli.output import emit, fields, table
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import BreakEven, Rates, measure_break_even, measure_rates

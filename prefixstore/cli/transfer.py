@@ -15,7 +15,7 @@ import typer
 
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.location import without_password
-from prefixstore.cli.options import (
+from prefixstore.cli.arguments import (
     AsJson,
     ConfigFile,
     Location,

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefixstore.backends.location import is_url, text_of, without_password
-from prefixstore.cli.options import AsJson, ConfigFile, MaxBytes, ModelFile, NCtx, Salt, open_model
+from prefixstore.cli.arguments import AsJson, ConfigFile, MaxBytes, ModelFile, NCtx, Salt, open_model
 from prefixstore.cli.output import DONE, FAILED, emit, fields, say
 from prefixstore.cli.progress import shown
 from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
-from prefixstore.warming.context import fit, original_context
+from prefixstore.warming.context_size import fit, original_context
 from prefixstore.warming.estimate import Estimate, estimate
 from prefixstore.warming.job import warm as run_job
 from prefixstore.warming.prompts import Problem, PromptLike, read

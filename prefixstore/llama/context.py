@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -20,12 +19,13 @@ from prefixstore.errors import MisuseError, PrefixStoreError, StorageError
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import PAGE
+from prefixstore.llama.compute_rate import ComputeRate
+from prefixstore.llama.kv_memory import ContextMemory, kind_of
 from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.memory import ContextMemory, kind_of
-from prefixstore.llama.rate import ComputeRate
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters, Kind
 
-__all__ = ["Context", "ContextOptions", "Guard", "bypass_reason", "held_prefix", "is_multimodal", "reusable_prefix"]
+__all__ = ["Context", "Guard", "bypass_reason", "held_prefix", "is_multimodal", "reusable_prefix"]
 
 log = logging.getLogger("prefixstore")
 
@@ -33,33 +33,6 @@ M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
 
 # attributes of chat handlers that bring images or sound into the context
 MEDIA_ATTRIBUTES = ("clip_model_path", "mtmd_ctx", "mmproj_path")
-
-
-@dataclass(frozen=True)
-class ContextOptions:
-    """The parameters of a store that concern a context; see `PrefixStore`.
-
-    Attributes
-    ----------
-    page_tokens
-        Length of a page. A model with a shorter sliding window gets shorter pages.
-    min_tokens
-        Sequences shorter than this are neither stored nor restored.
-    snapshot_interval, max_snapshots
-        For memory that cannot step back: tokens between snapshots, and how many of a sequence are kept.
-    read_only
-        Whether nothing is stored.
-    label, salt
-        The user's name for the namespace, and the tenant.
-    """
-
-    page_tokens: int
-    min_tokens: int
-    snapshot_interval: int
-    max_snapshots: int
-    read_only: bool
-    label: str | None
-    salt: str | None
 
 
 class Context(Generic[M_co]):
@@ -73,8 +46,8 @@ class Context(Generic[M_co]):
         Finds pages, and stores them.
     namespace
         Of the context.
-    options
-        With the length that pages have in this context.
+    parameters
+        Of the store, with the length that pages have in this context.
     memory
         Access to its memory.
 
@@ -89,15 +62,15 @@ class Context(Generic[M_co]):
     """
 
     def __init__(
-        self, llm: llama_cpp.Llama, engine: Engine, namespace: Namespace, options: ContextOptions, memory: M_co
+        self, llm: llama_cpp.Llama, engine: Engine, namespace: Namespace, parameters: Parameters, memory: M_co
     ) -> None:
         self._llm = weakref.ref(llm)
         self.engine = engine
         self.namespace = namespace
-        self.options = options
+        self.parameters = parameters
         self.memory = memory
         self.kind: Kind = kind_of(llm)
-        self.lineage = Lineage(namespace.key, options.page_tokens, llm.n_ctx())
+        self.lineage = Lineage(namespace.key, parameters.page_tokens, llm.n_ctx())
         self.rate = ComputeRate()
         self._settings = namespace.canonical
 
@@ -133,7 +106,7 @@ class Context(Generic[M_co]):
         """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over."""
         lineage = self.lineage
         # what is lost without a snapshot: the tokens since the one before, about an interval
-        n_tokens = end - start if form == PAGE else min(end, self.options.snapshot_interval)
+        n_tokens = end - start if form == PAGE else min(end, self.parameters.snapshot_interval)
         page = PendingPage.of(
             lineage.namespace,
             self._settings,

@@ -17,7 +17,7 @@ import xxhash
 from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.memory import kind_of
+from prefixstore.llama.kv_memory import kind_of
 
 __all__ = ["file_digest", "namespace_of"]
 

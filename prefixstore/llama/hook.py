@@ -29,8 +29,9 @@ from prefixstore.engine.engine import Engine
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.context import ContextOptions, Guard, bypass_reason
+from prefixstore.llama.context import Guard, bypass_reason
 from prefixstore.llama.strategy import strategy_for
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["Hook", "calling_completion", "register_cache"]
@@ -64,7 +65,7 @@ class Hook:
         Kept by a weak reference: the store does not keep a model in memory.
     engine
         Of the store.
-    options
+    parameters
         Those of its parameters that concern a context.
 
     Attributes
@@ -80,8 +81,8 @@ class Hook:
         If a file of the model cannot be read.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, engine: Engine, options: ContextOptions) -> None:
-        self.strategy = strategy_for(llm, engine, options)
+    def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
+        self.strategy = strategy_for(llm, engine, parameters)
         self.context = self.strategy.context
         # a lookup asked for logprobs: the batches must be the same as without a store
         self._exact = False
@@ -110,7 +111,7 @@ class Hook:
     @property
     def page_tokens(self) -> int:
         """Length of a page in this context."""
-        return self.context.options.page_tokens
+        return self.context.parameters.page_tokens
 
     # -- attaching ----------------------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Hook:
 
     def _stops(self, tokens: Sequence[int]) -> list[int]:
         """Where to stop while these tokens are evaluated; only between batches if their exact numbers are asked for."""
-        if self.context.options.read_only:
+        if self.context.parameters.read_only:
             return []
         with self._guard("dropped:error"):
             start, stops = self.context.lineage.n, self.strategy.stops(tokens)
@@ -258,7 +259,7 @@ class Hook:
 
     def capture(self) -> int:
         """Capture all of the context that is not stored, waiting for space in the queue; the number of pages."""
-        if self.context.options.read_only or self._bypass_reason() is not None:
+        if self.context.parameters.read_only or self._bypass_reason() is not None:
             return 0
         if not self._originals:
             # not attached: the store has not seen the tokens enter, the caller vouches for them
@@ -284,7 +285,7 @@ class Hook:
         return False
 
     def _capture(self, *, tail: bool) -> None:
-        if not self.context.options.read_only and self._bypass_reason() is None:
+        if not self.context.parameters.read_only and self._bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.capture(tail=tail)
 

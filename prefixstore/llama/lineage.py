@@ -8,7 +8,7 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.format.keys import Tokens, page_key
-from prefixstore.llama.memory import ContextMemory
+from prefixstore.llama.kv_memory import ContextMemory
 
 __all__ = ["Lineage"]
 

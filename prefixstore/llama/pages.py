@@ -11,7 +11,7 @@ from prefixstore.engine.index import Page
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context, held_prefix, reusable_prefix
-from prefixstore.llama.memory import Missing, MissingPage, PagedMemory
+from prefixstore.llama.kv_memory import Missing, MissingPage, PagedMemory
 from prefixstore.stats import Kind
 
 __all__ = ["PageStrategy"]
@@ -56,7 +56,7 @@ class PageStrategy:
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Take the pages that are not stored, with `tail` also the tokens after the last boundary; see `Strategy`."""
         context = self.context
-        if context.lineage.n < context.options.min_tokens or not context.catch_up():
+        if context.lineage.n < context.parameters.min_tokens or not context.catch_up():
             return 0
         wanted = self._wanted(tail)
         if not wanted:
@@ -106,7 +106,7 @@ class PageStrategy:
         live = self._reusable(tokens, known)
         path = context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
         n = min(path.n_tokens, limit)
-        if n < context.options.min_tokens:
+        if n < context.parameters.min_tokens:
             context.note_use(())
             counters.count("miss:short" if path.n_tokens else "miss:not_found")
             return False

@@ -20,10 +20,10 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.record import SNAPSHOT
 from prefixstore.llama.context import Context, held_prefix
-from prefixstore.llama.memory import PARTIAL, WHOLE, Acquire, SnapshotMemory
-from prefixstore.llama.parse import parse_sequence
-from prefixstore.llama.resume import resume
-from prefixstore.llama.state import Assembly, StateView
+from prefixstore.llama.kv_memory import PARTIAL, WHOLE, Acquire, SnapshotMemory
+from prefixstore.llama.snapshot_restore import resume
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.view import Assembly, StateView
 from prefixstore.llama.turns import TokenKinds, snapshot_stops
 from prefixstore.stats import Kind
 
@@ -88,14 +88,14 @@ class SnapshotStrategy:
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
         """Positions at which to stop while these tokens are evaluated."""
-        options = self.context.options
+        parameters = self.context.parameters
         return snapshot_stops(
             self.context.lineage.tokens,
             tokens,
             self._token_kinds.kind,
-            interval=options.snapshot_interval,
-            keep=options.max_snapshots,
-            min_tokens=options.min_tokens,
+            interval=parameters.snapshot_interval,
+            keep=parameters.max_snapshots,
+            min_tokens=parameters.min_tokens,
         )
 
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
@@ -111,7 +111,7 @@ class SnapshotStrategy:
         counters = context.engine.counters
         before = counters["pages_captured"] + counters["snapshots_captured"]
         started = time.perf_counter()
-        if lineage.n >= context.options.min_tokens and not self._is_stored(lineage.n):
+        if lineage.n >= context.parameters.min_tokens and not self._is_stored(lineage.n):
             self._take(wait=wait)
         if tail:
             self._copy_rows(wait=wait)
@@ -241,8 +241,8 @@ class SnapshotStrategy:
             self.context.submit(self._last_boundary(n)[1], n, buffer, SNAPSHOT)
 
     def _thin(self) -> None:
-        engine, lineage, options = self.context.engine, self.context.lineage, self.context.options
-        keep, interval = options.max_snapshots, options.snapshot_interval
+        engine, lineage, parameters = self.context.engine, self.context.lineage, self.context.parameters
+        keep, interval = parameters.max_snapshots, parameters.snapshot_interval
         if engine.thin(lineage.namespace, lineage.tokens, lineage.page_tokens, keep, interval):
             engine.nudge()
 

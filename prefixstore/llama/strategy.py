@@ -10,11 +10,12 @@ import llama_cpp
 
 from prefixstore.engine.engine import Engine
 from prefixstore.format.keys import Tokens
-from prefixstore.llama.context import Context, ContextOptions
+from prefixstore.llama.context import Context
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.llama.kv_memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
 from prefixstore.llama.pages import PageStrategy
 from prefixstore.llama.snapshots import SnapshotStrategy
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["Strategy", "strategy_for"]
@@ -78,7 +79,7 @@ class Strategy(Protocol):
         """How much of a prompt the context holds and can continue from."""
 
 
-def strategy_for(llm: llama_cpp.Llama, engine: Engine, options: ContextOptions) -> Strategy:
+def strategy_for(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> Strategy:
     """The strategy for a ``Llama``, in the namespace of its context.
 
     Raises
@@ -86,8 +87,8 @@ def strategy_for(llm: llama_cpp.Llama, engine: Engine, options: ContextOptions) 
     ContextError
         If a file of the model cannot be read.
     """
-    options = replace(options, page_tokens=page_tokens_for(llm, options.page_tokens))
-    namespace = namespace_of(llm, page_tokens=options.page_tokens, salt=options.salt, label=options.label)
+    parameters = replace(parameters, page_tokens=page_tokens_for(llm, parameters.page_tokens))
+    namespace = namespace_of(llm, page_tokens=parameters.page_tokens, salt=parameters.salt, label=parameters.label)
     if kind_of(llm).has_snapshots:
-        return SnapshotStrategy(Context(llm, engine, namespace, options, SnapshotMemory(llm)))
-    return PageStrategy(Context(llm, engine, namespace, options, PagedMemory(llm)))
+        return SnapshotStrategy(Context(llm, engine, namespace, parameters, SnapshotMemory(llm)))
+    return PageStrategy(Context(llm, engine, namespace, parameters, PagedMemory(llm)))

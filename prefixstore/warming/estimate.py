@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prefixstore.store import PrefixStore
+from prefixstore.warming.prompt_trie import PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.survey import Survey, page_tokens_of
-from prefixstore.warming.trie import PromptTrie
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

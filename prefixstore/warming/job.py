@@ -20,10 +20,10 @@ from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
 from prefixstore.store import PrefixStore
 from prefixstore.warming.leases import SECONDS, Leases
+from prefixstore.warming.prompt_trie import Part, PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.report import Progress, WarmReport
 from prefixstore.warming.survey import Survey, matcher, page_tokens_of
-from prefixstore.warming.trie import Part, PromptTrie
 
 if TYPE_CHECKING:
     from llama_cpp import Llama

@@ -8,7 +8,7 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens
 from prefixstore.store import PrefixStore
-from prefixstore.warming.trie import PromptTrie
+from prefixstore.warming.prompt_trie import PromptTrie
 
 __all__ = ["Survey", "matcher", "page_tokens_of"]
 

@@ -21,7 +21,7 @@ from prefixstore.backends.base import Backend
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
 from prefixstore.format.whole_state import HEADER, MAGIC
-from prefixstore.llama.parse import parse_context, parse_sequence
+from prefixstore.llama.state.parse import parse_context, parse_sequence
 from tests.support.models import answer, forget, load, prompt
 from tests.support.patience import wait_patiently
 

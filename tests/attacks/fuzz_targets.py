@@ -34,9 +34,9 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore.format.keys import page_key
     from prefixstore.format.namespace import Namespace
     from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
-    from prefixstore.llama.parse import parse_context, parse_sequence
-    from prefixstore.llama.shape import shape_of, shape_of_sequence
-    from prefixstore.llama.state import assemble
+    from prefixstore.llama.state.parse import parse_context, parse_sequence
+    from prefixstore.llama.state.shape import shape_of, shape_of_sequence
+    from prefixstore.llama.state.view import assemble
     from prefixstore.maintenance.archive import Archive
     from prefixstore.maintenance.transfer import export_store, import_store
     from prefixstore.warming import prompts

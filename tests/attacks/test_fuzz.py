@@ -21,7 +21,7 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import SNAPSHOT, Record, Usage, checksum
 from prefixstore.llama.prompt import text_tokens
-from prefixstore.llama.shape import shape_of_sequence
+from prefixstore.llama.state.shape import shape_of_sequence
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from prefixstore.testing import make_page

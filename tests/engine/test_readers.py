@@ -12,7 +12,7 @@ from prefixstore.engine import readers as read_along
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
-from prefixstore.llama.memory import PagedMemory
+from prefixstore.llama.kv_memory import PagedMemory
 from tests.engine.test_fetch import forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 

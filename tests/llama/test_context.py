@@ -9,7 +9,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.errors import UnavailableError
 from prefixstore.llama.context import Guard, bypass_reason, held_prefix, is_multimodal
-from prefixstore.llama.memory import Missing, PagedMemory, SnapshotMemory
+from prefixstore.llama.kv_memory import Missing, PagedMemory, SnapshotMemory
 from prefixstore.stats import Counters, Kind
 from tests.support.models import prompt
 
@@ -56,7 +56,7 @@ def test_the_kind_of_a_context_decides_how_it_is_stored(llama, arch, kind, memor
         assert context.kind is kind
         assert type(context.memory) is memory
         assert context.llm is llm
-        assert context.options.page_tokens == (64 if arch == "lfm2" else 256)
+        assert context.parameters.page_tokens == (64 if arch == "lfm2" else 256)
 
 
 def test_a_context_is_bypassed_for_what_it_is_and_for_what_its_handler_does(llama):

@@ -19,8 +19,10 @@ from prefixstore import CorruptError, InvalidParameterError, Namespace, PrefixSt
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.format.keys import as_tokens, common_prefix
 from prefixstore.format.whole_state import WholeState
-from prefixstore.llama import portable, portable_restore, portable_target
-from prefixstore.llama.portable_lookup import OWN_HITS
+from prefixstore.llama.portable import hook as portable
+from prefixstore.llama.portable import restore as portable_restore
+from prefixstore.llama.portable import target as portable_target
+from prefixstore.llama.portable.lookup import OWN_HITS
 from prefixstore.testing import FaultyBackend
 from tests.support.models import TORTURE, answer, forget, load, logits, prompt
 from tests.support.worker import in_process

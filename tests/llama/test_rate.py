@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore.llama.rate import LOSES_BY, SMALLEST_BATCH, TRY_AGAIN, ComputeRate
+from prefixstore.llama.compute_rate import LOSES_BY, SMALLEST_BATCH, TRY_AGAIN, ComputeRate
 
 
 def test_a_restore_is_done_until_both_rates_are_known():

@@ -8,7 +8,8 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.errors import CorruptError
-from prefixstore.llama import resume, snapshots
+from prefixstore.llama import snapshot_restore as resume
+from prefixstore.llama import snapshots
 from prefixstore.llama.turns import TokenKinds, message_starts
 from tests.support.models import answer, load, logits, prompt, state_bytes
 from tests.support.worker import in_process

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixstore.engine import breaker
-from prefixstore.llama import rate
+from prefixstore.llama import compute_rate as rate
 
 # when the package takes something for slow, and values with which it never does
 ENDLESS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixstore.config import Config
-from prefixstore.warming.context import fit, original_context
+from prefixstore.warming.context_size import fit, original_context
 from prefixstore.warming.prompts import Problem, Prompt
 from tests.support.models import prompt
 

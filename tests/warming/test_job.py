@@ -13,7 +13,7 @@ import prefixstore
 from prefixstore import PrefixStore
 from prefixstore.errors import MisuseError
 from prefixstore.stats import Kind
-from prefixstore.warming import trie
+from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.job import Job, warm
 from prefixstore.warming.leases import PREFIX, Leases, Owner

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming import trie as module
-from prefixstore.warming.trie import PromptTrie
+from prefixstore.warming import prompt_trie as module
+from prefixstore.warming.prompt_trie import PromptTrie
 from tests.support.warming import shared_prompts, unique_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)

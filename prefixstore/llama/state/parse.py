@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Buffer, Recurrent, Section, StateView, Tensor
+from prefixstore.llama.state.view import CELL_BYTES, SEQUENCE_MAGIC, Buffer, Recurrent, Section, StateView, Tensor
 
 __all__ = ["parse_context", "parse_sequence"]
 

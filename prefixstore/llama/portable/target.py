@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import llama_cpp
 
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.context import ContextOptions
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.llama.kv_memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["PortableTarget", "nameless_target", "target_for"]
@@ -60,7 +60,7 @@ class PortableTarget:
         return max(n - window, 0) if window else 0
 
 
-def target_for(llm: llama_cpp.Llama, options: ContextOptions) -> PortableTarget:
+def target_for(llm: llama_cpp.Llama, parameters: Parameters) -> PortableTarget:
     """The target for a ``Llama``.
 
     Raises
@@ -69,8 +69,8 @@ def target_for(llm: llama_cpp.Llama, options: ContextOptions) -> PortableTarget:
         If a file of the model cannot be read.
     """
     kind = kind_of(llm)
-    page_tokens = page_tokens_for(llm, options.page_tokens)
-    pages = namespace_of(llm, page_tokens=page_tokens, salt=options.salt, label=options.label)
+    page_tokens = page_tokens_for(llm, parameters.page_tokens)
+    pages = namespace_of(llm, page_tokens=page_tokens, salt=parameters.salt, label=parameters.label)
     memory = SnapshotMemory(llm) if kind.has_snapshots else PagedMemory(llm)
     n_vocab = llm.n_vocab() if llm._logits_all else 0
     is_attention = kind is Kind.PAGES
@@ -87,16 +87,16 @@ def target_for(llm: llama_cpp.Llama, options: ContextOptions) -> PortableTarget:
     )
 
 
-def nameless_target(options: ContextOptions) -> PortableTarget:
+def nameless_target(parameters: Parameters) -> PortableTarget:
     """The target of a caller whose ``Llama`` is not known: the label stands for the model and its settings."""
     settings = {
-        "label": options.label,
-        "salt": options.salt,
+        "label": parameters.label,
+        "salt": parameters.salt,
         # llama.cpp promises nothing about states across its versions
         "llama_cpp_python": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
     }
-    return PortableTarget(None, _whole(settings), options.page_tokens)
+    return PortableTarget(None, _whole(settings), parameters.page_tokens)
 
 
 def _whole(settings: Mapping[str, str | int | float | bool | None]) -> Namespace:

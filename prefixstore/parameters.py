@@ -13,11 +13,11 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder, pick
 from prefixstore.units import parse_bytes, parse_seconds
 
-__all__ = ["Options"]
+__all__ = ["Parameters"]
 
 
 @dataclass(frozen=True)
-class Options:
+class Parameters:
     """Parameters that were checked, in the units that the code uses.
 
     Attributes
@@ -85,7 +85,7 @@ class Options:
         read_only: bool,
         write_behind: bool,
         queue_bytes: int | str,
-    ) -> Options:
+    ) -> Parameters:
         """Check the parameters of a `PrefixStore`.
 
         Raises

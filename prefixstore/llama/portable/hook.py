@@ -26,14 +26,15 @@ from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.whole_state import WholeState
-from prefixstore.llama.context import ContextOptions, Guard, bypass_reason, reusable_prefix
-from prefixstore.llama.memory import kind_of
-from prefixstore.llama.parse import parse_context
-from prefixstore.llama.portable_lookup import ENDLESS, match_whole
-from prefixstore.llama.portable_restore import StateBuilder
-from prefixstore.llama.portable_target import PortableTarget, nameless_target, target_for
-from prefixstore.llama.shape import shape_of
-from prefixstore.llama.state import Assembly, StateView
+from prefixstore.llama.context import Guard, bypass_reason, reusable_prefix
+from prefixstore.llama.kv_memory import kind_of
+from prefixstore.llama.portable.lookup import ENDLESS, match_whole
+from prefixstore.llama.portable.restore import StateBuilder
+from prefixstore.llama.portable.target import PortableTarget, nameless_target, target_for
+from prefixstore.llama.state.parse import parse_context
+from prefixstore.llama.state.shape import shape_of
+from prefixstore.llama.state.view import Assembly, StateView
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["PortableHook"]
@@ -46,16 +47,16 @@ class PortableHook:
     ----------
     engine
         Of the store.
-    options
+    parameters
         Those of its parameters that concern a context.
     """
 
-    def __init__(self, engine: Engine, options: ContextOptions) -> None:
+    def __init__(self, engine: Engine, parameters: Parameters) -> None:
         self._engine = engine
-        self._options = options
-        self._builder = StateBuilder(engine, options.min_tokens)
+        self._parameters = parameters
+        self._builder = StateBuilder(engine, parameters.min_tokens)
         self._targets: weakref.WeakKeyDictionary[llama_cpp.Llama, PortableTarget] = weakref.WeakKeyDictionary()
-        self._nameless = nameless_target(options)
+        self._nameless = nameless_target(parameters)
         self._last = self._nameless
 
     @property
@@ -152,7 +153,7 @@ class PortableHook:
                 f"a store keeps states of llm.save_state(), and cannot store a {type(state).__name__}"
             )
         llm = completion.f_locals["self"] if completion is not None else None
-        if self._options.read_only or (llm is not None and bypass_reason(llm, kind_of(llm)) is not None):
+        if self._parameters.read_only or (llm is not None and bypass_reason(llm, kind_of(llm)) is not None):
             return
         started = time.perf_counter()
         with Guard(self._engine.counters, "dropped:error"):
@@ -165,7 +166,7 @@ class PortableHook:
     def _target(self, llm: llama_cpp.Llama) -> PortableTarget:
         target = self._targets.get(llm)
         if target is None:
-            target = self._targets[llm] = target_for(llm, self._options)
+            target = self._targets[llm] = target_for(llm, self._parameters)
         return target
 
     # -- storing ------------------------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class PortableHook:
         counters = self._engine.counters
         tokens = np.asarray(state.input_ids[: state.n_tokens], "<i4")
         # a number below 0 is not a token: an image, or something that was never evaluated
-        if len(tokens) < max(self._options.min_tokens, 1) or (tokens < 0).any():
+        if len(tokens) < max(self._parameters.min_tokens, 1) or (tokens < 0).any():
             return
         if state.llama_state_size != len(state.llama_state):
             raise CorruptError(

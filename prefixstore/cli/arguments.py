@@ -153,7 +153,7 @@ def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
 
 def _silence() -> None:
     try:
-        from prefixstore.llama.log import silence  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.llama.quiet import silence  # noqa: PLC0415 - the extra "llama"
     except ImportError:
         return  # opening the model says which extra is missing
     silence()

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.parse import PAIR, U32, parse_sequence
-from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Buffer, StateView
+from prefixstore.llama.state.parse import PAIR, U32, parse_sequence
+from prefixstore.llama.state.view import CELL_BYTES, SEQUENCE_MAGIC, Buffer, StateView
 
 __all__ = ["StateShape", "complete_cells", "shape_of", "shape_of_sequence"]
 

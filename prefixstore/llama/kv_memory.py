@@ -28,9 +28,9 @@ import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.llama.parse import U32
-from prefixstore.llama.shape import StateShape, complete_cells, shape_of, shape_of_sequence
-from prefixstore.llama.state import Buffer, StateView
+from prefixstore.llama.state.parse import U32
+from prefixstore.llama.state.shape import StateShape, complete_cells, shape_of, shape_of_sequence
+from prefixstore.llama.state.view import Buffer, StateView
 from prefixstore.stats import Kind
 
 __all__ = [

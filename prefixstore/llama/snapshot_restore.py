@@ -13,9 +13,9 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context
-from prefixstore.llama.memory import SnapshotMemory
-from prefixstore.llama.parse import parse_sequence
-from prefixstore.llama.state import Assembly, StateView
+from prefixstore.llama.kv_memory import SnapshotMemory
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.view import Assembly, StateView
 
 __all__ = ["ATTEMPTS", "resume"]
 
@@ -46,7 +46,7 @@ def resume(
     for _ in range(ATTEMPTS):
         path = engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit, multiple_of)
         n = path.n_tokens
-        if n < context.options.min_tokens:
+        if n < context.parameters.min_tokens:
             context.note_use(())
             counters.count("miss:short" if n else "miss:not_found")
             return False

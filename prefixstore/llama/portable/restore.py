@@ -16,10 +16,10 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.whole_state import WholeState
-from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.portable_lookup import WholeMatch, match_whole
-from prefixstore.llama.portable_target import PortableTarget
-from prefixstore.llama.state import Assembly, assemble
+from prefixstore.llama.portable.lookup import WholeMatch, match_whole
+from prefixstore.llama.portable.target import PortableTarget
+from prefixstore.llama.state.parse import parse_context, parse_sequence
+from prefixstore.llama.state.view import Assembly, assemble
 
 __all__ = ["StateBuilder"]
 
