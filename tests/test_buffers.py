@@ -15,7 +15,7 @@ def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
     buffer.view[:] = b"0123456789"
     assert bytes(buffer.view) == b"0123456789"
     assert buffer.address == buffer._memory.ctypes.data
-    assert pool.leased == 10
+    assert pool.in_use == 10
 
 
 def test_no_more_is_leased_than_allowed_but_one_of_any_size():
@@ -29,7 +29,7 @@ def test_no_more_is_leased_than_allowed_but_one_of_any_size():
         True,
         False,
     ]
-    assert pool.leased == 100
+    assert pool.in_use == 100
 
 
 def test_memory_is_used_again_and_the_smallest_that_fits():
@@ -50,10 +50,10 @@ def test_what_is_held_goes_back_with_its_last_holder():
     buffer.release()
     assert pool.acquire(60) is None
     buffer.release()
-    assert pool.leased == 0
+    assert pool.in_use == 0
     assert not buffer.hold()
     buffer.release()
-    assert pool.leased == 0
+    assert pool.in_use == 0
     assert pool.acquire(60) is not None
 
 
@@ -82,7 +82,7 @@ def test_who_waits_gets_what_becomes_free():
     for thread in threads:
         thread.join(20)
     assert [len(buffer.view) for buffer in got] == [40, 40]
-    assert pool.leased == 80
+    assert pool.in_use == 80
 
 
 def test_many_threads_never_share_a_buffer():
@@ -107,4 +107,4 @@ def test_many_threads_never_share_a_buffer():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
-    assert pool.leased == 0
+    assert pool.in_use == 0

@@ -1,9 +1,9 @@
-"""The policy that learns which pages come back, how soon, and so which of them earn their room.
+"""The eviction policy that learns which pages are used again, and when, and so which of them are worth their space.
 
-Pages are in classes: by the number of their uses, by the time between the last two (or how deep they are, as long as
-there is one), and by how far they are from the end of the prompt. For each class the chance of coming back is learned
-as a function of the time since the last use, counted in prompts. What a page is worth is the most that waiting can
-bring: hits per time in the room, over the waiting time for which that is most (Gittins' index; LHD is a relative).
+Pages are in classes: by the number of their uses, by the time between the last two uses (or by depth, as long as there
+has been only one), and by the distance from the end of the prompt. For each class the chance of another use is learned
+as a function of the age: the number of prompts since the last use. The worth of a page is the largest ratio of expected
+hits to expected waiting time, over all times to wait (Gittins' index; LHD is a relative).
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ import numpy.typing as npt
 
 from prefixstore.engine.index import Page
 
-__all__ = ["Adaptive", "Hazards", "Memory"]
+__all__ = ["Adaptive", "GhostTable", "Hazards"]
 
 Floats = npt.NDArray[np.float64]
 
 # ages in half octaves of prompts: the last one begins at four million
 AGES = 46
-USES, KINDS = 7, 16
-CLASSES = USES * KINDS
-# so many pages of a kind outweigh what is known of its neighbours: pages of a prompt come back together, so 100 are few
-DOUBT = 100.0
-# what nobody has seen yet: the same chance in every half octave, which is the order of last use
-BLANK, BLANK_WEIGHT = 0.045, 2.0
+USE_LEVELS, CLASSES_PER_LEVEL = 7, 16
+CLASSES = USE_LEVELS * CLASSES_PER_LEVEL
+# This many pages of a class outweigh what is known of similar classes. Pages of one prompt are used again together, so
+# 100 are few.
+PRIOR_PAGES = 100.0
+# before anything was observed: the same chance in every half octave, which gives the order of last use
+DEFAULT_CHANCE, DEFAULT_WEIGHT = 0.045, 2.0
 # evicted pages that are remembered for each page in the index, 8 bytes each
-REMEMBERED = 8
-# fewer sampled pages teach too little, and cost nothing
+GHOSTS_PER_PAGE = 8
+# at least this many pages are sampled: fewer teach too little, and would save nothing
 SAMPLES = 4096
-# the samples reach so many times as far back as the index
+# the samples reach this many times as far back as the index
 REACH = 8
 LEARN_EVERY = 50
 # weight of what was learned before, each time
 FADE = 0.998
-# where the order of last use gets this part of the hits that can be had, what is learned is not worth its noise
+# where the order of last use gets this share of the possible hits, what is learned is not worth its noise
 ENOUGH = 0.97
-# of a page of which this process has seen no use
+# assumed time between prompts, until prompts were seen
 PROMPT_NS = 10**10
 
 
 def age_of(prompts: float) -> int:
-    """The half octave of an age."""
+    """The half octave of a number of prompts."""
     return min(AGES - 1, int(2 * math.log2(prompts + 1))) if prompts > 0 else 0
 
 
-def _often(uses: int) -> int:
+def _use_level(uses: int) -> int:
     return uses - 1 if uses < 4 else 3 if uses < 6 else 4 if uses < 9 else 5 if uses < 16 else 6
 
 
@@ -58,8 +59,8 @@ def _level(count: float, low: float, middle: float, high: float) -> int:
     return 0 if count < low else 1 if count < middle else 2 if count < high else 3
 
 
-class Memory:
-    """Uses and last use of evicted pages: a table without chains, in which a new page takes the place of an old one."""
+class GhostTable:
+    """Uses and last use of evicted pages, in a hash table without chains: an entry overwrites the one in its slot."""
 
     _BASE = 14
 
@@ -67,33 +68,33 @@ class Memory:
         self._table = array("Q", bytes(8 << self._BASE))
 
     def grow(self, pages: int) -> None:
-        """Have places for those that were evicted from among so many pages."""
-        while len(self._table) < REMEMBERED * pages:
-            # a place is named by the low bits of the tag, of which each doubling uses one more
+        """Make the table large enough for an index with this many pages."""
+        while len(self._table) < GHOSTS_PER_PAGE * pages:
+            # the slot is chosen by the low bits of the tag, and each doubling uses one more of them
             bit = len(self._table) >> self._BASE
             keeps = array("Q", [0 if entry >> 40 & bit else entry for entry in self._table])
             moves = array("Q", [entry if entry >> 40 & bit else 0 for entry in self._table])
             self._table = keeps + moves
 
-    def _place(self, key: bytes) -> tuple[int, int]:
+    def _slot(self, key: bytes) -> tuple[int, int]:
         tag = int.from_bytes(key[:3], "little") | 1 << 23
         low = int.from_bytes(key[3:5], "little") & ((1 << self._BASE) - 1)
         return (low | tag << self._BASE) & (len(self._table) - 1), tag
 
-    def keep(self, key: bytes, uses: int, clock: int) -> None:
-        """Remember a page."""
-        place, tag = self._place(key)
-        self._table[place] = tag << 40 | min(uses, 255) << 32 | clock & 0xFFFFFFFF
+    def remember(self, key: bytes, uses: int, clock: int) -> None:
+        """Keep the number of uses of an evicted page, and the clock at the last one."""
+        slot, tag = self._slot(key)
+        self._table[slot] = tag << 40 | min(uses, 255) << 32 | clock & 0xFFFFFFFF
 
     def recall(self, key: bytes) -> tuple[int, int] | None:
-        """Uses, and the clock at the last one, of a page that was kept; now and then of another."""
-        place, tag = self._place(key)
-        entry = self._table[place]
+        """Uses of an evicted page, and the clock at the last one; rarely those of another page with the same tag."""
+        slot, tag = self._slot(key)
+        entry = self._table[slot]
         return (entry >> 32 & 255, entry & 0xFFFFFFFF) if entry >> 40 == tag else None
 
 
 class Hazards:
-    """How many pages of a class came back at an age, of those that were that old; and what waiting for it is worth."""
+    """For each class, the share of the pages of an age that are used again at that age, and the worth that follows."""
 
     def __init__(self) -> None:
         self._hits = np.zeros((CLASSES, AGES))
@@ -102,43 +103,51 @@ class Hazards:
         self._width: Floats = edges[1:] - edges[:-1]
         self.learn((), 0)
 
-    def end(self, kind: int, age: int, *, hit: bool) -> None:
-        """A page of a class came back at this age, or was lost from sight."""
-        (self._hits if hit else self._lost)[kind, age_of(age)] += 1
+    def observe(self, page_class: int, age: int, *, hit: bool) -> None:
+        """A page of this class was used again at this age, or is not followed any longer."""
+        (self._hits if hit else self._lost)[page_class, age_of(age)] += 1
 
     def halve(self) -> None:
-        """From now on half of the pages are told of: those that are waiting must weigh what they did."""
+        """From here on half as many pages are sampled: halve the old counts, so that both weigh the same."""
         self._hits /= 2
         self._lost /= 2
 
     def learn(self, waiting: Sequence[tuple[int, int]], clock: int) -> None:
-        """Work out the worth of every class at every age; those that wait still are (class, clock of last use)."""
+        """Compute the worth of every class at every age.
+
+        Parameters
+        ----------
+        waiting
+            The sampled pages that have not been used again: class, and clock at the last use.
+        clock
+            The current one.
+        """
         self._hits *= FADE
         self._lost *= FADE
         ends = self._hits + self._lost
         if waiting:
-            kinds, clocks = np.array(waiting, np.int64).T
+            classes, clocks = np.array(waiting, np.int64).T
             ages = np.minimum(AGES - 1, (2 * np.log2(np.maximum(clock - clocks, 0) + 1.0)).astype(np.int64))
-            np.add.at(ends, (kinds, ages), 1)
-        # who was lost at an age was there for half of it; who came back counts in full
+            np.add.at(ends, (classes, ages), 1)
+        # a page that was lost at an age counts for half of it, one that was used again in full
         seen = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1] - (ends - self._hits) / 2
-        # of all pages; of those with as many uses; of the class: where little is known, the wider circle speaks
-        everywhere = (self._hits.sum(0) + BLANK * BLANK_WEIGHT) / (seen.sum(0) + BLANK_WEIGHT)
-        guess = 1 - (1 - everywhere) ** (1 + np.arange(USES)[:, None] / 2)
-        by_uses = (self._hits.reshape(USES, KINDS, AGES).sum(1) + DOUBT * guess) / (
-            seen.reshape(USES, KINDS, AGES).sum(1) + DOUBT
+        # Where a class has few pages, the estimate leans on all pages with as many uses, and that one on all pages.
+        everywhere = (self._hits.sum(0) + DEFAULT_CHANCE * DEFAULT_WEIGHT) / (seen.sum(0) + DEFAULT_WEIGHT)
+        guess = 1 - (1 - everywhere) ** (1 + np.arange(USE_LEVELS)[:, None] / 2)
+        by_uses = (self._hits.reshape(USE_LEVELS, CLASSES_PER_LEVEL, AGES).sum(1) + PRIOR_PAGES * guess) / (
+            seen.reshape(USE_LEVELS, CLASSES_PER_LEVEL, AGES).sum(1) + PRIOR_PAGES
         )
-        around = np.repeat(by_uses, KINDS, axis=0)
-        chance = np.minimum((self._hits + DOUBT * around) / (seen + DOUBT), 0.999)
+        around = np.repeat(by_uses, CLASSES_PER_LEVEL, axis=0)
+        chance = np.minimum((self._hits + PRIOR_PAGES * around) / (seen + PRIOR_PAGES), 0.999)
         self.worth: list[list[float]] = self._worth(chance).tolist()
 
-    def soon(self, age: float) -> float:
-        """The part of those that came back which did so before they were that old."""
-        came = np.concatenate([[0.0], np.cumsum(self._hits.sum(0))])
-        return float(np.interp(2 * math.log2(age + 1), np.arange(AGES + 1), came) / max(came[-1], 1.0))
+    def share_of_hits_before(self, age: float) -> float:
+        """The share of all repeated uses that happened before this age."""
+        hits = np.concatenate([[0.0], np.cumsum(self._hits.sum(0))])
+        return float(np.interp(2 * math.log2(age + 1), np.arange(AGES + 1), hits) / max(hits[-1], 1.0))
 
     def _worth(self, chance: Floats) -> Floats:
-        """The most hits per time in the room, over all times to wait, for a page in the middle of each age."""
+        """The most hits for the time in the index, over all times to wait, for a page in the middle of each age."""
         worth = np.empty_like(chance)
         for age in range(AGES):
             hit, width = chance[:, age:].copy(), self._width[age:].copy()
@@ -152,7 +161,7 @@ class Hazards:
 
 
 class _Prompt:
-    """One lookup, and how many pages it found and brought."""
+    """One lookup: when it happened, and how many pages it found and added."""
 
     __slots__ = ("added", "clock", "found", "ns")
 
@@ -164,9 +173,9 @@ class _Prompt:
 
 
 class _Use:
-    """The last use of a page that this process has seen; `seen` is its time."""
+    """The last use of a page that this process has seen: the policy's data of that page. `seen` is its time."""
 
-    __slots__ = ("depth", "gain", "gap", "kind", "prompt", "seen", "uses")
+    __slots__ = ("depth", "gain", "gap", "page_class", "prompt", "seen", "uses")
 
     def __init__(self, prompt: _Prompt, seen: int, depth: int, uses: int, gap: int) -> None:
         self.prompt = prompt
@@ -174,84 +183,84 @@ class _Use:
         self.depth = depth
         self.uses = uses
         self.gap = gap
-        # both are settled when the prompt is over
-        self.kind = -1
+        # both are known when the prompt is over
+        self.page_class = -1
         self.gain = 0.0
 
 
 class Adaptive:
-    """What is expected to bring the fewest hits for its room goes first, weighed by the time that a hit saves."""
+    """Pages with the fewest expected hits for their space are evicted first, weighted by the time that a hit saves."""
 
     drifts = True
 
     def __init__(self) -> None:
         self._prompt = _Prompt(0, 0)
         self._recent: list[tuple[bytes, _Use]] = []
-        self._memory = Memory()
+        self._ghosts = GhostTable()
         self._hazards = Hazards()
         self._samples: dict[bytes, tuple[int, int]] = {}
         self._share = 1 << 32
         self._pages = 0
         self._learned = 0
-        # prompts that the index would reach back, if the order were that of last use
+        # how many prompts the index would reach back if it were in the order of last use
         self._reach = 1
         self._by_age = False
         self._us_per_token = 0.0
         self._ns_per_prompt = float(PROMPT_NS)
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- observing ----------------------------------------------------------------------------------------------------
 
     def looked_up(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        self._settle()
+        self._sample_last_prompt()
         before, self._prompt = self._prompt, _Prompt(self._prompt.clock + 1, len(pages))
         self._ns_per_prompt += (min(max(self._prompt.ns - before.ns, 0), 100 * PROMPT_NS) - self._ns_per_prompt) / 64
         for depth, page in enumerate(pages):
-            last = page.note
+            last = page.policy_data
             if isinstance(last, _Use):
                 uses, gap = max(last.uses, page.hits + 1), self._prompt.clock - last.prompt.clock
             else:
-                uses, gap = page.hits + 1, round(self._age(page))
+                uses, gap = page.hits + 1, round(self._age_by_time(page))
             self._use(page, self._prompt.ns, depth, uses + 1, gap)
 
     def added(self, page: Page) -> None:
         self._pages += 1
         if page.compute_us and page.n_tokens:
-            pace = page.compute_us / page.n_tokens
-            self._us_per_token += (pace - self._us_per_token) / (64 if self._us_per_token else 1)
+            us_per_token = page.compute_us / page.n_tokens
+            self._us_per_token += (us_per_token - self._us_per_token) / (64 if self._us_per_token else 1)
         prompt = self._prompt
         prompt.added += 1
-        uses, clock = self._memory.recall(page.key) or (0, prompt.clock)
+        uses, clock = self._ghosts.recall(page.key) or (0, prompt.clock)
         gap = max(prompt.clock - clock, 0)
         self._use(page, page.last_used, prompt.found + prompt.added - 1, uses + 1, gap)
 
     def evicted(self, page: Page) -> None:
         self._pages -= 1
-        if isinstance(page.note, _Use):
-            self._memory.keep(page.key, page.note.uses, page.note.prompt.clock)
+        if isinstance(page.policy_data, _Use):
+            self._ghosts.remember(page.key, page.policy_data.uses, page.policy_data.prompt.clock)
 
     def _use(self, page: Page, seen: int, depth: int, uses: int, gap: int) -> None:
-        page.note = use = _Use(self._prompt, seen, depth, uses, gap)
+        page.policy_data = use = _Use(self._prompt, seen, depth, uses, gap)
         if int.from_bytes(page.key[8:12], "little") < self._share:
             self._recent.append((page.key, use))
 
-    # -- what is learned from it --------------------------------------------------------------------------------------
+    # -- learning -----------------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """The pages of the last prompt are known: note the sampled ones."""
+    def _sample_last_prompt(self) -> None:
+        """All pages of the last prompt are known now: sample some of them."""
         for key, use in self._recent:
             last = self._samples.pop(key, None)
             if last is not None:
-                self._hazards.end(last[0], use.prompt.clock - last[1], hit=True)
-            use.kind = self._kind(use)
-            self._samples[key] = use.kind, use.prompt.clock
+                self._hazards.observe(last[0], use.prompt.clock - last[1], hit=True)
+            use.page_class = self._class_of(use)
+            self._samples[key] = use.page_class, use.prompt.clock
         self._recent.clear()
         while len(self._samples) > max(self._pages, SAMPLES):
-            kind, clock = self._samples.pop(next(iter(self._samples)))
-            self._hazards.end(kind, self._prompt.clock - clock, hit=False)
+            page_class, clock = self._samples.pop(next(iter(self._samples)))
+            self._hazards.observe(page_class, self._prompt.clock - clock, hit=False)
 
-    def renew(self, pages: int) -> None:
+    def prepare(self, pages: int) -> None:
         self._pages = pages
-        self._memory.grow(pages)
+        self._ghosts.grow(pages)
         while self._share > 1 and max(pages, SAMPLES) << 32 < self._share * REACH * pages:
             self._share >>= 1
             self._hazards.halve()
@@ -268,39 +277,40 @@ class Adaptive:
         # the samples are in the order of last use
         within = max(pages * self._share >> 32, 1)
         self._reach = max(clock - last[-within][1], 1) if within <= len(last) else max(clock, 1)
-        self._by_age = self._hazards.soon(self._reach) > ENOUGH
+        self._by_age = self._hazards.share_of_hits_before(self._reach) > ENOUGH
 
-    # -- what follows from that ---------------------------------------------------------------------------------------
+    # -- ranking ------------------------------------------------------------------------------------------------------
 
-    def _kind(self, use: _Use) -> int:
+    def _class_of(self, use: _Use) -> int:
         """The class of a page, once its last prompt is over."""
         where = _level(use.depth, 2, 8, 32) if use.uses == 1 else _level(use.gap / self._reach, 0.5, 2, 8)
-        behind = use.prompt.found + use.prompt.added - 1 - use.depth
-        return _often(use.uses) * KINDS + where + 4 * _level(behind, 1, 5, 17)
+        after = use.prompt.found + use.prompt.added - 1 - use.depth
+        return _use_level(use.uses) * CLASSES_PER_LEVEL + where + 4 * _level(after, 1, 5, 17)
 
-    def _age(self, page: Page) -> float:
-        """Prompts since another process has used a page."""
+    def _age_by_time(self, page: Page) -> float:
+        """Prompts since another process used a page, estimated from the time."""
         return max(self._prompt.ns - page.last_used, 0) / max(self._ns_per_prompt, 1.0)
 
     def rank(self, page: Page) -> tuple[float, ...]:
-        use = page.note
+        use = page.policy_data
         if isinstance(use, _Use):
-            kind, gain = use.kind, use.gain
+            page_class, gain = use.page_class, use.gain
             if not gain:
-                kind, gain = self._kind(use), self._gain(page)
+                page_class, gain = self._class_of(use), self._gain(page)
                 if use.prompt is not self._prompt:
-                    use.kind, use.gain = kind, gain
+                    use.page_class, use.gain = page_class, gain
             age = float(self._prompt.clock - use.prompt.clock)
             if page.last_used > use.seen:
-                age = min(age, self._age(page))
+                age = min(age, self._age_by_time(page))
         else:
-            # in the middle of a prompt, and neither often nor seldom, as far as anybody knows
-            kind, gain, age = _often(page.hits + 1) * KINDS + 2 + 4 * 2, self._gain(page), self._age(page)
-        worth = 1 / (1 + age) if self._by_age else self._hazards.worth[kind][age_of(age)]
+            # no use was seen by this process: assume the middle of a prompt, and a gap of middle length
+            page_class = _use_level(page.hits + 1) * CLASSES_PER_LEVEL + 2 + 4 * 2
+            gain, age = self._gain(page), self._age_by_time(page)
+        worth = 1 / (1 + age) if self._by_age else self._hazards.worth[page_class][age_of(age)]
         return worth * gain, page.last_used, -page.start
 
     def _gain(self, page: Page) -> float:
-        """The time that a hit saves, for each byte; a measurement far from the average is not believed."""
+        """The time that a hit saves, for each byte; a measured time far from the average is clipped."""
         usual = page.n_tokens * (self._us_per_token or 1.0)
         saved = min(max(page.compute_us, usual / 2), usual * 2) if page.compute_us else usual
         return saved / (page.stored_bytes or page.raw_bytes or 1)

@@ -131,7 +131,7 @@ class Engine:
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         self._breaker = Breaker(self._probe, counters)
-        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.pace, self._breaker)
+        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
         self._committer = Committer(backend, catalog, self._deleter, self._ram, self._budget, self._encode, counters)
         self._queue = WriteQueue(

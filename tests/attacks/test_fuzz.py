@@ -162,7 +162,7 @@ def test_a_buffer_that_cannot_be_had_takes_no_room_of_those_that_can():
     buffers = BufferPool(1000)
     with pytest.raises((MemoryError, ValueError)):
         buffers.acquire(2**62, wait=True)
-    assert buffers.leased == 0
+    assert buffers.in_use == 0
     assert buffers.acquire(1000, wait=False) is not None
 
 

@@ -174,14 +174,14 @@ def test_a_restore_that_began_before_the_commit_keeps_its_buffers():
             assert store.engine.commit(batch) == 3
             for new in batch:
                 new.buffer.release()
-            assert store.buffers.leased == 3000
+            assert store.buffers.in_use == 3000
             # nobody gets these buffers yet
             other = store.buffers.acquire(1000)
             other.view[:] = bytes(1000)
             assert bytes(first) == state_of(path.pages[0].key)
             assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[1:]]
             other.release()
-        assert store.buffers.leased == 0
+        assert store.buffers.in_use == 0
 
 
 def test_the_codec_that_packs_gives_back_the_same_bytes():

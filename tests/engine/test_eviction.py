@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixstore.engine.adaptive import AGES, REMEMBERED, SAMPLES, Adaptive, Hazards, Memory, age_of
+from prefixstore.engine.adaptive import AGES, GHOSTS_PER_PAGE, SAMPLES, Adaptive, GhostTable, Hazards, age_of
 from prefixstore.engine.eviction import POLICIES, Ordering, VictimQueue, lfu, longest_first, lru, priority
 from prefixstore.engine.index import Index, Page
 
@@ -258,7 +258,7 @@ def test_before_anything_is_learned_the_oldest_use_goes_first_and_uses_count():
     assert policy.rank(old) < policy.rank(new)
     assert policy.rank(old) < policy.rank(used)
     for each in (old, new, used):
-        each.note = None
+        each.policy_data = None
     policy.looked_up(NS, [new])
     assert policy.rank(old) < policy.rank(new)
 
@@ -327,7 +327,7 @@ def test_a_page_that_comes_back_after_its_eviction_keeps_its_uses():
     policy.evicted(gone)
     cache.index.remove(key)
     cache.prompt("a")
-    assert cache.index.get(key).note.uses == 4
+    assert cache.index.get(key).policy_data.uses == 4
 
 
 def test_what_it_remembers_is_bounded():
@@ -337,29 +337,29 @@ def test_what_it_remembers_is_bounded():
     policy = cache.policy
     assert len(policy._samples) <= SAMPLES
     assert len(policy._recent) <= 3
-    assert policy._memory._table.itemsize * len(policy._memory._table) == 8 << Memory._BASE
-    policy.renew(100_000)
-    assert len(policy._memory._table) < 2 * REMEMBERED * 100_000
+    assert policy._ghosts._table.itemsize * len(policy._ghosts._table) == 8 << GhostTable._BASE
+    policy.prepare(100_000)
+    assert len(policy._ghosts._table) < 2 * GHOSTS_PER_PAGE * 100_000
 
 
 def test_what_is_remembered_survives_growth():
-    memory = Memory()
+    ghosts = GhostTable()
     keys = [name(i) for i in range(2000)]
     for i, key in enumerate(keys):
-        memory.keep(key, i % 200 + 1, i)
-    before = [memory.recall(key) for key in keys]
-    memory.grow(60_000)
-    assert [memory.recall(key) for key in keys] == before
+        ghosts.remember(key, i % 200 + 1, i)
+    before = [ghosts.recall(key) for key in keys]
+    ghosts.grow(60_000)
+    assert [ghosts.recall(key) for key in keys] == before
     kept = sum(known == (i % 200 + 1, i) for i, known in enumerate(before))
     assert kept > 1800
-    assert memory.recall(name("never")) is None
+    assert ghosts.recall(name("never")) is None
 
 
 def test_fewer_samples_reach_as_far_when_the_index_grows():
     policy = Adaptive()
-    policy.renew(100)
+    policy.prepare(100)
     assert policy._share == 1 << 32
-    policy.renew(50_000)
+    policy.prepare(50_000)
     assert policy._share <= 1 << 30
 
 
@@ -371,7 +371,7 @@ def test_ages_are_half_octaves():
 def test_the_worth_of_a_page_is_the_best_rate_of_hits_that_waiting_can_bring():
     hazards = Hazards()
     for _ in range(10_000):
-        hazards.end(0, 100, hit=True)
+        hazards.observe(0, 100, hit=True)
     hazards.learn((), 0)
     # all come back at 100 prompts: the nearer that is, the better is the rate
     worth = hazards.worth[0]
@@ -384,7 +384,7 @@ def test_pages_that_wait_count_as_not_come_back():
     alone, among_others = Hazards(), Hazards()
     for each in (alone, among_others):
         for _ in range(500):
-            each.end(0, 10, hit=True)
+            each.observe(0, 10, hit=True)
     alone.learn([], 1000)
     among_others.learn([(0, 0)] * 5000, 1000)
     assert among_others.worth[0][0] < alone.worth[0][0] / 5
@@ -396,8 +396,8 @@ def test_where_nearly_all_comes_back_soon_the_order_of_last_use_is_kept():
         policy.looked_up(NS, [])
         policy.added(page(name(i)))
     for _ in range(1000):
-        policy._hazards.end(0, 3, hit=True)
-    policy.renew(100)
+        policy._hazards.observe(0, 3, hit=True)
+    policy.prepare(100)
     old, new = page(name("old"), hits=50), page(name("new"))
     policy.looked_up(NS, [old])
     policy.looked_up(NS, [])
@@ -408,7 +408,7 @@ def test_where_nearly_all_comes_back_soon_the_order_of_last_use_is_kept():
 def test_when_the_share_of_samples_is_halved_what_was_counted_weighs_half():
     hazards = Hazards()
     for _ in range(1000):
-        hazards.end(0, 10, hit=True)
+        hazards.observe(0, 10, hit=True)
     hazards.learn([(0, 0)] * 1000, 1000)
     before = hazards.worth[0][0]
     hazards.halve()

@@ -13,7 +13,7 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
-from prefixstore.engine import readers as read_ahead
+from prefixstore.engine import readers
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -122,7 +122,7 @@ class Store:
 
     @property
     def leased(self):
-        return self.fetcher._readers.buffers.leased
+        return self.fetcher._pool.buffers.in_use
 
     def fetch(self, pages=None, **options):
         """How many states came, each of them right while it was looked at."""
@@ -151,7 +151,7 @@ MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "pla
 @pytest.fixture(params=[1, 4])
 def workers(request, monkeypatch):
     """However many cores this machine has."""
-    monkeypatch.setattr(read_ahead, "UNPACKERS", request.param)
+    monkeypatch.setattr(readers, "UNPACKERS", request.param)
     return request.param
 
 
@@ -196,15 +196,15 @@ def test_a_raw_page_is_not_copied(tmp_path):
 
 
 def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(read_ahead, "UNPACKERS", 3)
+    monkeypatch.setattr(readers, "UNPACKERS", 3)
     together = threading.Barrier(3, timeout=20)
 
     def unpack(*args):
         together.wait()
         return real(*args)
 
-    real = read_ahead.decode_into
-    monkeypatch.setattr(read_ahead, "decode_into", unpack)
+    real = readers.decode_into
+    monkeypatch.setattr(readers, "decode_into", unpack)
     with store_of(["planes"] * 6) as store:
         assert store.fetch() == 6
 
@@ -227,7 +227,7 @@ def test_what_waits_to_be_written_comes_from_its_buffer():
         assert store.fetch() == len(MIXED) + 3
         for new in store.news[-3:]:
             new.buffer.release()
-        assert store.buffers.leased == 0
+        assert store.buffers.in_use == 0
 
 
 def test_a_state_in_ram_is_not_read():
@@ -405,8 +405,8 @@ def test_many_threads_restore_at_the_same_time(workers):
 
 
 def test_the_pace_of_the_location_is_noted(monkeypatch):
-    monkeypatch.setattr("prefixstore.format.autocodec.ReadPace.SHORTEST", 1000)
+    monkeypatch.setattr("prefixstore.format.autocodec.ReadRate.MIN_BYTES", 1000)
     with store_of(["raw"] * 5) as store:
         store.backend.before = lambda i: time.sleep(0.005)
         assert store.fetch() == 5
-        assert 0.005 < store.fetcher._pace.seconds_per_byte * SIZE < 0.5
+        assert 0.005 < store.fetcher._read_rate.seconds_per_byte * SIZE < 0.5

@@ -174,7 +174,7 @@ def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, ta
             expected.add(len(tokens))
         assert index.superseded_by(page) is None
         assert not index.covers(page)
-    found = index.standing(NS, as_tokens(prompt), P)
+    found = index.snapshots_along(NS, as_tokens(prompt), P)
     assert [path.n_tokens for path in found] == sorted(expected, reverse=True)
     for path in found:
         assert [tuple(as_tokens_of(page)) for page in path.pages[:-1]] == [
@@ -208,9 +208,9 @@ def test_a_page_goes_with_the_snapshots_behind_it():
 def test_a_namespace_may_begin_with_a_snapshot():
     index = Index()
     assert index.add(snapshot([1, 2]))
-    assert [path.n_tokens for path in index.standing(NS, as_tokens([1, 2, 0]), P)] == [2]
+    assert [path.n_tokens for path in index.snapshots_along(NS, as_tokens([1, 2, 0]), P)] == [2]
     assert index.remove(snapshot([1, 2]).key)
-    assert index.standing(NS, as_tokens([1, 2, 0]), P) == []
+    assert index.snapshots_along(NS, as_tokens([1, 2, 0]), P) == []
 
 
 def test_branches_are_where_sequences_go_different_ways():

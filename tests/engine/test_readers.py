@@ -8,7 +8,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine import readers as read_along
+from prefixstore.engine import readers
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
@@ -31,7 +31,7 @@ def test_all_states_come_in_order_and_are_right(n):
         given, verified = take_all(store)
         assert given == [state_of(i) for i in range(n)]
         assert verified == n
-        assert store.fetcher._pace.seconds_per_byte is None  # these are too small to tell
+        assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to tell
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
@@ -118,7 +118,7 @@ def test_what_is_packed_is_verified_before_it_is_given_out():
 def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_path):
     """The page lies in memory of the view, which must not close under the thread."""
     begun, go_on, over = threading.Event(), threading.Event(), []
-    real = read_along.verify_checksum
+    real = readers.verify_checksum
 
     def slow(*args):
         begun.set()
@@ -126,7 +126,7 @@ def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_p
         real(*args)
         over.append(1)
 
-    monkeypatch.setattr(read_along, "verify_checksum", slow)
+    monkeypatch.setattr(readers, "verify_checksum", slow)
     with store_of(RAW, LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             next(states)
@@ -157,7 +157,7 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
             llm.eval(TOKENS[:n])
             expected[n] = state_digest(llm, n)
         checks, loaded = [], []
-        real, load_page = read_along.verify_checksum, Memory.load
+        real, load_page = readers.verify_checksum, Memory.load
 
         def verify(record, view):
             checks.append(record)
@@ -165,7 +165,7 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
                 raise CorruptError("flipped on purpose")
             real(record, view)
 
-        monkeypatch.setattr(read_along, "verify_checksum", verify)
+        monkeypatch.setattr(readers, "verify_checksum", verify)
         monkeypatch.setattr(Memory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
         llm.reset()
         n = store.restore([*TOKENS, 7])
