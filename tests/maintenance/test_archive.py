@@ -104,7 +104,7 @@ def test_a_page_is_purged_with_all_behind_it(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     assert archive.purge(page=paths[0][0].hex()).pages == 4
     assert keys_of(archive) == {*paths[2], *paths[3]}
-    with pytest.raises(InvalidParameterError, match="needs a choice"):
+    with pytest.raises(InvalidParameterError, match="needs at least one of"):
         archive.purge()
 
 
