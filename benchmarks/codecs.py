@@ -30,7 +30,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import AutoCodec, pick
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
-from prefixstore.llama.memory import Memory
+from prefixstore.llama.memory import PagedMemory
 from prefixstore.stats import Counters
 
 PAGE_TOKENS = 256
@@ -188,7 +188,7 @@ class Restores:
 
     def restore(self, engine: Engine) -> float:
         path = engine.match(NAMESPACE, self.tokens, PAGE_TOKENS)
-        memory = Memory(self.llm)
+        memory = PagedMemory(self.llm)
         memory.cut(0)
         started = time.perf_counter()
         with engine._fetcher.fetching(path.pages, streamed=True) as states:
@@ -262,7 +262,7 @@ def pages_of(llm: llama_cpp.Llama) -> list[bytes]:
         pages.append(bytes(got.view))
         got.release()
 
-    Memory(llm).take([(p, p + PAGE_TOKENS) for p in range(0, N_TOKENS, PAGE_TOKENS)], buffers.acquire, accept)
+    PagedMemory(llm).take([(p, p + PAGE_TOKENS) for p in range(0, N_TOKENS, PAGE_TOKENS)], buffers.acquire, accept)
     return pages
 
 

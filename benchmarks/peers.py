@@ -133,7 +133,7 @@ class Ours(Peer):
         super().__init__(llm)
         self.store = PrefixStore(location, llm, codec=codec, max_bytes=CAPACITY)
         self.watch.watch(self.store._hook, "lookup")
-        self.watch.watch(self.store._hook._capturer, "capture")
+        self.watch.watch(self.store._hook.strategy, "capture")
         llm.set_cache(self.store)
 
     def close(self) -> None:

@@ -5,10 +5,65 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from enum import Enum
 
 from prefixstore.units import format_bytes
 
-__all__ = ["Counters", "Stats"]
+__all__ = ["Counters", "Kind", "Stats"]
+
+_NONE = "none: "
+
+
+class Kind(str, Enum):
+    """What a store keeps of the context it is used with.
+
+    A member is a string, equal to its value: ``Kind.PAGES == "pages"``, and it prints and serializes as ``pages``.
+    """
+
+    UNBOUND = "unbound"
+    """No Llama is attached, and no completion has asked for anything yet."""
+    PAGES = "pages"
+    """Full attention: a state can be cut at any token."""
+    SNAPSHOTS = "snapshots"
+    """Recurrent memory: a state can be resumed only at the exact position where it was taken."""
+    PAGES_AND_SNAPSHOTS = "pages and snapshots"
+    """Hybrid memory: pages of the attention layers, snapshots of the recurrent ones."""
+    ENCODER = "none: encoder"
+    """The model has an encoder, whose state cannot be stored."""
+    NO_MEMORY = "none: no_memory"
+    """The model keeps no state between tokens."""
+    PORTABLE = "portable"
+    """No Llama is attached: states travel as whole ``LlamaState`` objects."""
+    PORTABLE_PAGES = "portable: pages"
+    """As `PORTABLE`, and the states are cut into pages."""
+    PORTABLE_WHOLE = "portable: whole states"
+    """As `PORTABLE`, and each state is stored whole, since its layout is unknown."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether states are stored in pages."""
+        return self in (Kind.PAGES, Kind.PAGES_AND_SNAPSHOTS, Kind.PORTABLE_PAGES)
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether snapshots are stored: states that can be resumed only at an exact position."""
+        return self in (Kind.SNAPSHOTS, Kind.PAGES_AND_SNAPSHOTS)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether states of this context can be stored."""
+        return self is not Kind.UNBOUND and self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing can be stored; None if something can."""
+        return self.value.removeprefix(_NONE) if self.value.startswith(_NONE) else None
 
 
 @dataclass(frozen=True)
@@ -60,9 +115,8 @@ class Stats:
     queued_bytes
         Bytes captured and not yet written.
     kind
-        What is stored of this context: ``"pages"``, ``"snapshots"``, ``"pages and snapshots"``, or ``"none: "`` and the
-        reason. Without an attached Llama ``"unbound"``, and once a completion has asked ``"portable: pages"`` or
-        ``"portable: whole states"``.
+        What is stored of this context. Without an attached Llama ``unbound``, and once a completion has used the store
+        ``portable: pages`` or ``portable: whole states``.
     """
 
     hits: int

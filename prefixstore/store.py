@@ -24,13 +24,14 @@ from prefixstore.errors import (
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.options import Options
-from prefixstore.stats import Counters, Stats
+from prefixstore.stats import Counters, Kind, Stats
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
     from llama_cpp.llama import LlamaState
     from typing_extensions import Self
 
+    from prefixstore.llama.context import ContextOptions
     from prefixstore.llama.hook import Hook
     from prefixstore.llama.portable import PortableHook
 
@@ -202,7 +203,7 @@ class PrefixStore:
             raise
 
     def __repr__(self) -> str:
-        return f"PrefixStore({self.location!r}, kind={self.kind!r})"
+        return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -253,27 +254,26 @@ class PrefixStore:
 
     def _make_hook(self, llm: Llama) -> Hook:
         try:
-            from prefixstore.llama.fingerprint import namespace_of  # noqa: PLC0415 - the extra "llama"
-            from prefixstore.llama.hook import Hook, register_cache  # noqa: PLC0415
-            from prefixstore.llama.memory import page_tokens_for  # noqa: PLC0415
+            from prefixstore.llama.hook import Hook, register_cache  # noqa: PLC0415 - the extra "llama"
         except ImportError as error:
             raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
         if not hasattr(llm, "_ctx"):
             raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
         register_cache(PrefixStore)
-        page_tokens = page_tokens_for(llm, self._options.page_tokens)
-        namespace = namespace_of(llm, page_tokens=page_tokens, salt=self._options.salt, label=self._options.label)
-        return Hook(
-            llm,
-            self._engine,
-            self._engine,
-            self._engine.counters,
-            namespace,
-            page_tokens=page_tokens,
-            min_tokens=self._options.min_tokens,
-            snapshot_interval=self._options.snapshot_interval,
-            max_snapshots=self._options.max_snapshots,
-            read_only=self._options.read_only,
+        return Hook(llm, self._engine, self._context_options())
+
+    def _context_options(self) -> ContextOptions:
+        from prefixstore.llama.context import ContextOptions  # noqa: PLC0415 - the extra "llama"
+
+        options = self._options
+        return ContextOptions(
+            page_tokens=options.page_tokens,
+            min_tokens=options.min_tokens,
+            snapshot_interval=options.snapshot_interval,
+            max_snapshots=options.max_snapshots,
+            read_only=options.read_only,
+            label=options.label,
+            salt=options.salt,
         )
 
     def _hook_of(self, llm: Llama | None) -> Hook:
@@ -288,16 +288,10 @@ class PrefixStore:
     # -- what the store is asked --------------------------------------------------------------------------------------
 
     @property
-    def kind(self) -> str:
-        """What is stored of the attached context; ``"none: "`` and why not; see `PortableHook.kind` for one without.
-
-        ``"pages"``; ``"snapshots"`` where the memory is recurrent; ``"pages and snapshots"`` where it has attention
-        too.
-        """
-        if self._hook is None:
-            return self._portable.kind if self._portable is not None else "unbound"
-        kind = self._hook.kind
-        return kind if "pages" in kind or "snapshots" in kind else f"none: {kind}"
+    def kind(self) -> Kind:
+        """What is stored of the attached context, or why nothing is; without one, how states are stored."""
+        hook = self._hook or self._portable
+        return hook.kind if hook is not None else Kind.UNBOUND
 
     @property
     def llm(self) -> Llama | None:
@@ -355,7 +349,7 @@ class PrefixStore:
             Token ids, shape ``(n,)``; an int32 array is fastest.
         """
         namespace, wanted, page_tokens = self._place(tokens)
-        if self._hook is not None and self._hook.has_snapshots:
+        if self._hook is not None and self._hook.context.kind.has_snapshots:
             path = self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
         else:
             path = self._engine.match(namespace, wanted, page_tokens)
@@ -534,14 +528,5 @@ class PrefixStore:
             from prefixstore.llama.portable import PortableHook  # noqa: PLC0415
 
             register_cache(PrefixStore)
-            self._portable = PortableHook(
-                self._engine,
-                self._engine,
-                self._engine.counters,
-                label=self._options.label,
-                salt=self._options.salt,
-                page_tokens=self._options.page_tokens,
-                min_tokens=self._options.min_tokens,
-                read_only=self._options.read_only,
-            )
+            self._portable = PortableHook(self._engine, self._context_options())
         return self._portable

@@ -12,7 +12,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore, UnavailableError
-from prefixstore.llama.memory import Memory
+from prefixstore.llama.memory import PagedMemory
 from tests.support.models import answer, prompt
 
 TOKENS = prompt(700)
@@ -55,7 +55,7 @@ def test_an_unexpected_exception_does_not_reach_a_completion(llama, cold, monkey
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
         with monkeypatch.context() as faulty:
-            faulty.setattr(Memory, "take", lambda *_: 1 / 0)
+            faulty.setattr(PagedMemory, "take", lambda *_: 1 / 0)
             faulty.setattr(type(store._engine), "match", lambda *_: 1 / 0)
             with caplog.at_level(logging.WARNING, "prefixstore"):
                 assert answer(llm, TOKENS, 6) == cold
@@ -86,11 +86,11 @@ def test_llama_cpp_refusing_a_page_ends_the_restore_with_what_is_there(llama, co
 
 def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
     llm = llama()
-    memory = Memory(llm)
+    memory = PagedMemory(llm)
     llm.eval(TOKENS)
     taken = []
     with PrefixStore("memory:", llm) as store:
-        memory.take([(0, 256)], store._engine.acquire, lambda start, end, buffer: taken.append(buffer))
+        memory.take([(0, 256)], store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
         state = bytes(taken[0].view)
         taken[0].release()
         memory.cut(0)
@@ -106,7 +106,7 @@ def test_a_restore_that_loses_to_computing_is_not_done(llama):
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
         answer(llm, TOKENS, 1)
-        store._hook._pace.page_seconds = 1000.0  # a location slower than the model
+        store._hook.context.rate.page_seconds = 1000.0  # a location slower than the model
         for _ in range(7):
             llm.reset()
             answer(llm, TOKENS, 1)

@@ -200,7 +200,7 @@ class Index:
         return subtree[::-1]
 
     def resize(self, page: Page, stored_bytes: int) -> None:
-        """Set the size of a page as stored."""
+        """Note how many bytes the codec made of a page."""
         self._count(page, -1)
         page.stored_bytes = stored_bytes
         self._count(page, 1)

@@ -79,7 +79,7 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
         "llama_cpp_python": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
         # what is stored of it is no part of a state, but whoever lists namespaces wants to know
-        "kind": kind_of(llm),
+        "kind": kind_of(llm).value,
         "page_tokens": page_tokens,
         "salt": salt,
         "label": label,

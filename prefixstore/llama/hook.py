@@ -2,16 +2,17 @@
 
 What llama-cpp-python does in a completion, and what happens here:
 
-    self.cache[prompt]                        lookup: pages behind the live prefix go into the context
+    self.cache[prompt]                        lookup: what is stored of the prompt is restored into the context
     self.eval(...)  for each batch            pages are captured as their boundaries are crossed
     self.save_state()                         copies nothing
-    self.cache[prompt + completion] = state   the tail page is captured
+    self.cache[prompt + completion] = state   the tail is captured
+
+A fault of the store never breaks a completion: it costs a miss or a page, and is counted and logged.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import time
 import weakref
@@ -25,29 +26,17 @@ from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.engine import Engine as Writer
-from prefixstore.errors import MisuseError, PrefixStoreError
+from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.memory import KINDS, Memory, kind_of
-from prefixstore.llama.pages import Capturer
-from prefixstore.llama.rate import Pace
-from prefixstore.llama.restore import Restorer
-from prefixstore.llama.resume import Resumer
-from prefixstore.llama.snapshots import SnapshotCapturer
-from prefixstore.llama.standing import Standing
-from prefixstore.llama.turns import SnapshotPolicy, Vocabulary
-from prefixstore.stats import Counters
+from prefixstore.llama.context import ContextOptions, Guard, bypass_reason
+from prefixstore.llama.strategy import strategy_for
+from prefixstore.stats import Kind
 
 __all__ = ["Hook", "calling_completion", "register_cache"]
 
-log = logging.getLogger("prefixstore")
-
 REPLACED = ("eval", "reset", "save_state", "load_state")
 COMPLETION = llama_cpp.Llama._create_completion.__code__
-# what chat handlers that bring images or sound into the context have
-MEDIA_ATTRIBUTES = ("clip_model_path", "mtmd_ctx", "mmproj_path")
 
 
 def register_cache(cls: type) -> None:
@@ -58,113 +47,75 @@ def register_cache(cls: type) -> None:
 def calling_completion(depth: int) -> FrameType | None:
     """The frame `depth` calls above the caller's, if it is ``Llama._create_completion``.
 
-    llama-cpp-python tells a cache neither which ``Llama`` asks nor what for, and a ``save_state()`` that it makes for
-    the cache looks like a user's. The calling frame is the one place where this can be seen for certain; where it is
-    something else, everything behaves as for a user.
+    llama-cpp-python tells a cache neither which ``Llama`` is asking nor what for, and a ``save_state()`` that it makes
+    for the cache looks like a user's. The calling frame is the one place where this can be seen for certain; in any
+    other frame, everything behaves as for a user.
     """
     frame = sys._getframe(depth + 1)
     return frame if frame.f_code is COMPLETION else None
 
 
 class Hook:
-    """One ``Llama`` and its pages in the engine.
+    """Puts a store between a ``Llama`` and its caller.
 
     Parameters
     ----------
     llm
         Kept by a weak reference: the store does not keep a model in memory.
-    engine, writer, counters
+    engine
         Of the store.
-    namespace
-        Of the context.
-    page_tokens
-        Length of a page, no longer than the model's sliding window.
-    min_tokens
-        Sequences shorter than this are neither stored nor restored.
-    snapshot_interval, max_snapshots
-        Where memory cannot step back: tokens between snapshots, and how many of a sequence are kept.
-    read_only
-        Whether nothing is captured.
+    options
+        Those of its parameters that concern a context.
+
+    Attributes
+    ----------
+    strategy
+        How this context is stored.
+    context
+        The context.
+
+    Raises
+    ------
+    ContextError
+        If a file of the model cannot be read.
     """
 
-    def __init__(
-        self,
-        llm: llama_cpp.Llama,
-        engine: Engine,
-        writer: Writer,
-        counters: Counters,
-        namespace: Namespace,
-        *,
-        page_tokens: int,
-        min_tokens: int,
-        snapshot_interval: int,
-        max_snapshots: int,
-        read_only: bool,
-    ) -> None:
-        self._kind = kind_of(llm)
-        self.namespace = namespace
-        self.page_tokens = page_tokens
-        self._llm = weakref.ref(llm)
-        self._counters = counters
-        self._read_only = read_only
-        self._lineage = lineage = Lineage(namespace.key, page_tokens, llm.n_ctx())
-        self._pace = pace = Pace()
-        self._memory: Memory
-        self._restorer: Restorer | Resumer
-        self._capturer: Capturer | SnapshotCapturer
-        settings = namespace.canonical
-        if self.has_snapshots:
-            self._memory = standing = Standing(llm)
-            policy = SnapshotPolicy(
-                snapshot_interval, max_snapshots, min_tokens, Vocabulary(llm).kind, self._kind == "pages and snapshots"
-            )
-            self._capturer = SnapshotCapturer(engine, writer, counters, standing, lineage, settings, pace, policy)
-            self._restorer = Resumer(
-                engine, counters, standing, lineage, pace, writer.nudge, self._settle_quietly, min_tokens
-            )
-        else:
-            self._memory = memory = Memory(llm)
-            self._capturer = Capturer(engine, writer, counters, memory, lineage, settings, pace, min_tokens)
-            self._restorer = Restorer(engine, counters, memory, lineage, pace, writer.nudge, min_tokens)
-        memory = self._memory
-        # what was asked for: the numbers of the same batches as without a store
+    def __init__(self, llm: llama_cpp.Llama, engine: Engine, options: ContextOptions) -> None:
+        self.strategy = strategy_for(llm, engine, options)
+        self.context = self.strategy.context
+        # a lookup asked for logprobs: the batches must be the same as without a store
         self._exact = False
         self._originals: dict[str, Callable[..., Any] | None] = {}
         # states that the user saved, and the tokens that they are known to hold
         self._saved: weakref.WeakKeyDictionary[LlamaState, Tokens] = weakref.WeakKeyDictionary()
         # where rows are overwritten, pages are taken after each batch that llama.cpp really computes at once
-        self._step = min(llm.n_batch, llm.context_params.n_ubatch) if memory.forgets else llm.n_batch
+        forgets = self.context.memory.forgets
+        self._step = min(llm.n_batch, llm.context_params.n_ubatch) if forgets else llm.n_batch
 
     @property
-    def kind(self) -> str:
-        """What is stored of this context, or why nothing is; see `kind_of`."""
-        if self._kind == "pages and snapshots" and not getattr(self._capturer, "cuts_rows", True):
-            return "snapshots"
-        return self._kind
-
-    @property
-    def has_snapshots(self) -> bool:
-        """Whether the context can be put to stored snapshots only."""
-        return self._kind in ("snapshots", "pages and snapshots")
+    def kind(self) -> Kind:
+        """What is stored of the context, or why nothing is."""
+        return self.strategy.kind
 
     @property
     def llm(self) -> llama_cpp.Llama:
-        """The model.
+        """The model. Raises `MisuseError` if it is gone."""
+        return self.context.llm
 
-        Raises
-        ------
-        MisuseError
-            If it is gone.
-        """
-        llm = self._llm()
-        if llm is None:
-            raise MisuseError("the Llama is gone; keep a reference to it as long as the store is attached")
-        return llm
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the context."""
+        return self.context.namespace
 
-    # -- in and out of the Llama --------------------------------------------------------------------------------------
+    @property
+    def page_tokens(self) -> int:
+        """Length of a page in this context."""
+        return self.context.options.page_tokens
+
+    # -- attaching ----------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put the hook's methods in the place of the Llama's."""
+        """Replace the Llama's methods by the hook's."""
         methods = self.llm.__dict__
         if any(isinstance(methods.get(name), _Replacement) for name in REPLACED):
             raise MisuseError("llm is attached to another PrefixStore; detach() that one first")
@@ -173,8 +124,8 @@ class Hook:
             methods[name] = _Replacement(self, name)
 
     def detach(self, cache: object) -> None:
-        """Give the Llama its own methods back, and take `cache` away from it if it is there."""
-        llm = self._llm()
+        """Restore the Llama's own methods, and remove `cache` if the Llama uses it."""
+        llm = self.context.llm_or_none
         if llm is not None and llm.cache is cache:
             llm.set_cache(None)
         methods = llm.__dict__ if llm is not None else {}
@@ -191,54 +142,44 @@ class Hook:
         bound: Callable[..., Any] = self._originals.get(name) or getattr(type(llm), name).__get__(llm)
         return bound
 
-    def _excuse(self) -> str | None:
-        """Why nothing is done for this context now."""
-        if self._kind not in KINDS:
-            return self._kind
-        handler = self.llm.chat_handler
-        if handler is not None and any(hasattr(handler, name) for name in MEDIA_ATTRIBUTES):
-            return "multimodal"
-        return None
-
-    # -- what stands in the place of the Llama's methods --------------------------------------------------------------
+    # -- what replaces the Llama's methods ----------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
         """``Llama.eval`` in the same batches, with pages captured in between; it stops where a snapshot is taken."""
-        llm, lineage = self.llm, self._lineage
+        context = self.context
+        lineage, counters = context.lineage, context.engine.counters
         original = self._original("eval")
-        known = self._excuse() is None and lineage.catch_up(llm, self._memory)
+        known = self._bypass_reason() is None and context.catch_up()
         if not known:
             lineage.rewind(0)
         stops = self._stops(tokens) if known else []
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], self._step):
             started = time.perf_counter()
             original(batch)
-            self._pace.computed(len(batch), time.perf_counter() - started)
-            self._counters.count("tokens_computed", len(batch))
+            context.rate.computed(len(batch), time.perf_counter() - started)
+            counters.count("tokens_computed", len(batch))
             if known:
                 before = lineage.n
                 lineage.extend(batch)
-                if self._capturer.is_due(before, stops):
-                    self._capture_quietly(tail=False)
+                if self.strategy.is_due(before, stops):
+                    self._capture(tail=False)
         if known and len(tokens) > 1:
-            self._evaluated_quietly()
+            with self._guard("dropped:error"):
+                self.strategy.prompt_evaluated()
 
     def _stops(self, tokens: Sequence[int]) -> list[int]:
-        """Where to stop while these tokens are evaluated; only between batches if their numbers are asked for."""
-        if self._read_only:
+        """Where to stop while these tokens are evaluated; only between batches if their exact numbers are asked for."""
+        if self.context.options.read_only:
             return []
-        try:
-            stops = self._capturer.stops(tokens)
-        except Exception as error:  # noqa: BLE001 - the promise
-            self._report("dropped:error", error)
-            return []
-        start = self._lineage.n
-        return [stop for stop in stops if not self._exact or (stop - start) % self._step == 0]
+        with self._guard("dropped:error"):
+            start, stops = self.context.lineage.n, self.strategy.stops(tokens)
+            return [stop for stop in stops if not self._exact or (stop - start) % self._step == 0]
+        return []
 
     def reset(self) -> None:
-        """``Llama.reset``; what comes into the context next may be no tokens."""
-        self._settle_quietly()
-        self._lineage.rewind(0)
+        """``Llama.reset``; what enters the context next may not be tokens."""
+        self._before_leaving()
+        self.context.lineage.rewind(0)
         self._original("reset")()
 
     def save_state(self) -> LlamaState:
@@ -247,19 +188,19 @@ class Hook:
         if calling_completion(2) is not None and getattr(llm.cache, "_hook", None) is self:
             return live_state(llm)
         state: LlamaState = self._original("save_state")()
-        if self._lineage.catch_up(llm, self._memory):
-            self._saved[state] = self._lineage.tokens.copy()
+        if self.context.catch_up():
+            self._saved[state] = self.context.lineage.tokens.copy()
         return state
 
     def load_state(self, state: LlamaState) -> None:
         """``Llama.load_state``; a state that a lookup returned is in the context already."""
         if isinstance(state, _LiveState):
             return
-        self._settle_quietly()
+        self._before_leaving()
         self._original("load_state")(state)
-        self._lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
+        self.context.lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
 
-    # -- what the store asks for --------------------------------------------------------------------------------------
+    # -- what the store calls -----------------------------------------------------------------------------------------
 
     def lookup(self, prompt: TokenSequence, completion: FrameType | None) -> LlamaState | None:
         """Restore what is stored of a prompt.
@@ -283,27 +224,27 @@ class Hook:
         self._exact = asked.get("logprobs") is not None
         if self._exact:
             if asked.get("echo"):
-                # the logits of the prompt itself are wanted; they are not stored
-                if self._lineage.unscored:
+                # the logits of the prompt itself are asked for; they are not stored
+                if self.context.lineage.unscored:
                     llm.reset()
-                self._counters.count("miss:logprobs")
+                self.context.engine.counters.count("miss:logprobs")
                 return None
             # the same batches as without a store give the same logits, bit by bit
             multiple_of = llm.n_batch
-        return live_state(llm) if self._restore_quietly(tokens, limit, multiple_of=multiple_of) else None
+        return live_state(llm) if self._restore(tokens, limit, multiple_of=multiple_of) else None
 
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
-        """Restore for a caller who goes on with ``eval`` or ``generate``; the number of tokens that are live."""
+        """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
         limit = max(len(tokens) - 1, 0)
         if llm.n_tokens > limit:
-            # the caller will evaluate a token, whatever logits there are
+            # the caller will evaluate a token, even if there are logits
             llm._requires_eval = True
-        self._restore_quietly(tokens, limit, always=always)
-        live = min(self._restorer.live_prefix(llm, tokens)[0], limit)
+        self._restore(tokens, limit, always=always)
+        live = min(self.strategy.live_prefix(tokens), limit)
         if live < llm.n_tokens:
-            # recurrent memory cannot go back, and a window may have moved on
-            if not self._memory.holds(live):
+            # recurrent memory cannot step back, and a window may have moved on
+            if not self.context.memory.holds(live):
                 live = 0
             if live == 0:
                 llm.reset()
@@ -312,56 +253,45 @@ class Hook:
         return live
 
     def completed(self) -> None:
-        """A completion is over: capture its tail."""
-        self._capture_quietly(tail=True)
+        """Capture the tail of a completion that has ended."""
+        self._capture(tail=True)
 
     def capture(self) -> int:
-        """Capture all of the context that is not stored, waiting for room in the queue; the number of pages."""
-        if self._read_only or self._excuse() is not None:
+        """Capture all of the context that is not stored, waiting for space in the queue; the number of pages."""
+        if self.context.options.read_only or self._bypass_reason() is not None:
             return 0
         if not self._originals:
-            # not attached: nobody has watched, the caller knows
-            self._capturer.vouch(self.llm)
-        return self._capturer.capture(self.llm, tail=True, wait=True)
+            # not attached: the store has not seen the tokens enter, the caller vouches for them
+            self.context.adopt()
+        return self.strategy.capture(tail=True, wait=True)
 
-    # -- the promise: a fault of the store never breaks a completion --------------------------------------------------
+    # -- guarded ------------------------------------------------------------------------------------------------------
 
-    def _restore_quietly(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        if (excuse := self._excuse()) is not None:
-            self._counters.count(f"miss:{excuse}")
+    def _guard(self, fault: str, unavailable: str | None = None) -> Guard:
+        return Guard(self.context.engine.counters, fault, unavailable)
+
+    def _bypass_reason(self) -> str | None:
+        return bypass_reason(self.context.llm, self.context.kind)
+
+    def _restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
+        reason = self._bypass_reason()
+        if reason is not None:
+            self.context.engine.counters.count(f"miss:{reason}")
             return False
-        try:
-            return self._restorer.restore(self.llm, tokens, limit, always=always, multiple_of=multiple_of)
-        except Exception as error:  # noqa: BLE001 - the promise
-            self._report("miss:error", error)
-            return False
+        self._before_leaving()
+        with self._guard("miss:error", "miss:unavailable"):
+            return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
+        return False
 
-    def _capture_quietly(self, *, tail: bool) -> None:
-        if self._read_only or self._excuse() is not None:
-            return
-        try:
-            self._capturer.capture(self.llm, tail=tail)
-        except Exception as error:  # noqa: BLE001 - the promise
-            self._report("dropped:error", error)
+    def _capture(self, *, tail: bool) -> None:
+        if not self.context.options.read_only and self._bypass_reason() is None:
+            with self._guard("dropped:error"):
+                self.strategy.capture(tail=tail)
 
-    def _evaluated_quietly(self) -> None:
-        try:
-            self._capturer.evaluated(self.llm)
-        except Exception as error:  # noqa: BLE001 - the promise
-            self._report("dropped:error", error)
-
-    def _settle_quietly(self) -> None:
-        if self._excuse() is None:
-            try:
-                self._capturer.settle(self.llm)
-            except Exception as error:  # noqa: BLE001 - the promise
-                self._report("dropped:error", error)
-
-    def _report(self, name: str, error: Exception) -> None:
-        self._counters.count(name)
-        log.warning(
-            "the completion goes on without the store: %s", error, exc_info=not isinstance(error, PrefixStoreError)
-        )
+    def _before_leaving(self) -> None:
+        if self._bypass_reason() is None:
+            with self._guard("dropped:error"):
+                self.strategy.before_leaving()
 
 
 def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator[Sequence[int]]:
@@ -374,7 +304,7 @@ def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator
 
 
 class _Replacement:
-    """A method of the hook in the place of a method of the Llama."""
+    """A method of the hook that replaces a method of the Llama."""
 
     def __init__(self, hook: Hook, name: str) -> None:
         self._hook = hook

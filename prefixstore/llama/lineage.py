@@ -1,4 +1,4 @@
-"""What is known to be in a context, because it came there through ``eval`` or a restore."""
+"""The tokens that are known to be in a context, because they were evaluated or restored there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import llama_cpp
 import numpy as np
 
 from prefixstore.format.keys import Tokens, page_key
-from prefixstore.llama.memory import Memory
+from prefixstore.llama.memory import ContextMemory
 
 __all__ = ["Lineage"]
 
@@ -16,8 +16,8 @@ __all__ = ["Lineage"]
 class Lineage:
     """The tokens of a context and the keys of their pages.
 
-    Only what was seen to enter is trusted: a state that a user loaded, or an image that a chat handler evaluated, is in
-    the context without being in the lineage, and no page is taken behind it.
+    Only tokens that were seen to enter are trusted: a state that a user loaded, or an image that a chat handler
+    evaluated, is in the context without being in the lineage, and no page is taken after it.
 
     Parameters
     ----------
@@ -33,11 +33,11 @@ class Lineage:
     n
         How many tokens are known.
     unscored
-        Positions below this were restored: their rows of ``llm.scores`` were not computed.
+        Positions below this one were restored: their rows of ``llm.scores`` were not computed.
     gone
-        Keys of pages that the context does not hold completely any more.
+        Keys of pages that the context no longer holds completely.
     generation
-        Another one whenever tokens have left the lineage.
+        Changes whenever tokens leave the lineage.
     """
 
     def __init__(self, namespace: bytes, page_tokens: int, capacity: int) -> None:
@@ -65,23 +65,23 @@ class Lineage:
             self.gone.clear()
 
     def extend(self, tokens: Sequence[int] | Tokens) -> None:
-        """These tokens were evaluated behind the others."""
+        """Note that these tokens were evaluated after the others."""
         end = self.n + len(tokens)
         self._tokens[self.n : end] = tokens
         self.n = end
 
     def replace(self, tokens: Tokens) -> None:
-        """The context holds exactly these tokens."""
+        """Note that the context holds exactly these tokens."""
         self.rewind(0)
         self.extend(tokens)
 
     def restored(self, tokens: Tokens) -> None:
-        """The context holds exactly these tokens, and their logits were never computed."""
+        """Note that the context holds exactly these tokens, and that their logits were never computed."""
         self.replace(tokens)
         self.unscored = len(tokens)
 
-    def catch_up(self, llm: llama_cpp.Llama, memory: Memory) -> bool:
-        """Follow a context that was rewound; whether all that it holds is known."""
+    def catch_up(self, llm: llama_cpp.Llama, memory: ContextMemory) -> bool:
+        """Follow a context that was rewound; whether everything that it holds is known."""
         n = llm.n_tokens
         if n == self.n:
             return True
@@ -103,5 +103,5 @@ class Lineage:
         return self._keys
 
     def parent(self, i: int) -> bytes:
-        """The key that page `i` follows."""
+        """The key of the parent of page `i`."""
         return self._keys[i - 1] if i else self.namespace

@@ -1,11 +1,15 @@
-"""The memory of a llama.cpp context: take pages out, put pages back.
+"""The memory of a llama.cpp context, through ctypes: take states out of it, put them back.
 
 A page leaves by tagging: its cells are given to sequence 1 as well, and ``llama_state_seq_get_data`` writes sequence 1.
-With ``n_seq_max == 1`` cells come out without a sequence id then, 4 bytes shorter than the loader wants them; they are
-written so far behind the start of the buffer that whole cells fit in before the rows. Where there are several sections,
-or longer cells, sequence 1 is made to hold all cells, and sequence 0 those of the page while it is written: retagging
-visits every live cell. A page comes back in the same way: it is loaded as sequence 1, whose cells are then given to
-sequence 0. Tags change, tensors do not.
+With ``n_seq_max == 1`` the cells are written without a sequence id, 4 bytes shorter than the loader expects. They are
+written that far after the start of the buffer, so that whole cells fit in before the rows. Where there are several
+sections, or longer cells, sequence 1 is made to hold all cells, and sequence 0 those of the page while it is written;
+retagging visits every live cell. A page comes back in the same way: it is loaded as sequence 1, whose cells are then
+given to sequence 0. Tags change, tensors do not.
+
+Tags do not work on memory that cannot step back: with ``n_seq_max == 1`` its recurrent half knows no sequence 1. But
+the recurrent part can be copied alone (``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``), and rows of attention can be cut out of
+a whole state if its layout is understood.
 """
 
 from __future__ import annotations
@@ -13,60 +17,97 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeAlias
 
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer
+from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.llama.parse import U32
-from prefixstore.llama.shape import Shape, complete_cells, shape_of, shape_of_sequence
-from prefixstore.llama.state import Blob, Buffer
+from prefixstore.llama.shape import StateShape, complete_cells, shape_of, shape_of_sequence
+from prefixstore.llama.state import Buffer, StateView
+from prefixstore.stats import Kind
 
-__all__ = ["KINDS", "Memory", "kind_of", "page_tokens_for"]
+__all__ = [
+    "PARTIAL",
+    "WHOLE",
+    "Acquire",
+    "ContextMemory",
+    "Missing",
+    "MissingPage",
+    "PagedMemory",
+    "SnapshotMemory",
+    "kind_of",
+    "page_tokens_for",
+]
 
-KINDS = ("pages", "snapshots", "pages and snapshots")
 SHORT_PAGE = 64
 
-SEQUENCE = 0  # what Llama computes in
+SEQUENCE = 0  # the sequence in which Llama computes
 SCRATCH = 1
 END = -1
+
+WHOLE = 0
+PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
+UNBOUNDED = 2**62
+
+Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
+"""Supplies a buffer of so many bytes, or None if there is none."""
 
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 
-def kind_of(llm: llama_cpp.Llama) -> str:
-    """What is stored of a context: ``"pages"``, ``"snapshots"`` (recurrent) or ``"pages and snapshots"`` (hybrid).
-
-    Or why nothing is: ``"encoder"`` or ``"no_memory"``.
-    """
+def kind_of(llm: llama_cpp.Llama) -> Kind:
+    """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why."""
     model = llm._model.model
     if llama_cpp.llama_model_has_encoder(model):
-        return "encoder"
+        return Kind.ENCODER
     if not llama_cpp.llama_get_memory(llm._ctx.ctx):
-        return "no_memory"
+        return Kind.NO_MEMORY
     if llama_cpp.llama_model_is_recurrent(model):
-        return "snapshots"
+        return Kind.SNAPSHOTS
     if llama_cpp.llama_model_is_hybrid(model):
-        return "pages and snapshots"
-    return "pages"
+        return Kind.PAGES_AND_SNAPSHOTS
+    return Kind.PAGES
 
 
 def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
-    """The length of a page: as wanted, but no longer than the model's sliding window, whose rows it would lack.
+    """The length of a page: as wanted, but no longer than the model's sliding window, since its rows would be missing.
 
     Nor longer than `SHORT_PAGE` where snapshots hold the rows since the last boundary.
     """
-    if kind_of(llm) == "pages and snapshots":
+    if kind_of(llm) is Kind.PAGES_AND_SNAPSHOTS:
         return min(wanted, SHORT_PAGE)
     window = int(llama_cpp.llama_model_n_swa(llm._model.model))
     return min(wanted, window) if window else wanted
 
 
-class Memory:
-    """Sequence 0 of a context whose memory can be cut into pages.
+class Missing(Enum):
+    """Why a page cannot be taken."""
+
+    INCOMPLETE = "incomplete"
+    """The context no longer holds all rows of the page."""
+    QUEUE_FULL = "queue_full"
+    """There is no buffer for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissingPage:
+    """A page that could not be taken: its first position, its boundary, and the reason."""
+
+    start: int
+    end: int
+    reason: Missing
+
+
+class ContextMemory(ABC):
+    """Sequence 0 of a context.
 
     Attributes
     ----------
@@ -75,17 +116,63 @@ class Memory:
     forgets
         Whether rows that have left the window are overwritten (``swa_full=False``).
     shape
-        Of its pages; None before llama.cpp has written one, or taken an example of it.
-    is_own
-        Whether it is that of a page that llama.cpp has written here.
+        The shape of its states; None until llama.cpp has written one, or accepted an example of it.
+    shape_is_own
+        Whether `shape` comes from a page that llama.cpp has written here.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.forgets = bool(self.window) and not llm.context_params.swa_full
-        self.shape: Shape | None = None
-        self.is_own = False
+        self.shape: StateShape | None = None
+        self.shape_is_own = False
+
+    @abstractmethod
+    def holds(self, n: int) -> bool:
+        """Whether the context can continue from position `n`."""
+
+    def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
+        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
+        if self.shape is None:
+            try:
+                shape = shape_of_sequence(state)
+            except CorruptError:
+                return False
+            if not shape.fits(state, start, n_tokens) or not self._accepts(shape.example(start)):
+                return False
+            self.shape = shape
+        return self.shape.fits(state, start, n_tokens)
+
+    def fits_whole(self, state: Buffer, parsed: StateView, n: int) -> bool:
+        """Whether a state of `n` tokens, as ``llama_state_get_data`` wrote it, has the shape of this context's."""
+        found = shape_of(parsed)
+        if self.shape is None and (
+            self._accepts(found.example(0)) if found.recurrent is None else self.accepts_whole(state, n)
+        ):
+            self.shape = found
+        return found == self.shape
+
+    def accepts_whole(self, state: Buffer, n: int) -> bool:
+        """Whether llama.cpp accepts a whole state of `n` tokens, which is not kept; false if the context is in use."""
+        ctx, mem = self._pointers()
+        if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
+            return False
+        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
+        taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
+        ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
+        llama_cpp.llama_memory_clear(mem, True)
+        return bool(taken == len(state) and ends_at_n)
+
+    def _accepts(self, page: bytes) -> bool:
+        """Whether llama.cpp accepts a page, which is not kept."""
+        ctx, mem = self._pointers()
+        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
+            return False
+        source = (ctypes.c_uint8 * len(page)).from_buffer_copy(page)
+        taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(page), SCRATCH)
+        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        return bool(taken == len(page))
 
     def _pointers(self) -> tuple[Any, Any]:
         llm = self._llm()
@@ -94,8 +181,12 @@ class Memory:
             raise ContextError("the Llama is closed; detach() the store before llm.close()")
         return ctx, llama_cpp.llama_get_memory(ctx)
 
+
+class PagedMemory(ContextMemory):
+    """Memory that can be cut into pages."""
+
     def holds(self, n: int) -> bool:
-        """Whether the first `n` tokens are all there, as far as the next token needs them: it can go on from `n`."""
+        """Whether the context can continue from position `n`: all rows that the next token needs are there."""
         _, mem = self._pointers()
         first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
@@ -107,52 +198,10 @@ class Memory:
         _, mem = self._pointers()
         llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
-            raise ContextError(f"llama.cpp does not cut this context at {n}")
-
-    def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
-        """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
-        if self.shape is None:
-            try:
-                shape = shape_of_sequence(state)
-            except CorruptError:
-                return False
-            if not shape.fits(state, start, n_tokens) or not self._takes(shape.example(start)):
-                return False
-            self.shape = shape
-        return self.shape.fits(state, start, n_tokens)
-
-    def fits_whole(self, state: Buffer, blob: Blob, n: int) -> bool:
-        """Whether a state of `n` tokens, as ``llama_state_get_data`` wrote it, has the shape of this context's."""
-        found = shape_of(blob)
-        if self.shape is None and (
-            self._takes(found.example(0)) if found.recurrent is None else self.takes_whole(state, n)
-        ):
-            self.shape = found
-        return found == self.shape
-
-    def takes_whole(self, state: Buffer, n: int) -> bool:
-        """Whether llama.cpp takes the state of `n` tokens of a context, which is not kept; false if it is in use."""
-        ctx, mem = self._pointers()
-        if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
-            return False
-        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
-        taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
-        stands = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
-        llama_cpp.llama_memory_clear(mem, True)
-        return bool(taken == len(state) and stands)
-
-    def _takes(self, state: bytes) -> bool:
-        """Whether llama.cpp takes a page, which is not kept."""
-        ctx, mem = self._pointers()
-        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
-            return False
-        source = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
-        taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH)
-        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        return bool(taken == len(state))
+            raise ContextError(f"llama.cpp cannot cut this context at position {n}")
 
     def load(self, state: memoryview) -> bool:
-        """Append a page that `fits`, straight from where it lies; whether llama.cpp took it.
+        """Append a page that `fits`, straight from where it lies; whether llama.cpp accepted it.
 
         The page keeps its second tag until the next one is loaded, or until `cut`.
         """
@@ -166,64 +215,67 @@ class Memory:
     def take(
         self,
         ranges: Sequence[tuple[int, int]],
-        acquire: Callable[[int], PooledBuffer | None],
-        accept: Callable[[int, int, PooledBuffer | str], object],
-    ) -> None:
-        """Copy pages out, up to the first that cannot be had.
+        acquire: Acquire,
+        accept: Callable[[int, int, PooledBuffer], object],
+    ) -> MissingPage | None:
+        """Copy pages out of the context, up to the first that cannot be taken.
 
         Parameters
         ----------
         ranges
             First position and boundary of each page.
         acquire
-            Supplies a buffer of so many bytes, or None.
+            Supplies a buffer for each page.
         accept
-            Is given each page, ``accept(start, end, buffer)``, and releases its buffer when it is done with it; for a
-            page that cannot be had, the reason: ``"incomplete"`` (the context does not hold all rows of it any more)
-            or ``"queue_full"``.
+            Called with each page, ``accept(start, end, buffer)``, before the next one is copied; owns the buffer.
+
+        Returns
+        -------
+        MissingPage or None
+            The first page that could not be taken; None if all were.
         """
         ctx, mem = self._pointers()
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
-            raise ContextError("sequence 1 of the context is in use")
+            raise ContextError("sequence 1 of the context is in use; the store needs it")
         if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
             for start, end in ranges:
-                got = self._copy_beside(ctx, mem, start, end, self.shape, acquire)
-                if not self.is_own and not isinstance(got, str):
-                    self.is_own = self.shape.fits(got.view, start, end - start)
-                accept(start, end, got)
-                if isinstance(got, str):
-                    break
-            return
+                taken = self._copy_beside(ctx, mem, start, end, self.shape, acquire)
+                if isinstance(taken, Missing):
+                    return MissingPage(start, end, taken)
+                if not self.shape_is_own:
+                    self.shape_is_own = self.shape.fits(taken.view, start, end - start)
+                accept(start, end, taken)
+            return None
         llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
         llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         try:
             for start, end in ranges:
                 llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
-                got = self._copy(ctx, mem, start, end, acquire)
-                if self.shape is None and not isinstance(got, str):
+                taken = self._copy(ctx, mem, start, end, acquire)
+                if isinstance(taken, Missing):
+                    return MissingPage(start, end, taken)
+                if self.shape is None:
                     with contextlib.suppress(CorruptError):
-                        self.shape, self.is_own = shape_of_sequence(got.view), True
-                accept(start, end, got)
-                if isinstance(got, str):
-                    break
+                        self.shape, self.shape_is_own = shape_of_sequence(taken.view), True
+                accept(start, end, taken)
                 llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+            return None
         finally:
             llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
             llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
 
     @staticmethod
-    def _copy(
-        ctx: Any, mem: Any, start: int, end: int, acquire: Callable[[int], PooledBuffer | None]
-    ) -> PooledBuffer | str:
+    def _copy(ctx: Any, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
+        """The page that sequence 0 holds alone."""
         first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
         if (first, last) != (start, end - 1):
-            return "incomplete"
+            return Missing.INCOMPLETE
         size = llama_cpp.llama_state_seq_get_size(ctx, SEQUENCE)
         buffer = acquire(size)
         if buffer is None:
-            return "queue_full"
+            return Missing.QUEUE_FULL
         target = ctypes.cast(buffer.address, _u8_p)
         if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
             buffer.release()
@@ -232,8 +284,8 @@ class Memory:
 
     @staticmethod
     def _copy_beside(
-        ctx: Any, mem: Any, start: int, end: int, shape: Shape, acquire: Callable[[int], PooledBuffer | None]
-    ) -> PooledBuffer | str:
+        ctx: Any, mem: Any, start: int, end: int, shape: StateShape, acquire: Acquire
+    ) -> PooledBuffer | Missing:
         """The page written as sequence 1, which needs no other cell to change."""
         n = end - start
         size, missing = shape.size(n), n * U32.size
@@ -242,10 +294,10 @@ class Memory:
             first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
             last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
             if (first, last) != (start, end - 1):
-                return "incomplete"
+                return Missing.INCOMPLETE
             buffer = acquire(size)
             if buffer is None:
-                return "queue_full"
+                return Missing.QUEUE_FULL
             target = ctypes.cast(buffer.address + missing, _u8_p)
             written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
         finally:
@@ -255,3 +307,46 @@ class Memory:
             raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
         complete_cells(buffer.view, n)
         return buffer
+
+
+class SnapshotMemory(ContextMemory):
+    """Memory that cannot step back: recurrent, alone or beside attention. Its state is valid at one position.
+
+    Attributes
+    ----------
+    scratch
+        Buffers for states that are cut or joined. Not those of the write queue: the holder may wait for space in it.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        super().__init__(llm)
+        self.scratch = BufferPool(UNBOUNDED)
+
+    def holds(self, n: int) -> bool:
+        """Whether the context can continue from position `n`: it must be exactly there."""
+        _, mem = self._pointers()
+        return n == 0 or llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
+
+    def copy(self, flags: int, acquire: Acquire) -> PooledBuffer | None:
+        """Copy the state, `WHOLE` or `PARTIAL`, into a buffer from `acquire`; None if there is no buffer."""
+        ctx, _ = self._pointers()
+        size = llama_cpp.llama_state_seq_get_size_ext(ctx, SEQUENCE, flags)
+        buffer = acquire(size)
+        if buffer is None:
+            return None
+        target = ctypes.cast(buffer.address, _u8_p)
+        if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, SEQUENCE, flags) != size:
+            buffer.release()
+            raise ContextError("llama.cpp did not write the state of the context")
+        return buffer
+
+    def put(self, state: memoryview, n: int) -> bool:
+        """Replace what the context holds by a whole state of `n` tokens; false if it did not work, and it is empty."""
+        ctx, mem = self._pointers()
+        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
+        llama_cpp.llama_memory_clear(mem, False)
+        taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SEQUENCE)
+        if taken == len(state) and self.holds(n):
+            return True
+        llama_cpp.llama_memory_clear(mem, True)
+        return False

@@ -1,112 +1,82 @@
-"""Pages out of a live context, into the queue of the writer."""
+"""Pages of a context: out of it into the write queue, and stored ones back into it."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
-import llama_cpp
-import numpy as np
+from prefixstore.engine.index import Page
+from prefixstore.errors import StorageError
+from prefixstore.format.keys import Tokens
+from prefixstore.llama.context import Context, held_prefix, reusable_prefix
+from prefixstore.llama.memory import Missing, MissingPage, PagedMemory
+from prefixstore.stats import Kind
 
-from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.engine import Engine as Writer
-from prefixstore.engine.pending import PendingPage as NewPage
-from prefixstore.llama.lineage import Lineage
-from prefixstore.llama.memory import Memory
-from prefixstore.llama.rate import Pace
-from prefixstore.stats import Counters
+__all__ = ["PageStrategy"]
 
-__all__ = ["Capturer"]
+log = logging.getLogger("prefixstore")
 
 
-class Capturer:
-    """Takes the pages of a context that are not stored.
+class PageStrategy:
+    """Stores a context whose memory can be cut into pages.
 
     Parameters
     ----------
-    engine, writer, counters
-        Of the store.
-    memory, lineage
-        Of the context.
-    settings
-        Canonical settings of the namespace.
-    pace
-        Tells what a page cost to compute.
-    min_tokens
-        Shorter sequences are not stored.
+    context
+        The context.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        writer: Writer,
-        counters: Counters,
-        memory: Memory,
-        lineage: Lineage,
-        settings: bytes,
-        pace: Pace,
-        min_tokens: int,
-    ) -> None:
-        self._engine = engine
-        self._writer = writer
-        self._counters = counters
-        self._memory = memory
-        self._lineage = lineage
-        self._settings = settings
-        self._pace = pace
-        self._min_tokens = min_tokens
+    def __init__(self, context: Context[PagedMemory]) -> None:
+        self.context = context
+
+    @property
+    def kind(self) -> Kind:
+        """What is stored of the context."""
+        return self.context.kind
+
+    # -- capture ------------------------------------------------------------------------------------------------------
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
-        """Where to stop while these tokens are evaluated: nowhere, pages can be taken later."""
+        """None: pages can be taken later."""
         return []
 
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
-        """Whether to capture now that the context came here from `before`: a boundary was crossed."""
-        return self._lineage.n // self._lineage.page_tokens > before // self._lineage.page_tokens
+        """Whether a batch that began at position `before` crossed a boundary."""
+        lineage = self.context.lineage
+        return lineage.n // lineage.page_tokens > before // lineage.page_tokens
 
-    def evaluated(self, llm: llama_cpp.Llama) -> None:
-        """A prompt was evaluated; nothing waits."""
+    def prompt_evaluated(self) -> None:
+        """Nothing is left to do."""
 
-    def settle(self, llm: llama_cpp.Llama) -> None:
-        """The context goes elsewhere; nothing waits."""
+    def before_leaving(self) -> None:
+        """Nothing is left to do."""
 
-    def capture(self, llm: llama_cpp.Llama, *, tail: bool, wait: bool = False) -> int:
-        """Copy what is not stored yet.
-
-        Parameters
-        ----------
-        llm
-            The model whose context it is.
-        tail
-            Whether to take the tokens behind the last boundary as well.
-        wait
-            Whether to wait while the queue is full, instead of leaving a page to the next time.
-
-        Returns
-        -------
-        int
-            The number of pages that were taken and will be written.
-        """
-        lineage = self._lineage
-        if lineage.n < self._min_tokens or not lineage.catch_up(llm, self._memory):
+    def capture(self, *, tail: bool, wait: bool = False) -> int:
+        """Take the pages that are not stored, with `tail` also the tokens after the last boundary; see `Strategy`."""
+        context = self.context
+        if context.lineage.n < context.options.min_tokens or not context.catch_up():
             return 0
         wanted = self._wanted(tail)
         if not wanted:
             return 0
-        before = self._counters["pages_captured"]
+        engine = context.engine
+        before = engine.counters["pages_captured"]
         started = time.perf_counter()
-        # each page is on its way before the next is taken: while one waits for room, those before it are written
-        self._memory.take(wanted, lambda size: self._writer.acquire(size, wait=wait), self._submit)
-        self._counters.time("capture", time.perf_counter() - started)
-        return self._counters["pages_captured"] - before
+        # each page is submitted before the next is taken: while one waits for the queue, those before it are written
+        missing = context.memory.take(wanted, partial(engine.acquire, wait=wait), context.submit)
+        if missing is not None:
+            self._note_missing(missing)
+        engine.counters.time("capture", time.perf_counter() - started)
+        return engine.counters["pages_captured"] - before
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
         """First position and boundary of each page to take. A page whose parent cannot be stored is not among them."""
-        lineage = self._lineage
+        lineage, engine = self.context.lineage, self.context.engine
         step = lineage.page_tokens
         keys = lineage.keys()
-        missing = self._engine.missing(keys)
+        missing = engine.missing(keys)
         for i in missing:
             if keys[i] in lineage.gone:
                 return [(j * step, (j + 1) * step) for j in missing if j < i]
@@ -114,29 +84,100 @@ class Capturer:
         start = len(keys) * step
         if tail and start < lineage.n:
             parent = lineage.parent(len(keys))
-            # behind a page that is taken now there is nothing that could cover the tail
-            if missing or self._engine.wants(lineage.namespace, parent, lineage.page_bytes(start, lineage.n)):
+            # a page that is taken now has no children yet, so nothing can cover the tail
+            if missing or engine.wants(lineage.namespace, parent, lineage.page_bytes(start, lineage.n)):
                 wanted.append((start, lineage.n))
         return wanted
 
-    def _submit(self, start: int, end: int, got: PooledBuffer | str) -> None:
-        lineage = self._lineage
-        if isinstance(got, str):
-            self._counters.count(f"dropped:{got}")
-            if got == "incomplete" and end % lineage.page_tokens == 0:
-                lineage.gone.add(lineage.keys()[start // lineage.page_tokens])
-            return
-        new = NewPage.of(
-            lineage.namespace,
-            self._settings,
-            lineage.parent(start // lineage.page_tokens),
-            start,
-            lineage.page_bytes(start, end),
-            got,
-            self._pace.compute_us(end - start),
-        )
-        self._counters.count("pages_captured", self._writer.submit(new))
+    def _note_missing(self, page: MissingPage) -> None:
+        lineage = self.context.lineage
+        self.context.engine.counters.count(f"dropped:{page.reason.value}")
+        if page.reason is Missing.INCOMPLETE and page.end % lineage.page_tokens == 0:
+            lineage.gone.add(lineage.keys()[page.start // lineage.page_tokens])
 
-    def vouch(self, llm: llama_cpp.Llama) -> None:
-        """Take the context's word for what it holds."""
-        self._lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
+    # -- restore ------------------------------------------------------------------------------------------------------
+
+    def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
+        """Restore the longest stored prefix of a prompt; see `Strategy`. Raises `StorageError`."""
+        context, lineage = self.context, self.context.lineage
+        counters = context.engine.counters
+        limit -= limit % multiple_of
+        known = context.catch_up()
+        live = self._reusable(tokens, known)
+        path = context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
+        n = min(path.n_tokens, limit)
+        if n < context.options.min_tokens:
+            context.note_use(())
+            counters.count("miss:short" if path.n_tokens else "miss:not_found")
+            return False
+        # pages inside the live prefix are used as well: they are kept for it
+        used = path.pages[: -(-n // lineage.page_tokens)]
+        if n <= live:
+            context.note_use(used)
+            counters.count("live_hits")
+            return True
+        # the page in which the live prefix ends is loaded whole; what is not known to be in the context is replaced
+        pages = used[live // lineage.page_tokens if known else 0 :]
+        if not always and not context.rate.is_worth(n - live, len(pages)):
+            counters.count("miss:slow")
+            return False
+        if not self._load(tokens[:n], live, pages):
+            return False
+        context.note_use(used)
+        return True
+
+    def live_prefix(self, tokens: Tokens) -> int:
+        """How much of a prompt the context holds and can continue from."""
+        return self._reusable(tokens, self.context.catch_up())
+
+    def _reusable(self, tokens: Tokens, known: bool) -> int:
+        llm = self.context.llm
+        return reusable_prefix(llm, self.context.memory, tokens) if known else held_prefix(llm, tokens)
+
+    def _load(self, prompt: Tokens, live: int, pages: Sequence[Page]) -> bool:
+        """Load the last pages of a prompt, of which `live` tokens are in the context; whether any was loaded."""
+        started = time.perf_counter()
+        context, memory = self.context, self.context.memory
+        counters = context.engine.counters
+        loaded: list[Page] = []
+        at = pages[0].start
+        cut = False
+        try:
+            with context.engine.fetching(pages, streamed=True, look=self._fits) as states:
+                for page, state in zip(pages, states, strict=False):
+                    # if there is a next state, those before it are verified
+                    at = page.start
+                    if not cut:
+                        # only once there is a page to replace what is cut
+                        memory.cut(at)
+                        cut = True
+                    if not memory.load(state):
+                        log.warning("llama.cpp refused page %s", page.key.hex())
+                        counters.count("unreadable:refused")
+                        break
+                    loaded.append(page)
+                # the last one was loaded while it was verified
+                loaded = loaded[: states.verified()]
+                at = loaded[-1].end if loaded else pages[0].start
+        except StorageError as error:
+            log.warning("a restore ended early: %s", error)
+            counters.count("unreadable:unavailable")
+            loaded = [page for page in loaded if page.end <= at]
+        finally:
+            if cut:
+                # the last page may reach beyond the prompt
+                at = min(at, len(prompt))
+                memory.cut(at)
+                context.set_live(prompt[:at])
+        if not loaded:
+            counters.count("miss:unreadable")
+            return False
+        context.count_restore(len(loaded), max(at - live, 0), time.perf_counter() - started, loaded)
+        return True
+
+    def _fits(self, page: Page, state: memoryview) -> bool:
+        memory = self.context.memory
+        fits = memory.fits(state, page.start, page.n_tokens)
+        if not fits and memory.shape_is_own and memory.shape is not None:
+            self.context.engine.condemn(page, memory.shape.fits)
+        return fits

@@ -1,8 +1,8 @@
-"""The bytes that llama.cpp wrote of a state, to a `Blob`. Pure; needs no llama.cpp.
+"""The bytes that llama.cpp wrote of a state, to a `StateView`. Pure; does not need llama.cpp.
 
-The layout is in `blob`; llama.cpp promises nothing about it. So a state is parsed only if every byte is accounted for.
-Refused is what cannot be cut: several streams, a cell in two sequences or with the coordinates of an image, and what
-a later llama.cpp writes.
+The layout is in `state`; llama.cpp promises nothing about it. So a state is parsed only if every byte is accounted for.
+States that cannot be cut are refused: several streams, a cell in two sequences or with the coordinates of an image, and
+whatever a later llama.cpp writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer, Recurrent, Section, Tensor
+from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Buffer, Recurrent, Section, StateView, Tensor
 
 __all__ = ["parse_context", "parse_sequence"]
 
@@ -25,13 +25,13 @@ ROWS = struct.Struct("<iQ")  # type, bytes of a row
 CHANNELS = struct.Struct("<iII")  # type, bytes of an element, channels
 CELL = struct.Struct("<iI")  # position, number of sequences
 
-# one, or one beside that of a sliding window
+# full attention, and a sliding window
 MAX_SECTIONS = 2
 MAX_ARCHITECTURE = 256
 
 
-def parse_context(state: Buffer) -> Blob:
-    """The structure of what ``llama_state_get_data`` wrote.
+def parse_context(state: Buffer) -> StateView:
+    """Parse what ``llama_state_get_data`` wrote.
 
     Raises
     ------
@@ -45,15 +45,15 @@ def parse_context(state: Buffer) -> Blob:
     return _parse(reader, bytes(reader.take(length)))
 
 
-def parse_sequence(state: Buffer, *, cell_bytes: int = CELL_BYTES) -> Blob:
-    """The structure of what ``llama_state_seq_get_data`` wrote for sequence 0.
+def parse_sequence(state: Buffer, *, cell_bytes: int = CELL_BYTES) -> StateView:
+    """Parse what ``llama_state_seq_get_data`` wrote for sequence 0.
 
     Parameters
     ----------
     state
         The bytes.
     cell_bytes
-        Length of a cell; longer where coordinates of an image are in it.
+        Length of a cell; longer if it has the coordinates of an image.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def parse_sequence(state: Buffer, *, cell_bytes: int = CELL_BYTES) -> Blob:
 
 
 class _Reader:
-    """Reads on through bytes, and never beyond them."""
+    """Reads bytes in order, and never past their end."""
 
     def __init__(self, state: Buffer) -> None:
         self._bytes = np.frombuffer(state, np.uint8)
@@ -79,7 +79,7 @@ class _Reader:
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         if size > self.left:
-            raise CorruptError(f"a state ends {size - self.left} bytes too early")
+            raise CorruptError(f"a state is {size - self.left} bytes too short")
         self.at += size
         return self._bytes[self.at - size : self.at]
 
@@ -90,7 +90,7 @@ class _Reader:
         return self._bytes[at : self.at].data
 
 
-def _parse(reader: _Reader, architecture: bytes | None, cell_bytes: int = CELL_BYTES) -> Blob:
+def _parse(reader: _Reader, architecture: bytes | None, cell_bytes: int = CELL_BYTES) -> StateView:
     sections: list[Section] = []
     recurrent = None
     while reader.left and recurrent is None:
@@ -105,8 +105,8 @@ def _parse(reader: _Reader, architecture: bytes | None, cell_bytes: int = CELL_B
             reader.at = start
             recurrent = _recurrent(reader)
     if reader.left or not (sections or recurrent):
-        raise CorruptError(f"{reader.left} bytes of a state are not understood")
-    return Blob(architecture, tuple(sections), recurrent)
+        raise CorruptError(f"{reader.left} bytes of a state have an unknown layout")
+    return StateView(architecture, tuple(sections), recurrent)
 
 
 def _section(reader: _Reader, cell_bytes: int) -> Section:
@@ -117,12 +117,12 @@ def _section(reader: _Reader, cell_bytes: int) -> Section:
         return Section(np.empty(0, np.int32), b"", ())
     cells = reader.take(n * cell_bytes).view("<i4").reshape(n, -1)
     if (cells[:, 1] != 1).any() or (cells[:, -1] != 0).any():
-        raise CorruptError("cells that are not of sequence 0 alone cannot be cut")
+        raise CorruptError("a state with cells of other sequences than 0 cannot be cut")
     positions = np.ascontiguousarray(cells[:, 0])
     head = reader.take(PAIR.size).tobytes()
     transposed, layers = PAIR.unpack(head)
     if transposed > 1:
-        raise CorruptError(f"{transposed} does not say whether V is transposed")
+        raise CorruptError(f"{transposed} is not a valid flag for a transposed V; it must be 0 or 1")
     tensors = [_rows(reader, n) for _ in _counted(layers, reader)]
     if reader.left:  # multi-head latent attention has no V
         tensors += [_channels(reader, n) if transposed else _rows(reader, n) for _ in range(layers)]
@@ -130,7 +130,7 @@ def _section(reader: _Reader, cell_bytes: int) -> Section:
 
 
 def _counted(layers: int, reader: _Reader) -> Iterable[int]:
-    """As many as there are layers, unless the bytes cannot hold so many."""
+    """One number for each layer, unless the bytes cannot hold so many."""
     if layers * ROWS.size > reader.left:
         raise CorruptError(f"{layers} layers do not fit into {reader.left} bytes")
     return range(layers)
@@ -150,7 +150,7 @@ def _channels(reader: _Reader, n: int) -> Tensor:
 
 def _planes(reader: _Reader, channels: int, n: int, width: int) -> npt.NDArray[np.uint8]:
     if not channels * width:
-        raise CorruptError("a layer has rows of no bytes")
+        raise CorruptError("the rows of a layer have no bytes")
     return reader.take(channels * n * width).reshape(channels, n, width)
 
 
@@ -164,7 +164,7 @@ def _sorted(positions: npt.NDArray[np.int32], head: bytes, tensors: Iterable[Ten
     order = np.argsort(positions)
     positions = positions[order]
     if (np.diff(positions) <= 0).any():
-        raise CorruptError("two cells have one position")
+        raise CorruptError("two cells have the same position")
     return Section(positions, head, tuple(Tensor(tensor.head, tensor.rows[:, order]) for tensor in tensors))
 
 
@@ -173,15 +173,15 @@ def _recurrent(reader: _Reader) -> Recurrent:
     (n,) = reader.read(U32)
     position = -1
     if n > 1:
-        raise CorruptError("a recurrent state of several cells is not that of one sequence")
+        raise CorruptError("a recurrent state has the cells of several sequences")
     if n:
         position, sequences = reader.read(CELL)
         # the state of a sequence does not name it, that of a context does
         if sequences > 1 or (sequences and reader.read(U32) != (0,)):
-            raise CorruptError("a recurrent state belongs to another sequence than 0")
+            raise CorruptError("a recurrent state does not belong to sequence 0")
     transposed, layers = reader.read(PAIR)
     if transposed or position < -1 + n:
-        raise CorruptError("a recurrent state is not understood")
+        raise CorruptError("a recurrent state has an unknown layout")
     # layers with attention have no tensors here, the others two each
     heads = []
     while reader.left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import cast
 
 import numpy as np
@@ -14,11 +15,11 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import Tokens
+from prefixstore.format.whole_state import WholeState
 from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.portable_target import Place
+from prefixstore.llama.portable_lookup import WholeMatch, match_whole
+from prefixstore.llama.portable_target import PortableTarget
 from prefixstore.llama.state import Assembly, assemble
-from prefixstore.llama.whole_state import Found, WholeState, find
-from prefixstore.stats import Counters
 
 __all__ = ["StateBuilder"]
 
@@ -26,109 +27,118 @@ log = logging.getLogger("prefixstore")
 
 # the logits of restored tokens are not stored: one zero stands for all the rows that ``load_state`` fills
 NO_SCORES = np.zeros((1, 1), np.single)
-# why nothing is built, beside the reasons of a miss: the context holds as much
-LIVE = "live"
-# behind the tokens of a state: no prompt goes on with it
+# what follows the tokens of a state: no prompt continues with it
 NO_TOKEN = -1
 
 
+class NoState(Enum):
+    """Why no state is built."""
+
+    LIVE = "live"
+    """The context holds as much already."""
+    NOT_FOUND = "not_found"
+    SHORT = "short"
+    UNREADABLE = "unreadable"
+
+
 class StateBuilder:
-    """Looks prompts up, and makes states of what it finds.
+    """Looks prompts up, and builds states of what is stored.
 
     Parameters
     ----------
-    engine, counters
+    engine
         Of the store.
     min_tokens
         Shorter prefixes are computed.
     """
 
-    def __init__(self, engine: Engine, counters: Counters, min_tokens: int) -> None:
+    def __init__(self, engine: Engine, min_tokens: int) -> None:
         self._engine = engine
-        self._counters = counters
         self._min_tokens = min_tokens
 
-    def build(self, place: Place, tokens: Tokens, live: int, seed: int) -> LlamaState | None:
-        """The state of as much of a prompt as is stored.
+    def build(self, target: PortableTarget, tokens: Tokens, live: int, seed: int) -> LlamaState | None:
+        """The state of the longest stored prefix of a prompt. Raises `StorageError`.
 
         Parameters
         ----------
-        place
-            Where to look.
+        target
+            Where states are looked up.
         tokens
-            As much of the prompt as is wanted.
+            The part of the prompt that may be restored.
         live
             How much of it the context holds; a state that holds no more is not built.
         seed
             What ``load_state`` sets the seed of the ``Llama`` to.
         """
-        tokens = tokens[: place.n_ctx]
+        tokens = tokens[: target.n_ctx]
         path = Path((), 0)
-        if place.pages is not None:
-            path = self._engine.match(place.pages.key, tokens, place.page_tokens)
-        found = find(self._engine, place.whole.key, tokens)
-        n = max(path.n_tokens, found.n_shared)
+        if target.pages is not None:
+            path = self._engine.match(target.pages.key, tokens, target.page_tokens)
+        match = match_whole(self._engine, target.whole.key, tokens)
+        n = max(path.n_tokens, match.n_shared)
         if n < self._min_tokens:
-            self._miss(place, "short" if n else "not_found")
+            self._miss(target, NoState.SHORT if n else NoState.NOT_FOUND)
             return None
-        outcome: LlamaState | str = "not_found"
-        if found.n_shared > path.n_tokens:
-            outcome = self._from_whole(place, tokens, found, live, seed)
-        if isinstance(outcome, str) and outcome != LIVE and path.n_tokens >= self._min_tokens:
-            outcome = self._from_pages(place, tokens, path, live, seed)
-        if isinstance(outcome, LlamaState):
-            return outcome
-        if outcome == LIVE:
-            self._counters.count("live_hits")
+        built: LlamaState | NoState = NoState.NOT_FOUND
+        if match.n_shared > path.n_tokens:
+            built = self._from_whole(target, tokens, match, live, seed)
+        if isinstance(built, NoState) and built is not NoState.LIVE and path.n_tokens >= self._min_tokens:
+            built = self._from_pages(target, tokens, path, live, seed)
+        if not isinstance(built, NoState):
+            return built
+        if built is NoState.LIVE:
+            self._engine.counters.count("live_hits")
         else:
-            self._miss(place, outcome)
+            self._miss(target, built)
         return None
 
-    def _miss(self, place: Place, reason: str) -> None:
-        self._engine.touch((place.pages or place.whole).key, ())
-        self._counters.count(f"miss:{reason}")
+    def _miss(self, target: PortableTarget, reason: NoState) -> None:
+        self._engine.touch((target.pages or target.whole).key, ())
+        self._engine.counters.count(f"miss:{reason.value}")
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
-    def _from_pages(self, place: Place, tokens: Tokens, path: Path, live: int, seed: int) -> LlamaState | str:
-        """The state of as many pages as can be had, or why there is none."""
-        assert place.pages is not None
+    def _from_pages(
+        self, target: PortableTarget, tokens: Tokens, path: Path, live: int, seed: int
+    ) -> LlamaState | NoState:
+        """The state of as many pages as can be read."""
+        assert target.pages is not None
         n = path.n_tokens
-        pages = path.pages[: -(-n // place.page_tokens)]
+        pages = path.pages[: -(-n // target.page_tokens)]
         if n <= live:
-            self._engine.touch(place.pages.key, pages)
-            return LIVE
-        data, used = self._join(place, pages, n)
+            self._engine.touch(target.pages.key, pages)
+            return NoState.LIVE
+        data, used = self._join(target, pages, n)
         if len(used) < len(pages):
-            # one is damaged or gone: what is before it makes a shorter state
+            # one is damaged or gone: those before it make a shorter state
             n = used[-1].end if used else 0
             if n <= max(live, self._min_tokens - 1):
-                return "unreadable"
-            return self._from_pages(place, tokens, Path(tuple(used), n), live, seed)
-        self._engine.touch(place.pages.key, used)
-        return _state(tokens[:n], data, NO_SCORES, place.n_ctx or n, seed)
+                return NoState.UNREADABLE
+            return self._from_pages(target, tokens, Path(tuple(used), n), live, seed)
+        self._engine.touch(target.pages.key, used)
+        return _state(tokens[:n], data, NO_SCORES, target.n_ctx or n, seed)
 
-    def _join(self, place: Place, pages: Sequence[Page], n: int) -> tuple[bytearray, Sequence[Page]]:
+    def _join(self, target: PortableTarget, pages: Sequence[Page], n: int) -> tuple[bytearray, Sequence[Page]]:
         """The state of `n` tokens, and the pages it is made of; if these are not all, it is not complete."""
         assembly, data = None, bytearray()
         used = 0
         with self._engine.fetching(pages) as states:
             for page, state in zip(pages, states, strict=False):
                 try:
-                    if place.memory is not None and not place.memory.fits(state, page.start, page.n_tokens):
-                        raise CorruptError("it has another shape than this context's pages")
-                    blob = parse_sequence(state)
-                    if not blob.holds(page.start, page.end):
-                        raise CorruptError("it holds other cells than its tokens")
+                    if target.memory is not None and not target.memory.fits(state, page.start, page.n_tokens):
+                        raise CorruptError("its shape is not that of this context's pages")
+                    parsed = parse_sequence(state)
+                    if not parsed.holds(page.start, page.end):
+                        raise CorruptError("its cells are not those of its tokens")
                     if assembly is None:
-                        positions = [np.arange(n, dtype=np.int32)] * len(blob.sections)
-                        assembly = Assembly(blob, positions, architecture=place.architecture)
+                        positions = [np.arange(n, dtype=np.int32)] * len(parsed.sections)
+                        assembly = Assembly(parsed, positions, architecture=target.architecture)
                         data = bytearray(assembly.size)
                         assembly.open(memoryview(data))
-                    assembly.add(blob.cut(page.start, min(page.end, n)))
+                    assembly.add(parsed.cut(page.start, min(page.end, n)))
                 except CorruptError as error:
                     log.warning("page %s cannot be joined: %s", page.key.hex(), error)
-                    self._counters.count("unreadable:shape")
+                    self._engine.counters.count("unreadable:shape")
                     break
                 used += 1
         if assembly is not None and used == len(pages):
@@ -137,83 +147,85 @@ class StateBuilder:
 
     # -- whole states -------------------------------------------------------------------------------------------------
 
-    def _from_whole(self, place: Place, tokens: Tokens, found: Found, live: int, seed: int) -> LlamaState | str:
-        """A part of the nearest state, or all of one that the prompt begins with, or why there is none."""
-        candidates = [(page, page.end) for page in found.contained[-1:]]
-        if found.nearest not in found.contained and found.nearest is not None and place.is_attention:
-            candidates.insert(0, (found.nearest, found.n_shared))
-        reason = "not_found"
+    def _from_whole(
+        self, target: PortableTarget, tokens: Tokens, match: WholeMatch, live: int, seed: int
+    ) -> LlamaState | NoState:
+        """A part of the nearest state, or all of one that the prompt begins with."""
+        candidates = [(page, page.end) for page in match.contained[-1:]]
+        if match.nearest not in match.contained and match.nearest is not None and target.is_attention:
+            candidates.insert(0, (match.nearest, match.n_shared))
+        reason = NoState.NOT_FOUND
         for page, n in candidates:
             if n <= live:
-                self._engine.touch(place.whole.key, (page,))
-                return LIVE
+                self._engine.touch(target.whole.key, (page,))
+                return NoState.LIVE
             if n < self._min_tokens:
-                return "short"
-            state = self._read_whole(place, tokens[:n], page, seed)
-            if isinstance(state, LlamaState):
-                self._engine.touch(place.whole.key, (page,))
+                return NoState.SHORT
+            state = self._read_whole(target, tokens[:n], page, seed)
+            if not isinstance(state, NoState):
+                self._engine.touch(target.whole.key, (page,))
                 return state
             reason = state
         return reason
 
-    def _read_whole(self, place: Place, tokens: Tokens, page: Page, seed: int) -> LlamaState | str:
+    def _read_whole(self, target: PortableTarget, tokens: Tokens, page: Page, seed: int) -> LlamaState | NoState:
         with self._engine.fetching((page,)) as states:
             for stored in states:
                 try:
                     whole = WholeState.read(stored)
-                    data = _cut(place, whole, len(tokens), page.end)
-                    scores = _scores(place, whole, len(tokens))
+                    data = _cut(target, whole, len(tokens), page.end)
+                    scores = _scores(target, whole, len(tokens))
                 except (CorruptError, IncompatibleError) as error:
                     log.warning("state %s cannot be used: %s", page.key.hex(), error)
-                    self._counters.count("unreadable:shape")
-                    return "unreadable"
-                # a state that cannot be cut there is of no use to this prompt
-                return _state(tokens, data, scores, place.n_ctx or whole.n_ctx, seed) if data else "not_found"
-        return "unreadable"
+                    self._engine.counters.count("unreadable:shape")
+                    return NoState.UNREADABLE
+                # a state that cannot be cut there does not help this prompt
+                return _state(tokens, data, scores, target.n_ctx or whole.n_ctx, seed) if data else NoState.NOT_FOUND
+        return NoState.UNREADABLE
 
 
-def _cut(place: Place, whole: WholeState, n: int, end: int) -> bytearray | None:
+def _cut(target: PortableTarget, whole: WholeState, n: int, end: int) -> bytearray | None:
     """The first `n` tokens of a state that covers `end`; None if it cannot be cut there."""
     if whole.n_tokens != end:
-        raise CorruptError(f"it covers {whole.n_tokens} tokens, its key {end}")
+        raise CorruptError(f"it covers {whole.n_tokens} tokens, and its key {end}")
     try:
-        blob = parse_context(whole.state)
+        parsed = parse_context(whole.state)
     except CorruptError:
-        if not _is_taken(place, whole):
+        if not _is_accepted(target, whole):
             raise
-        # nobody knows how to cut it
+        # a state of unknown layout cannot be cut
         return bytearray(whole.state) if n == end else None
-    if place.architecture not in (None, blob.architecture):
-        raise CorruptError(f"it is the state of a model of the architecture {blob.architecture!r}")
-    if place.memory is not None and not place.memory.fits_whole(whole.state, blob, end):
-        raise CorruptError("it has another shape than this context's")
-    if blob.recurrent is not None and blob.recurrent.position != end - 1:
+    if target.architecture not in (None, parsed.architecture):
+        raise CorruptError(f"it is the state of a model of the architecture {parsed.architecture!r}")
+    if target.memory is not None and not target.memory.fits_whole(whole.state, parsed, end):
+        raise CorruptError("its shape is not that of this context's states")
+    if parsed.recurrent is not None and parsed.recurrent.position != end - 1:
         raise CorruptError("its recurrent part is that of another position")
-    if blob.recurrent is not None and n < end:
+    if parsed.recurrent is not None and n < end:
         return None
-    # where there is no room for more, and where more is not there: what the next token needs
-    window_from = place.window_from(n) if place.forgets or not blob.holds(0, n) else 0
-    if not blob.holds(0, n, window_from=window_from):
-        # who asks outside a completion knows what the name of the store stands for
-        return bytearray(whole.state) if n == end and place.architecture is None else None
-    recurrent = blob.recurrent.data if blob.recurrent is not None else b""
-    piece = blob.cut(0, n, window_from=window_from)
-    return assemble([piece], architecture=blob.architecture, recurrent=recurrent)
+    # where there is no space for more, and where there are no more rows: what the next token needs
+    window_from = target.window_from(n) if target.forgets or not parsed.holds(0, n) else 0
+    if not parsed.holds(0, n, window_from=window_from):
+        # a caller outside a completion knows what the name of the store stands for
+        return bytearray(whole.state) if n == end and target.architecture is None else None
+    recurrent = parsed.recurrent.data if parsed.recurrent is not None else b""
+    piece = parsed.cut(0, n, window_from=window_from)
+    return assemble([piece], architecture=parsed.architecture, recurrent=recurrent)
 
 
-def _is_taken(place: Place, whole: WholeState) -> bool:
-    """Whether llama.cpp takes a state that is not understood; who asks outside a completion finds out."""
-    if place.memory is None:
+def _is_accepted(target: PortableTarget, whole: WholeState) -> bool:
+    """Whether llama.cpp accepts a state of unknown layout; a caller outside a completion has to find out."""
+    if target.memory is None:
         return True
-    # if others of this context are understood, this one is forged
-    understood = place.memory.shape is not None or not place.is_attention
-    return not understood and place.memory.takes_whole(whole.state, whole.n_tokens)
+    # if the layout of this context's states is known, this one is forged
+    is_known = target.memory.shape is not None or not target.is_attention
+    return not is_known and target.memory.accepts_whole(whole.state, whole.n_tokens)
 
 
-def _scores(place: Place, whole: WholeState, n: int) -> npt.NDArray[np.single]:
-    if not place.n_vocab:
+def _scores(target: PortableTarget, whole: WholeState, n: int) -> npt.NDArray[np.single]:
+    if not target.n_vocab:
         return NO_SCORES
-    if whole.scores is None or whole.scores.shape[1] != place.n_vocab:
+    if whole.scores is None or whole.scores.shape[1] != target.n_vocab:
         raise CorruptError("its scores are not those of this vocabulary")
     scores: npt.NDArray[np.single] = whole.scores[:n].copy()
     return scores
@@ -222,5 +234,5 @@ def _scores(place: Place, whole: WholeState, n: int) -> npt.NDArray[np.single]:
 def _state(tokens: Tokens, data: bytearray, scores: npt.NDArray[np.single], n_ctx: int, seed: int) -> LlamaState:
     input_ids = np.full(max(n_ctx, len(tokens)), NO_TOKEN, np.intc)
     input_ids[: len(tokens)] = tokens
-    # load_state copies it from any buffer; as bytes it would be copied once more
+    # load_state copies the state from any buffer; as bytes it would be copied once more
     return LlamaState(input_ids, scores, len(tokens), cast("bytes", data), len(data), seed)

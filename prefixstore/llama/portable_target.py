@@ -1,4 +1,4 @@
-"""Where the states of a ``Llama`` are stored when the store is not attached to it, and what the ``Llama`` accepts."""
+"""Where a store that is not attached keeps the states of a ``Llama``, and which states the ``Llama`` accepts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import llama_cpp
 
 from prefixstore.format.namespace import Namespace
+from prefixstore.llama.context import ContextOptions
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.memory import Memory, kind_of, page_tokens_for
+from prefixstore.llama.memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.stats import Kind
 
-__all__ = ["Place", "nameless_place", "place_of"]
+__all__ = ["PortableTarget", "nameless_target", "target_for"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where states are stored, and what the one who asks for them accepts.
+class PortableTarget:
+    """Where states are stored, and which states the caller accepts.
 
     Attributes
     ----------
@@ -34,12 +36,8 @@ class Place:
         Length of the context; None if it is not known.
     n_vocab
         Words of the vocabulary if the logits of all tokens are kept (``logits_all``), else 0.
-    window
-        Length of a sliding window; 0 if there is none.
-    forgets
-        Whether the context has room for the rows in its window only (``swa_full=False``).
     memory
-        The context; None if it is not known.
+        The memory of the context; None if it is not known.
     """
 
     pages: Namespace | None
@@ -49,30 +47,35 @@ class Place:
     architecture: bytes | None = None
     n_ctx: int | None = None
     n_vocab: int = 0
-    window: int = 0
-    forgets: bool = False
-    memory: Memory | None = None
+    memory: ContextMemory | None = None
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the context has space only for the rows in its sliding window (``swa_full=False``)."""
+        return self.memory is not None and self.memory.forgets
 
     def window_from(self, n: int) -> int:
-        """The first position whose rows in a window are needed to go on from position `n`."""
-        return max(n - self.window, 0) if self.window else 0
+        """The first position whose rows in a sliding window are needed to continue from position `n`."""
+        window = self.memory.window if self.memory is not None else 0
+        return max(n - window, 0) if window else 0
 
 
-def place_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label: str | None) -> Place:
-    """The place of a ``Llama``.
+def target_for(llm: llama_cpp.Llama, options: ContextOptions) -> PortableTarget:
+    """The target for a ``Llama``.
 
     Raises
     ------
     ContextError
         If a file of the model cannot be read.
     """
-    page_tokens = page_tokens_for(llm, page_tokens)
-    pages = namespace_of(llm, page_tokens=page_tokens, salt=salt, label=label)
-    memory = Memory(llm)
+    kind = kind_of(llm)
+    page_tokens = page_tokens_for(llm, options.page_tokens)
+    pages = namespace_of(llm, page_tokens=page_tokens, salt=options.salt, label=options.label)
+    memory = SnapshotMemory(llm) if kind.has_snapshots else PagedMemory(llm)
     n_vocab = llm.n_vocab() if llm._logits_all else 0
-    is_attention = kind_of(llm) == "pages"
-    return Place(
-        # pages have no scores, and a window whose rows are overwritten does not hold all of its pages any more
+    is_attention = kind is Kind.PAGES
+    return PortableTarget(
+        # pages have no scores, and a window whose rows are overwritten no longer holds all of its pages
         pages if is_attention and not memory.forgets and not n_vocab else None,
         _whole({**pages.settings, "scores": bool(n_vocab)}),
         page_tokens,
@@ -80,22 +83,20 @@ def place_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, label:
         llm.metadata.get("general.architecture", "").encode(),
         llm.n_ctx(),
         n_vocab,
-        memory.window,
-        memory.forgets,
         memory,
     )
 
 
-def nameless_place(*, page_tokens: int, salt: str | None, label: str | None) -> Place:
-    """The place for a caller whose ``Llama`` is not known: the label stands for the model and its settings."""
+def nameless_target(options: ContextOptions) -> PortableTarget:
+    """The target of a caller whose ``Llama`` is not known: the label stands for the model and its settings."""
     settings = {
-        "label": label,
-        "salt": salt,
+        "label": options.label,
+        "salt": options.salt,
         # llama.cpp promises nothing about states across its versions
         "llama_cpp_python": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
     }
-    return Place(None, _whole(settings), page_tokens)
+    return PortableTarget(None, _whole(settings), options.page_tokens)
 
 
 def _whole(settings: Mapping[str, str | int | float | bool | None]) -> Namespace:

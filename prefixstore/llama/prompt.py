@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from prefixstore.errors import ContextError, InvalidParameterError
 from prefixstore.format.keys import Tokens, as_tokens, common_prefix
-from prefixstore.llama.hook import MEDIA_ATTRIBUTES
+from prefixstore.llama.context import is_multimodal
 
 __all__ = ["Vocabulary", "chat_tokens", "logits_after", "text_tokens"]
 
@@ -67,7 +67,7 @@ def chat_tokens(
     InvalidParameterError
         If the template refuses the messages, or the handler brings images into the context.
     """
-    if llm.chat_handler is not None and any(hasattr(llm.chat_handler, name) for name in MEDIA_ATTRIBUTES):
+    if is_multimodal(llm):
         raise InvalidParameterError("messages cannot be warmed through a multimodal chat handler")
     if generation_prompt:
         return _rendered(llm, messages, options)

@@ -1,35 +1,35 @@
-"""How long computing and restoring take here, measured as they happen."""
+"""How long computing tokens and restoring pages take in one context, measured as they happen."""
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
+__all__ = ["ComputeRate"]
 
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# A restore must lose by this much before it is left out. One in so many is done all the same, to measure again; if it
-# loses again, the next comes after twice as many.
+# A restore must be slower by this factor before it is skipped. One in so many is done all the same, to measure again;
+# if it is slower again, the next one comes after twice as many.
 LOSES_BY = 1.2
 TRY_AGAIN = 8
 SELDOM = 4096
 
 
-class Pace:
-    """Decides whether a restore is worth it."""
+class ComputeRate:
+    """Seconds for each token computed and for each page restored; decides whether a restore is worth it."""
 
     def __init__(self) -> None:
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
-        self._left_out = 0
+        self._skipped = 0
         self._try_after = TRY_AGAIN
 
     def computed(self, n_tokens: int, seconds: float) -> None:
-        """A batch was evaluated."""
+        """Note that a batch was evaluated."""
         if n_tokens >= SMALLEST_BATCH:
             self.token_seconds = _mean(self.token_seconds, seconds / n_tokens)
 
     def restored(self, n_pages: int, seconds: float) -> None:
-        """Pages were put back."""
+        """Note that pages were restored."""
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
     def is_worth(self, n_tokens: int, n_pages: int) -> bool:
@@ -37,16 +37,16 @@ class Pace:
         if self.token_seconds is None or self.page_seconds is None:
             return True
         if self.page_seconds * n_pages <= self.token_seconds * n_tokens * LOSES_BY:
-            self._left_out, self._try_after = 0, TRY_AGAIN
+            self._skipped, self._try_after = 0, TRY_AGAIN
             return True
-        self._left_out += 1
-        if self._left_out < self._try_after:
+        self._skipped += 1
+        if self._skipped < self._try_after:
             return False
-        self._left_out, self._try_after = 0, min(2 * self._try_after, SELDOM)
+        self._skipped, self._try_after = 0, min(2 * self._try_after, SELDOM)
         return True
 
     def compute_us(self, n_tokens: int) -> int:
-        """Microseconds that computing so many tokens takes here; 0 as long as nothing was computed."""
+        """Microseconds that computing so many tokens takes here; 0 until something was computed."""
         return round(self.token_seconds * n_tokens * 1e6) if self.token_seconds is not None else 0
 
 

@@ -1,7 +1,8 @@
-"""The shape of states: all of their bytes but the rows. llama.cpp is handed only pages of the shape its context has.
+"""The shape of states: all of their bytes but the rows. llama.cpp is given only pages that have its context's shape.
 
-llama.cpp compares types and sizes itself, and refuses. It does not look at positions and sequences, and at nothing
-behind what it reads: a page that lies there would be taken, and answers would be wrong. The layout is in `blob`.
+llama.cpp compares types and sizes itself, and refuses those that differ. It does not check positions and sequences, nor
+anything after what it reads: a page that is wrong there would be accepted, and answers would be wrong. The layout is in
+`state`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
 from prefixstore.llama.parse import PAIR, U32, parse_sequence
-from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Blob, Buffer
+from prefixstore.llama.state import CELL_BYTES, SEQUENCE_MAGIC, Buffer, StateView
 
-__all__ = ["Shape", "complete_cells", "shape_of", "shape_of_sequence"]
+__all__ = ["StateShape", "complete_cells", "shape_of", "shape_of_sequence"]
 
-# behind the position of a cell; models that see images have coordinates between the two, and the token
+# what follows the position of a cell; models that see images have coordinates between the two, and the token
 ONE_SEQUENCE, SEQUENCE_0 = U32.pack(1), U32.pack(0)
 CELLS = (CELL_BYTES, CELL_BYTES + 8, CELL_BYTES + 12)
 
@@ -29,20 +30,20 @@ POSITIONS = 2**31
 
 @dataclass(frozen=True)
 class SectionShape:
-    """A section: the bytes before its tensors, and of each tensor its head and the bytes that a cell has in it."""
+    """A section: the bytes before its tensors, and for each tensor its head and the bytes of one cell."""
 
     head: bytes
     tensors: tuple[tuple[bytes, int], ...]
 
 
 @dataclass(frozen=True)
-class Shape:
+class StateShape:
     """What all states of a context have in common.
 
     Attributes
     ----------
     sections
-        Attention.
+        Sections of attention.
     cell_bytes
         Length of a cell.
     recurrent
@@ -54,15 +55,15 @@ class Shape:
     recurrent: bytes | None = None
 
     def fits(self, state: Buffer, start: int, n: int) -> bool:
-        """Whether a page of sequence 0 has this shape, and holds the positions from `start` on, `n` of them, once each.
+        """Whether a page of sequence 0 has this shape, and holds `n` positions from `start` on, once each.
 
-        It costs some microseconds: a look at each head, and at each cell.
+        It costs a few microseconds: each head and each cell is compared.
         """
         if n < 1 or start + n > POSITIONS or len(state) != self.size(n):
             return False
         template = _template(self, n)
         found = np.frombuffer(state, np.uint8)
-        if not np.array_equal(found[template.places], template.values):
+        if not np.array_equal(found[template.offsets], template.values):
             return False
         wanted = np.arange(start, start + n, dtype="<i4")
         for at in template.cells:
@@ -73,21 +74,21 @@ class Shape:
         return True
 
     def example(self, position: int) -> bytes:
-        """A page of this shape, with one token at a position and zeros as rows."""
+        """A page of this shape with one token at a position, whose rows are zeros."""
         template = _template(self, 1)
         data = np.zeros(self.size(1), np.uint8)
-        data[template.places] = template.values
+        data[template.offsets] = template.values
         for at in template.cells:
             data[at : at + U32.size] = np.frombuffer(U32.pack(position), np.uint8)
         return data.tobytes()
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one section of attention, with cells that hold a position and a sequence."""
+        """Whether there is one section of attention, whose cells hold only a position and a sequence."""
         return len(self.sections) == 1 and self.cell_bytes == CELL_BYTES and self.recurrent is None
 
     def size(self, n: int) -> int:
-        """Bytes of a page of `n` tokens."""
+        """Length of a page of `n` tokens in bytes."""
         size = PAIR.size
         for section in self.sections:
             size += PAIR.size + n * self.cell_bytes + len(section.head)
@@ -97,23 +98,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class _Template:
-    """Of a page of so many tokens: the places and values of the bytes that each such page has; where cells begin."""
+    """For pages of so many tokens: the offsets and values of the bytes that all of them share; where cells begin."""
 
-    places: npt.NDArray[np.intp]
+    offsets: npt.NDArray[np.intp]
     values: npt.NDArray[np.uint8]
     cells: tuple[int, ...]
 
 
 @functools.lru_cache(TEMPLATES)
-def _template(shape: Shape, n: int) -> _Template:
-    places: list[npt.NDArray[np.intp]] = []
+def _template(shape: StateShape, n: int) -> _Template:
+    offsets: list[npt.NDArray[np.intp]] = []
     values: list[bytes] = []
     cells: list[int] = []
     at = 0
 
     def write(data: bytes) -> None:
         nonlocal at
-        places.append(np.arange(at, at + len(data)))
+        offsets.append(np.arange(at, at + len(data)))
         values.append(data)
         at += len(data)
 
@@ -130,13 +131,13 @@ def _template(shape: Shape, n: int) -> _Template:
         for head, width in section.tensors:
             write(head)
             at += n * width
-    return _Template(np.concatenate(places), np.frombuffer(b"".join(values), np.uint8), tuple(cells))
+    return _Template(np.concatenate(offsets), np.frombuffer(b"".join(values), np.uint8), tuple(cells))
 
 
 def complete_cells(state: memoryview, n: int) -> None:
-    """Make a plain page of `n` cells that were written without a sequence one of sequence 0, in place.
+    """Turn a plain page of `n` cells that were written without a sequence into a page of sequence 0, in place.
 
-    What was written lies at the end of `state`; in front of it is room for what it lacks.
+    The written bytes are at the end of `state`; the start of it is free for the missing ones.
     """
     words = np.frombuffer(state, "<u4", 4 + 3 * n)
     positions = words[n + 4 : 3 * n + 4 : 2].copy()
@@ -146,19 +147,19 @@ def complete_cells(state: memoryview, n: int) -> None:
     cells[:, 1:] = 1, 0
 
 
-def shape_of(blob: Blob, cell_bytes: int = CELL_BYTES) -> Shape:
-    """The shape of a state that was parsed; sections without cells show none."""
+def shape_of(parsed: StateView, cell_bytes: int = CELL_BYTES) -> StateShape:
+    """The shape of a parsed state; that of a section without cells is not known."""
     sections = (
         SectionShape(
             section.head,
             tuple((tensor.head, tensor.rows.shape[0] * tensor.rows.shape[2]) for tensor in section.tensors),
         )
-        for section in blob.sections
+        for section in parsed.sections
     )
-    return Shape(tuple(sections), cell_bytes, blob.recurrent.heads if blob.recurrent is not None else None)
+    return StateShape(tuple(sections), cell_bytes, parsed.recurrent.heads if parsed.recurrent is not None else None)
 
 
-def shape_of_sequence(state: Buffer) -> Shape:
+def shape_of_sequence(state: Buffer) -> StateShape:
     """The shape of what ``llama_state_seq_get_data`` wrote for sequence 0.
 
     Raises
@@ -169,4 +170,4 @@ def shape_of_sequence(state: Buffer) -> Shape:
     for cell_bytes in CELLS:
         with contextlib.suppress(CorruptError):
             return shape_of(parse_sequence(state, cell_bytes=cell_bytes), cell_bytes)
-    raise CorruptError("these bytes are not understood as a state of sequence 0")
+    raise CorruptError("these bytes are not a state of sequence 0 with a known layout")

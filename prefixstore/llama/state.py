@@ -1,17 +1,17 @@
-"""The state of a llama.cpp memory as views of its bytes: cut at positions, and joined. Pure; needs no llama.cpp.
+"""The state of a llama.cpp memory as views of its bytes: cut at positions, and joined. Pure; does not need llama.cpp.
 
 ::
 
     context   = u32 length ‖ architecture ‖ memory                  llama_state_get_data
     sequence  = u32 magic ‖ u32 sequence ‖ memory                   llama_state_seq_get_data
-    memory    = section [section] [recurrent]                       two sections: the second is a sliding window's
+    memory    = section [section] [recurrent]                       the second section is a sliding window's
     section   = u32 1 ‖ u32 cells ‖ cell... ‖ u32 V transposed ‖ u32 layers ‖ K of each layer ‖ V of each layer
     cell      = i32 position ‖ u32 1 ‖ i32 sequence 0
     K, V      = i32 type ‖ u64 bytes of a row ‖ row of each cell
     V, transp = i32 type ‖ u32 bytes of an element ‖ u32 channels ‖ for each channel: element of each cell
     recurrent = u32 cells ‖ cell... ‖ u32 0 ‖ u32 layers ‖ (i32 type ‖ u64 bytes of a row ‖ row of each cell)...
 
-A section without cells ends behind their number. llama.cpp promises nothing about this layout: see `parse`.
+A section without cells ends after their number. llama.cpp promises nothing about this layout: see `parse`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
 
-__all__ = ["CELL_BYTES", "SEQUENCE_MAGIC", "Assembly", "Blob", "Buffer", "Recurrent", "Section", "Tensor", "assemble"]
+__all__ = [
+    "CELL_BYTES",
+    "SEQUENCE_MAGIC",
+    "Assembly",
+    "Buffer",
+    "Recurrent",
+    "Section",
+    "StateView",
+    "Tensor",
+    "assemble",
+]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -47,7 +57,7 @@ class Tensor:
     head
         Type and sizes, as written.
     rows
-        Shape ``(planes, cells, bytes)``: one plane of rows, or, transposed, a plane of elements for each channel.
+        StateShape ``(planes, cells, bytes)``: one plane of rows, or, transposed, a plane of elements for each channel.
     """
 
     head: bytes
@@ -56,12 +66,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The cells of one KV cache, as views of the blob.
+    """The cells of one KV cache, as views of a state.
 
     Attributes
     ----------
     positions
-        Of the cells, ascending, shape ``(cells,)``.
+        Positions of the cells, ascending, shape ``(cells,)``.
     head
         Whether V is transposed, and the number of layers, as written.
     tensors
@@ -73,8 +83,8 @@ class Section:
     tensors: tuple[Tensor, ...]
 
     @property
-    def shape(self) -> tuple[bytes, ...]:
-        """What must be equal in sections that are joined; empty if it was written without cells."""
+    def layout(self) -> tuple[bytes, ...]:
+        """What must be equal in sections that are joined; empty if the section was written without cells."""
         return (self.head, *(tensor.head for tensor in self.tensors)) if self.head else ()
 
     def cut(self, start: int, end: int) -> Section:
@@ -86,16 +96,16 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A recurrent state: it is valid behind one position, and cannot be cut.
+    """A recurrent state: it is valid at one position, and cannot be cut.
 
     Attributes
     ----------
     position
-        Of the last token it holds; -1 if it is empty.
+        Position of the last token it holds; -1 if it is empty.
     data
         All of it, as written.
     heads
-        Of its tensors: types and sizes, as written.
+        Types and sizes of its tensors, as written.
     """
 
     position: int
@@ -104,7 +114,7 @@ class Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
+class StateView:
     """A state, as views of the bytes it was parsed from.
 
     Attributes
@@ -127,23 +137,23 @@ class Blob:
         return [section.positions for section in self.sections]
 
     def holds(self, start: int, end: int, *, window_from: int = 0) -> bool:
-        """Whether the attention has all positions that `cut` would keep."""
+        """Whether the attention has every position that `cut` would keep."""
         held = [len(section.positions) for section in self.cut(start, end, window_from=window_from).sections]
         return held == [max(end - first, 0) for first in self._firsts(start, window_from)]
 
-    def cut(self, start: int, end: int, *, window_from: int = 0) -> Blob:
+    def cut(self, start: int, end: int, *, window_from: int = 0) -> StateView:
         """The attention at the positions from `start` up to `end`, without a copy; no recurrent part.
 
         Parameters
         ----------
         start, end
-            First position, and the one behind the last.
+            First position, and the one after the last.
         window_from
-            Of a second section, the positions from here on: what its window can see from where the state goes on.
+            Of a second section, the positions from here on: what its window can see from where the state continues.
         """
         firsts = self._firsts(start, window_from)
         sections = [section.cut(first, end) for section, first in zip(self.sections, firsts, strict=True)]
-        return Blob(self.architecture, tuple(sections), None)
+        return StateView(self.architecture, tuple(sections), None)
 
     def _firsts(self, start: int, window_from: int) -> list[int]:
         return [max(start, window_from) if i else start for i in range(len(self.sections))]
@@ -153,28 +163,28 @@ class Blob:
 
 
 class Assembly:
-    """One state, put together from pieces. A piece is needed only while it is added.
+    """One state, joined from pieces. A piece is needed only while it is added.
 
     Parameters
     ----------
     like
-        Has the shape of all pieces.
+        A state with the layout of all pieces.
     positions
-        Of the cells that each section is going to have.
+        Positions of the cells that each section will have.
     architecture
         For ``llama_state_set_data``; None for ``llama_state_seq_set_data``, as sequence 0.
     recurrent
-        The recurrent part that comes with them, as written.
+        The recurrent part, as written.
 
     Attributes
     ----------
     size
-        Bytes of the state.
+        Length of the state in bytes.
     """
 
     def __init__(
         self,
-        like: Blob,
+        like: StateView,
         positions: Sequence[npt.NDArray[np.int32]],
         *,
         architecture: bytes | None = None,
@@ -192,9 +202,9 @@ class Assembly:
         self.size = len(self._head) + sum(_size(*section) for section in self._sections) + len(recurrent)
 
     def open(self, target: memoryview) -> None:
-        """Write all but the rows into a buffer of exactly this size."""
+        """Write everything but the rows into a buffer of exactly this size."""
         if len(target) != self.size:
-            raise CorruptError(f"{self.size} bytes cannot be joined into {len(target)}")
+            raise CorruptError(f"a state of {self.size} bytes cannot be joined into a buffer of {len(target)}")
         out = np.frombuffer(target, np.uint8)
         at = _put(out, 0, self._head)
         for section, positions in self._sections:
@@ -214,13 +224,13 @@ class Assembly:
             self._rows.append(rows)
         _put(out, at, self._recurrent)
 
-    def add(self, piece: Blob) -> None:
+    def add(self, piece: StateView) -> None:
         """Write the rows of the next cells.
 
         Raises
         ------
         CorruptError
-            If they are of another shape, or not the next ones.
+            If their layout differs, or if they are not the next ones.
         """
         if len(piece.sections) != len(self._sections):
             raise CorruptError("states of different kinds cannot be joined")
@@ -229,26 +239,26 @@ class Assembly:
             first, last = self._filled[i], self._filled[i] + len(section.positions)
             if first == last:
                 continue
-            if section.shape != like.shape:
-                raise CorruptError("states of different shapes cannot be joined")
+            if section.layout != like.layout:
+                raise CorruptError("states of different layouts cannot be joined")
             if not np.array_equal(section.positions, positions[first:last]):
-                raise CorruptError("states that do not follow each other cannot be joined")
+                raise CorruptError("states whose positions do not follow each other cannot be joined")
             for rows, tensor in zip(self._rows[i], section.tensors, strict=True):
                 rows[:, first:last] = tensor.rows
             self._filled[i] = last
 
     def close(self) -> None:
-        """Make sure that no row is missing.
+        """Check that no row is missing.
 
         Raises
         ------
         CorruptError
-            If one is.
+            If a row is missing.
         """
         if self._filled != [len(positions) for _, positions in self._sections]:
-            raise CorruptError("a joined state lacks rows")
+            raise CorruptError("rows of a joined state are missing")
 
-    def write(self, target: memoryview, pieces: Iterable[Blob]) -> None:
+    def write(self, target: memoryview, pieces: Iterable[StateView]) -> None:
         """Write all of it: `open`, `add` each piece, and `close`."""
         self.open(target)
         for piece in pieces:
@@ -269,20 +279,20 @@ def _put(out: Bytes, at: int, data: Buffer) -> int:
     return at + len(data)
 
 
-def assemble(pieces: Sequence[Blob], *, architecture: bytes | None = None, recurrent: Buffer = b"") -> bytearray:
-    """The state that pieces make, each behind the one before; see `Assembly`.
+def assemble(pieces: Sequence[StateView], *, architecture: bytes | None = None, recurrent: Buffer = b"") -> bytearray:
+    """The state that pieces make, one after the other; see `Assembly`.
 
     Raises
     ------
     CorruptError
-        If they do not belong together.
+        If they cannot be joined.
     """
     if len({len(piece.sections) for piece in pieces}) != 1:
         raise CorruptError("states of different kinds cannot be joined")
     columns = zip(*(piece.sections for piece in pieces), strict=True)
     positions = [np.concatenate([section.positions for section in column]) for column in columns]
     if any((np.diff(of_section) <= 0).any() for of_section in positions):
-        raise CorruptError("states that do not follow each other cannot be joined")
+        raise CorruptError("states whose positions do not follow each other cannot be joined")
     assembly = Assembly(pieces[0], positions, architecture=architecture, recurrent=recurrent)
     target = bytearray(assembly.size)
     assembly.write(memoryview(target), pieces)

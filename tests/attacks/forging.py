@@ -20,9 +20,9 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
+from prefixstore.format.whole_state import HEADER, MAGIC
 from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.rate import Pace
-from prefixstore.llama.whole_state import HEADER, MAGIC
+from prefixstore.llama.rate import ComputeRate
 from tests.support.models import answer, load, prompt
 
 SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
@@ -104,7 +104,7 @@ def forge(
     *, model: str, location: str, portable: bool, options: dict[str, Any], first: int, step: int
 ) -> dict[str, Any]:
     """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
-    Pace.is_worth = lambda *_: True  # on a busy machine some restores would be left out for being slow
+    ComputeRate.is_worth = lambda *_: True  # on a busy machine some restores would be left out for being slow
     llm = load(model, n_ctx=512, n_batch=64, **options)
     bound = None if portable else llm
     with PrefixStore(location, bound, **SETTINGS) as store:
@@ -128,7 +128,7 @@ def forge(
             print(f"{key.hex()}: {name}", flush=True)
             forget(llm)
             if ran % 2 and not portable:
-                store._hook._memory.shape = None  # as in a process that has just begun
+                store._hook.context.memory.shape = None  # as in a process that has just begun
             ran += 1
             with replaced(backend, key, payload):
                 try:
@@ -151,5 +151,5 @@ def forget(llm: Any) -> None:
 
 
 if __name__ == "__main__":
-    Pace.is_worth = lambda *_: True  # however busy the machine is
+    ComputeRate.is_worth = lambda *_: True  # however busy the machine is
     print(json.dumps(forge(**json.loads(sys.argv[1]))))

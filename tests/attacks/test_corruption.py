@@ -114,7 +114,7 @@ def test_bytes_of_a_page_that_change_are_noticed_and_the_page_is_computed_anew(l
     if not running:
         store = PrefixStore(place, llm, **settings)
     with store:
-        store._hook._pace.is_worth = lambda *_: True
+        store._hook.context.rate.is_worth = lambda *_: True
         assert [problem.rule for problem in store.check()] == ["payload"]
         assert complete(store) == cold
         assert complete(store) == cold

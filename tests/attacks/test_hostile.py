@@ -110,7 +110,7 @@ def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_
         raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
         transaction.put(key, replace(record, **raw), usage, forged)
     with PrefixStore(location, llm, **settings) as store:
-        store._hook._pace.is_worth = lambda *_: True
+        store._hook.context.rate.is_worth = lambda *_: True
         llm.set_cache(store)
 
         def complete(prompt: list[int]) -> tuple[str, int]:

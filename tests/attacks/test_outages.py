@@ -131,7 +131,7 @@ def test_a_location_that_gives_bytes_slowly_ends_the_restore_and_is_not_asked_fo
         assert stats.outages == 1
         assert stats.unreadable == {"unavailable": 1}
         weather().seconds = 0.0
-        server.store._hook._pace.page_seconds = None
+        server.store._hook.context.rate.page_seconds = None
         server.recovers()
 
 

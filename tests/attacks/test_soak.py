@@ -37,7 +37,7 @@ def collections_of(store):
         "hot": engine._hot,
     }
     named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._memory._table}
-    named |= {"gone": hook._lineage.gone, "keys": hook._lineage._keys, "saved": hook._saved}
+    named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook._saved}
     named |= {"idle": store._writer._buffers._idle, "queue": store._writer._queue, "counts": store._counters._counts}
     return {name: len(value) for name, value in named.items()}
 

@@ -12,7 +12,7 @@ from prefixstore.engine import readers
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
-from prefixstore.llama.memory import Memory
+from prefixstore.llama.memory import PagedMemory
 from tests.engine.test_fetch import forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
@@ -157,7 +157,7 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
             llm.eval(TOKENS[:n])
             expected[n] = state_digest(llm, n)
         checks, loaded = [], []
-        real, load_page = readers.verify_checksum, Memory.load
+        real, load_page = readers.verify_checksum, PagedMemory.load
 
         def verify(record, view):
             checks.append(record)
@@ -166,7 +166,8 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
             real(record, view)
 
         monkeypatch.setattr(readers, "verify_checksum", verify)
-        monkeypatch.setattr(Memory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
+        monkeypatch.setattr(readers, "verify_checksum", verify)
+        monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
         llm.reset()
         n = store.restore([*TOKENS, 7])
         assert len(loaded) == number + 1

@@ -331,14 +331,14 @@ def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
     forget(llm)
     assert evaluated(store, lambda: answer(llm, prompt(1000), 1)) == 1
     monkeypatch.undo()
-    store._writer.nudge()
+    store.engine.nudge()
 
 
 def test_a_full_queue_drops_pages_counts_them_and_takes_them_later(llama, models):
     llm = llama()
     with PrefixStore("memory:", llm, queue_bytes=1) as store:
         llm.set_cache(store)
-        held = store._writer.acquire(1)
+        held = store.engine.acquire(1)
         answer(llm, prompt(1000), 1)
         assert store.stats().dropped["queue_full"] > 0
         assert store.match(prompt(1000)).n_tokens == 0

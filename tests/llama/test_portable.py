@@ -18,10 +18,9 @@ from llama_cpp.llama_cache import LlamaRAMCache
 from prefixstore import CorruptError, InvalidParameterError, Namespace, PrefixStore
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.format.keys import as_tokens, common_prefix
-from prefixstore.llama import portable
-from prefixstore.llama import portable_restore as states
-from prefixstore.llama import portable_target as place
-from prefixstore.llama.whole_state import OWN_HITS, WholeState
+from prefixstore.format.whole_state import WholeState
+from prefixstore.llama import portable, portable_restore, portable_target
+from prefixstore.llama.portable_lookup import OWN_HITS
 from prefixstore.testing import FaultyBackend
 from tests.support.models import TORTURE, answer, load, logits, prompt
 from tests.support.portable_worker import in_portable_process
@@ -515,12 +514,12 @@ def test_a_backend_that_fails_costs_a_miss_and_comes_back(llm_of, monkeypatch, k
         for _ in range(12):
             forget(llm)
             assert answer(llm, prompt(600), 4) == expected
-            store._writer.drain()
+            store.engine.drain()
         for _ in range(6):
             tokens = [*held(llm), 5]
             forget(llm)
             n = evaluated(llm, lambda: answer(llm, tokens, 1))  # noqa: B023 - called at once
-            store._writer.drain()
+            store.engine.drain()
         assert n == 1
         assert faulty.failures > 0
         assert store.check() == []
@@ -597,12 +596,12 @@ def test_a_page_that_is_gone_ends_a_restore_before_it(llm_of, store, monkeypatch
 
 def test_pages_of_another_shape_end_a_restore_before_them(llm_of, store, monkeypatch):
     """They cannot be there unless two models have one fingerprint; but a mixture could end the process."""
-    monkeypatch.setattr(place, "namespace_of", lambda *_, **__: Namespace({"label": "one for all"}))
+    monkeypatch.setattr(portable_target, "namespace_of", lambda *_, **__: Namespace({"label": "one for all"}))
     answer(llm_of("llama", store), prompt(256), 1)
     other = llm_of("llama", type_k=Q8_0)
     other.eval(prompt(600))
     hook = store._unbound()
-    hook._save(hook._place(other), other.save_state())
+    hook._save(hook._target(other), other.save_state())
     assert store.match(prompt(600)).n_tokens == 600
     llm = llm_of("llama", store)
     assert evaluated(llm, lambda: answer(llm, prompt(600), 1)) == 600 - 256
@@ -612,12 +611,12 @@ def test_pages_of_another_shape_end_a_restore_before_them(llm_of, store, monkeyp
 def test_an_unexpected_exception_does_not_reach_a_completion(llm_of, store, monkeypatch, caplog):
     llm, cold = llm_of("llama", store), answer(llm_of("llama"), prompt(300), 4)
     with monkeypatch.context() as faulty, caplog.at_level(logging.WARNING, "prefixstore"):
-        faulty.setattr(states.StateBuilder, "build", lambda *_: 1 / 0)
+        faulty.setattr(portable_restore.StateBuilder, "build", lambda *_: 1 / 0)
         faulty.setattr(portable, "parse_context", lambda *_: 1 / 0)
         assert answer(llm, prompt(300), 4) == cold
     assert store.stats().misses == {"error": 1}
     assert store.stats().dropped == {"error": 1}
-    assert "goes on without the store" in caplog.text
+    assert "continues without the store" in caplog.text
 
 
 def test_what_does_not_fit_into_the_queue_is_dropped_and_stored_the_next_time(llm_of):
@@ -639,7 +638,7 @@ def test_a_state_that_nobody_can_parse_is_stored_whole(llm_of, store, monkeypatc
         raise CorruptError("written by a llama.cpp of the future")
 
     monkeypatch.setattr(portable, "parse_context", refuse)
-    monkeypatch.setattr(states, "parse_context", refuse)
+    monkeypatch.setattr(portable_restore, "parse_context", refuse)
     llm = llm_of("llama", store)
     answer(llm, prompt(300), 4)
     tokens = held(llm) + prompt(20, seed=1)

@@ -9,7 +9,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.errors import CorruptError
 from prefixstore.llama import resume, snapshots
-from prefixstore.llama.turns import Vocabulary, borders
+from prefixstore.llama.turns import TokenKinds, message_starts
 from tests.support.models import answer, load, logits, prompt, state_bytes
 from tests.support.worker import in_process
 
@@ -120,7 +120,7 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     plain = llama(arch)
     expected = say(plain, edited)
     tokens = plain.input_ids[: plain.n_tokens]
-    last = borders(tokens, Vocabulary(plain).kind)[-2]
+    last = message_starts(tokens, TokenKinds(plain).kind)[-2]
     new = evaluated(store, lambda: say(llm, edited, 1))
     # but for the end of the answer before, "<|im_end|>" and a line break
     assert new == len(tokens) - 7 - last + 3
@@ -129,7 +129,7 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     other = [SYSTEM, {"role": "user", "content": "Who are you?"}]
     plain.reset()
     expected = say(plain, other)
-    first = borders(plain.input_ids[: plain.n_tokens], Vocabulary(plain).kind)[0]
+    first = message_starts(plain.input_ids[: plain.n_tokens], TokenKinds(plain).kind)[0]
     forget(llm)
     assert evaluated(store, lambda: say(llm, other, 1)) == plain.n_tokens - 7 - first
     assert say(llm, other) == expected
@@ -263,7 +263,7 @@ def test_what_waits_for_its_rows_is_dropped_when_the_context_has_moved_on(llama,
     # few tokens behind many: their rows would be copied at the end of the turn
     live = llm.n_tokens
     llm.eval(prompt(100, seed=1))
-    waiting = store._hook._capturer._waiting
+    waiting = store._hook.strategy.waiting
     assert len(waiting) == (arch == "lfm2")
     llm._ctx.kv_cache_clear()
     llm.n_tokens = 0
@@ -438,7 +438,7 @@ def test_a_full_queue_drops_snapshots_and_counts_them(llama, arch):
     llm = llama(arch)
     with PrefixStore("memory:", llm, queue_bytes=1) as store:
         llm.set_cache(store)
-        held = store._writer.acquire(1)
+        held = store.engine.acquire(1)
         answer(llm, prompt(1000), 1)
         assert store.stats().dropped["queue_full"] > 0
         assert store.match(prompt(1000)).n_tokens == 0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from prefixstore import CorruptError
 from prefixstore.buffers import BufferPool
-from prefixstore.llama.memory import Memory, page_tokens_for
+from prefixstore.llama.memory import PagedMemory, page_tokens_for
 from prefixstore.llama.parse import parse_context, parse_sequence
 from prefixstore.llama.state import Assembly, assemble
 from tests.support.models import TORTURE, load, logits, prompt, state_bytes, write
@@ -46,7 +46,9 @@ def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, byte
     """What the attached store takes out of the context."""
     buffers, pages = BufferPool(1 << 30), []
     ranges = [(start, min(start + page_tokens, n)) for start in range(0, n, page_tokens)]
-    Memory(llm).take(ranges, buffers.acquire, lambda start, end, buffer: pages.append((start, end, bytes(buffer.view))))
+    PagedMemory(llm).take(
+        ranges, buffers.acquire, lambda start, end, buffer: pages.append((start, end, bytes(buffer.view)))
+    )
     assert [page[:2] for page in pages] == ranges
     return pages
 
@@ -265,9 +267,9 @@ def test_what_does_not_belong_together_is_not_joined(states):
             joined(pieces)
     refused = 0
     for other in map(parse, states[2:]):
-        if other.sections and other.sections[0].shape == blob.sections[0].shape:
+        if other.sections and other.sections[0].layout == blob.sections[0].layout:
             continue
-        with pytest.raises(CorruptError, match=r"shapes|kinds"):
+        with pytest.raises(CorruptError, match=r"layouts|kinds"):
             joined([blob.cut(0, 3), other.cut(3, 5)])
         refused += 1
     assert refused > 8
@@ -278,7 +280,7 @@ def test_an_assembly_is_complete_or_says_so(states):
     assembly = Assembly(blob, blob.positions)
     with pytest.raises(CorruptError, match="joined into"):
         assembly.open(memoryview(bytearray(assembly.size + 1)))
-    with pytest.raises(CorruptError, match="lacks"):
+    with pytest.raises(CorruptError, match="missing"):
         assembly.write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3)])
     with pytest.raises(CorruptError, match="follow"):
         Assembly(blob, blob.positions).write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3), blob.cut(4, 5)])

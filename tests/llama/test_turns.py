@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixstore.llama.turns import TokenKind, Vocabulary, borders
+from prefixstore.llama.turns import TokenKind, TokenKinds, message_starts
 
 ENDS, CONTROL, BLANK, TEXT = (
     TokenKind(ends=True, control=True),
@@ -44,10 +44,10 @@ def test_the_borders_of(name):
     words = TEMPLATES[name].replace("| ", "|").split()
     kinds = [kind_of_word(word.lstrip("|")) for word in words]
     expected = [i for i, word in enumerate(words) if word.startswith("|")]
-    assert borders(np.arange(len(words), dtype="<i4"), kinds.__getitem__) == expected
+    assert message_starts(np.arange(len(words), dtype="<i4"), kinds.__getitem__) == expected
 
 
-def test_the_borders_of_a_chat_in_the_vocabulary_of_a_model(llama):
+def test_the_borders_of_a_chat_in_the_kinds_of_a_model(llama):
     llm = llama()
     chat = [
         "<|im_start|>system\nYou answer.<|im_end|>\n",
@@ -59,9 +59,9 @@ def test_the_borders_of_a_chat_in_the_vocabulary_of_a_model(llama):
     ids = [llm.tokenize(message.encode(), add_bos=False, special=True) for message in chat]
     tokens = np.array([token for message in ids for token in message], "<i4")
     starts = np.cumsum([len(message) for message in ids])[:-1].tolist()
-    assert borders(tokens, Vocabulary(llm).kind) == starts
+    assert message_starts(tokens, TokenKinds(llm).kind) == starts
 
 
 def test_a_token_that_is_none_does_nothing(llama):
-    vocabulary = Vocabulary(llama())
-    assert vocabulary.kind(-1) == vocabulary.kind(10**6) == TEXT
+    kinds = TokenKinds(llama())
+    assert kinds.kind(-1) == kinds.kind(10**6) == TEXT

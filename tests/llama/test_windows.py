@@ -60,7 +60,7 @@ def test_the_next_logits_are_those_of_a_cold_evaluation_wherever_a_restore_ends(
     window, tokens = WINDOWS[arch], prompt(1700, seed=page_tokens)
     llm, cold = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)
     with PrefixStore("memory:", llm, page_tokens=page_tokens) as store:
-        page = store._hook.page_tokens
+        page = store._hook.context.options.page_tokens
         assert page == min(page_tokens, window)
         llm.eval(tokens)
         store.capture()

@@ -113,7 +113,7 @@ def test_prompts_may_be_of_every_kind(llama, tmp_path):
         ):
             llm.reset()
             before = store.stats()
-            store._hook._pace.token_seconds = 1.0  # so short a prompt of so small a model is computed otherwise
+            store._hook.context.rate.token_seconds = 1.0  # so short a prompt of so small a model is computed otherwise
             call()
             assert store.stats().tokens_restored >= before.tokens_restored + 15
             assert store.stats().tokens_computed <= before.tokens_computed + 16
@@ -135,7 +135,7 @@ def test_it_restores_even_where_computing_is_faster(llama, tmp_path):
     with PrefixStore(tmp_path, llm) as store:
         warm(llm, store, [prompt(700)])
         llm.reset()
-        store._hook._pace.token_seconds, store._hook._pace.page_seconds = 1e-9, 1000.0
+        store._hook.context.rate.token_seconds, store._hook.context.rate.page_seconds = 1e-9, 1000.0
         assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
 
 

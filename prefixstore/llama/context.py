@@ -1,0 +1,239 @@
+"""What belongs to one llama.cpp context, in one place, and what every strategy does with it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import llama_cpp
+import numpy as np
+
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Page
+from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import MisuseError, PrefixStoreError, StorageError
+from prefixstore.format.keys import Tokens, common_prefix
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import PAGE
+from prefixstore.llama.lineage import Lineage
+from prefixstore.llama.memory import ContextMemory, kind_of
+from prefixstore.llama.rate import ComputeRate
+from prefixstore.stats import Counters, Kind
+
+__all__ = ["Context", "ContextOptions", "Guard", "bypass_reason", "held_prefix", "is_multimodal", "reusable_prefix"]
+
+log = logging.getLogger("prefixstore")
+
+M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
+
+# attributes of chat handlers that bring images or sound into the context
+MEDIA_ATTRIBUTES = ("clip_model_path", "mtmd_ctx", "mmproj_path")
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """The parameters of a store that concern a context; see `PrefixStore`.
+
+    Attributes
+    ----------
+    page_tokens
+        Length of a page. A model with a shorter sliding window gets shorter pages.
+    min_tokens
+        Sequences shorter than this are neither stored nor restored.
+    snapshot_interval, max_snapshots
+        For memory that cannot step back: tokens between snapshots, and how many of a sequence are kept.
+    read_only
+        Whether nothing is stored.
+    label, salt
+        The user's name for the namespace, and the tenant.
+    """
+
+    page_tokens: int
+    min_tokens: int
+    snapshot_interval: int
+    max_snapshots: int
+    read_only: bool
+    label: str | None
+    salt: str | None
+
+
+class Context(Generic[M_co]):
+    """A ``Llama`` and what is known about its context.
+
+    Parameters
+    ----------
+    llm
+        Kept by a weak reference: the store does not keep a model in memory.
+    engine
+        Finds pages, and stores them.
+    namespace
+        Of the context.
+    options
+        With the length that pages have in this context.
+    memory
+        Access to its memory.
+
+    Attributes
+    ----------
+    kind
+        What can be stored of the context.
+    lineage
+        The tokens that are known to be in it.
+    rate
+        How fast it computes, and how fast pages are restored.
+    """
+
+    def __init__(
+        self, llm: llama_cpp.Llama, engine: Engine, namespace: Namespace, options: ContextOptions, memory: M_co
+    ) -> None:
+        self._llm = weakref.ref(llm)
+        self.engine = engine
+        self.namespace = namespace
+        self.options = options
+        self.memory = memory
+        self.kind: Kind = kind_of(llm)
+        self.lineage = Lineage(namespace.key, options.page_tokens, llm.n_ctx())
+        self.rate = ComputeRate()
+        self._settings = namespace.canonical
+
+    @property
+    def llm(self) -> llama_cpp.Llama:
+        """The model.
+
+        Raises
+        ------
+        MisuseError
+            If it is gone.
+        """
+        llm = self._llm()
+        if llm is None:
+            raise MisuseError("the Llama is gone; keep a reference to it as long as the store is attached")
+        return llm
+
+    @property
+    def llm_or_none(self) -> llama_cpp.Llama | None:
+        """The model; None if it is gone."""
+        return self._llm()
+
+    def catch_up(self) -> bool:
+        """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
+        return self.lineage.catch_up(self.llm, self.memory)
+
+    def adopt(self) -> None:
+        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens."""
+        llm = self.llm
+        self.lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
+
+    def submit(self, start: int, end: int, buffer: PooledBuffer, form: int = PAGE) -> None:
+        """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over."""
+        lineage = self.lineage
+        # what is lost without a snapshot: the tokens since the one before, about an interval
+        n_tokens = end - start if form == PAGE else min(end, self.options.snapshot_interval)
+        page = PendingPage.of(
+            lineage.namespace,
+            self._settings,
+            lineage.parent(start // lineage.page_tokens),
+            start,
+            lineage.page_bytes(start, end),
+            buffer,
+            self.rate.compute_us(n_tokens),
+            form,
+        )
+        name = "pages_captured" if form == PAGE else "snapshots_captured"
+        self.engine.counters.count(name, self.engine.submit(page))
+
+    def note_use(self, pages: Sequence[Page]) -> None:
+        """Note that a prompt began with these pages; none for a miss."""
+        self.engine.touch(self.lineage.namespace, pages)
+        self.engine.nudge()
+
+    def set_live(self, prompt: Tokens) -> None:
+        """Tell the Llama that its context holds this prompt, and that it must decode a token before it samples one."""
+        llm, n = self.llm, len(prompt)
+        llm.input_ids[:n] = prompt
+        llm.n_tokens = n
+        llm._requires_eval = True
+        self.lineage.restored(prompt)
+
+    def count_restore(self, n_pages: int, gained: int, seconds: float, timed: Sequence[Page]) -> None:
+        """Count a hit that read `n_pages` and `gained` tokens; `timed` pages say what a token costs to compute."""
+        counters = self.engine.counters
+        self.rate.restored(n_pages, seconds)
+        counters.count("hits")
+        counters.count("tokens_restored", gained)
+        counters.time("restore", seconds)
+        share = gained / (sum(page.n_tokens for page in timed) or 1)
+        counters.time("saved", sum(page.compute_us for page in timed) * share / 1e6 - seconds)
+
+
+class Guard:
+    """Keeps faults of the store from breaking a completion: an exception ends the block, is logged, and is counted.
+
+    Parameters
+    ----------
+    counters
+        Of the engine.
+    fault
+        The count of an exception.
+    unavailable
+        The count of a `StorageError`, where one is to be expected.
+    """
+
+    def __init__(self, counters: Counters, fault: str, unavailable: str | None = None) -> None:
+        self._counters = counters
+        self._fault = fault
+        self._unavailable = unavailable
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if self._unavailable is not None and isinstance(error, StorageError):
+            self._counters.count(self._unavailable)
+            log.warning("a lookup failed: %s", error)
+            return True
+        self._counters.count(self._fault)
+        log.warning(
+            "the completion continues without the store: %s",
+            error,
+            exc_info=None if isinstance(error, PrefixStoreError) else error,
+        )
+        return True
+
+
+def is_multimodal(llm: llama_cpp.Llama) -> bool:
+    """Whether the chat handler brings images or sound into the context, which are not among the tokens."""
+    handler = llm.chat_handler
+    return handler is not None and any(hasattr(handler, name) for name in MEDIA_ATTRIBUTES)
+
+
+def bypass_reason(llm: llama_cpp.Llama, kind: Kind) -> str | None:
+    """Why a ``Llama`` with a context of this kind is neither stored nor restored at the moment; None if it is."""
+    return kind.reason or ("multimodal" if is_multimodal(llm) else None)
+
+
+def held_prefix(llm: llama_cpp.Llama, tokens: Tokens) -> int:
+    """How many tokens of a prompt the context holds."""
+    return common_prefix(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"), tokens)
+
+
+def reusable_prefix(llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens) -> int:
+    """How many tokens of a prompt the context holds and can continue from; it is reset if it would have to step back.
+
+    llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter stored
+    state, from a recurrent state that it has to reset.
+    """
+    live = held_prefix(llm, tokens)
+    if 0 < live < llm.n_tokens and not memory.holds(live):
+        llm.reset()
+        return 0
+    return live
