@@ -1,13 +1,27 @@
-"""Where snapshots are taken, and which are given up: functions of positions."""
+"""Where snapshots are taken and which are thinned, as functions of positions; then the same in an engine."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.snapshots import positions, thin
+from prefixstore.format.keys import as_tokens
+from prefixstore.format.record import SNAPSHOT
+from tests.support.engines import (
+    MIB,
+    NS,
+    P,
+    put_snapshots,
+    snapshot_of,
+    state_of,
+    store_of,
+)
 
 
 def test_a_prompt_stops_one_token_before_its_end():
@@ -106,3 +120,96 @@ def test_thinning_one_by_one_leaves_positions_that_lie_ever_wider_apart():
     assert len(left) == 16
     assert gaps[-1] == 512
     assert left[0] < newest / 2
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
+    location = tmp_path if kind == "lmdb" else None
+    backend = LMDBBackend(tmp_path, max_bytes=64 * MIB) if location else MemoryBackend()
+    tokens = list(range(30))
+    with store_of(backend) as store:
+        assert put_snapshots(store, tokens, [3, 8, 17, 29]) == 4
+        for n, limit, multiple, found in [
+            (30, 30, 1, 29),
+            (30, 28, 1, 17),
+            (30, 28, 8, 8),
+            (17, 16, 1, 8),
+            (2, 2, 1, 0),
+        ]:
+            assert store.match_snapshot(tokens[:n], limit, multiple) == found
+        assert store.match_snapshot([*tokens[:20], 99], 21) == 17
+        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
+        with store.engine.fetching(path.pages) as states:
+            got = [bytes(state) for state in states]
+        assert got == [b""] * 7 + [state_of(path.pages[-1].key, 100)]
+        if location:
+            with store_of(LMDBBackend(tmp_path, max_bytes=64 * MIB)) as other:
+                assert other.match_snapshot(tokens) == 29
+
+
+def test_snapshots_are_evicted_before_the_pages_that_they_need():
+    tokens = list(range(30))
+    with store_of(max_entries=10) as store:
+        put_snapshots(store, tokens, [8, 17, 29])
+        assert put_snapshots(store, tokens, [28, 27]) == 2
+        assert store.counters["evictions"] == 2
+        assert store.match_snapshot(tokens) == 29
+        assert store.match_snapshot(tokens[:20]) == 0
+        assert store.match(tokens) == 28
+
+
+def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
+    tokens = list(range(60))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
+        assert store.engine.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
+        assert store.engine.thin(NS, as_tokens(tokens), P, 2, 8) == 4
+        assert store.engine.has_deferred
+        store.engine.commit([])
+        assert not store.engine.has_deferred
+        with store.backend.view() as view:
+            left = [record.start + len(record.tokens) // 4 for _, record, _ in view.scan() if record.form == SNAPSHOT]
+        assert 17 in left
+        assert 58 in left
+        assert len(left) <= 3
+        # a thinned snapshot can be captured again, before and after it was deleted
+        assert put_snapshots(store, tokens, [8]) == 1
+        store.engine.thin(NS, as_tokens(tokens), P, 1, 8)
+        assert put_snapshots(store, tokens, [8]) == 1
+        assert store.match_snapshot(tokens[:9]) == 8
+        store.engine.commit([])
+        assert store.match_snapshot(tokens[:9]) == 8
+
+
+def test_pending_snapshots_that_are_thinned_are_never_written():
+    tokens = list(range(60))
+    with store_of() as store:
+        store.put(tokens, 0)
+        news = [snapshot_of(store, tokens[:n]) for n in (8, 17, 29)]
+        for new in news:
+            assert store.engine.announce(new)
+        store.engine.thin(NS, as_tokens(tokens), P, 1, 8)
+        assert store.engine.commit(news) == 1
+        assert store.match_snapshot(tokens) == 29
+
+
+def test_the_snapshot_before_a_branch_is_thinned_last():
+    tokens = list(range(60))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
+        store.put([*tokens[:19], *range(100, 130)], 0)
+        store.engine.thin(NS, as_tokens(tokens), P, 2, 8)
+        store.engine.commit([])
+        assert store.match_snapshot(tokens[:40]) == 17
+
+
+def test_expired_snapshots_are_not_found():
+    tokens = list(range(30))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17])
+        path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
+        path.pages[-1].expires = 1
+        assert store.match_snapshot(tokens) == 8
