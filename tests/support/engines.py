@@ -12,7 +12,7 @@ import numpy as np
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget
+from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
@@ -77,6 +77,8 @@ class Store:
     max_bytes: int = 64 * MIB
     max_entries: int | None = None
     codec: str = "raw"
+    quota: Quota = field(default_factory=Quota)
+    settings: bytes = b'{"n":1}'
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -86,7 +88,7 @@ class Store:
     def open(self, **options):
         """A new engine on the backend."""
         self.counters = Counters()
-        budget = Budget(self.max_bytes, self.max_entries)
+        budget = Budget(self.max_bytes, self.max_entries, self.quota)
         self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
@@ -99,7 +101,7 @@ class Store:
             if self.engine.wants(namespace, parent, piece) or news:
                 buffer = self.buffers.acquire(size)
                 buffer.view[:] = state_of(key, size)
-                news.append(PendingPage.of(namespace, b'{"n":1}', parent, start // 4, piece, buffer))
+                news.append(PendingPage.of(namespace, self.settings, parent, start // 4, piece, buffer))
             parent = key
         return news
 
@@ -175,7 +177,7 @@ def snapshot_of(store, tokens, size=100) -> PendingPage:
     start = (len(keys) - 1) * P
     buffer = store.buffers.acquire(size)
     raw = as_tokens(tokens[start:]).tobytes()
-    new = PendingPage.of(NS, b'{"n":1}', keys[-1], start, raw, buffer, 0, SNAPSHOT)
+    new = PendingPage.of(NS, store.settings, keys[-1], start, raw, buffer, 0, SNAPSHOT)
     buffer.view[:] = state_of(new.page.key, size)
     return new
 
