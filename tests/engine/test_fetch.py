@@ -5,145 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import BufferPool
 from prefixstore.engine import readers
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
-from prefixstore.format.autocodec import Encoder, encode
-from prefixstore.format.keys import as_tokens, page_key
-from prefixstore.stats import Counters
-
-NS = b"n" * 16
-P = 4
-SIZE = 30_001
-
-
-def state_of(i: int, size: int = SIZE) -> bytes:
-    return np.random.default_rng(i).standard_normal(size // 2 + 1).astype("<f2").tobytes()[:size]
-
-
-class Snapshot:
-    """Passes everything on, and notices two threads at once, and threads that come too late."""
-
-    def __init__(self, view, watcher):
-        self.view = view
-        self.watcher = watcher
-
-    def fetch(self, keys):
-        inner = self.view.fetch(keys)
-        try:
-            for i, _ in enumerate(keys):
-                with self.watcher.alone():
-                    found = next(inner, None)
-                    self.watcher.before(i)
-                if found is None:
-                    return
-                yield self.watcher.change(i, *found)
-        finally:
-            self.watcher.fetches_closed += 1
-
-    def __getattr__(self, name):
-        return getattr(self.view, name)
-
-
-class Watcher(MemoryBackend):
-    """A backend in memory that can be slow, forge what it returns, or have states at hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.open = 0
-        self.fetches_closed = 0
-        self.in_use = threading.Lock()
-        self.before = lambda i: None
-        self.change = lambda i, record, payload: (record, payload)
-
-    @contextmanager
-    def alone(self):
-        assert self.in_use.acquire(blocking=False), "two threads use one view"
-        try:
-            assert self.open, "the view is closed"
-            yield
-        finally:
-            self.in_use.release()
-
-    @contextmanager
-    def view(self):
-        with super().view() as view:
-            self.open += 1
-            try:
-                yield Snapshot(view, self)
-            finally:
-                self.open -= 1
-
-
-class Turns(Encoder):
-    """Packs each page with the next of some codecs."""
-
-    def __init__(self, codecs):
-        super().__init__()
-        self._codecs = iter(codecs)
-
-    def __call__(self, namespace, raw):
-        return encode(raw, next(self._codecs))
-
-
-class Store:
-    """A catalog with one sequence of pages in a backend, and a fetcher."""
-
-    def __init__(self, backend, codecs, *, pending=0):
-        self.backend, self.counters = backend, Counters()
-        self.engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), Turns(codecs), self.counters)
-        self.catalog, self.fetcher = self.engine._catalog, self.engine._fetcher
-        self.buffers = BufferPool(1 << 30)
-        self.news, parent = [], NS
-        for i in range(len(codecs) + pending):
-            tokens = as_tokens([i] * P).tobytes()
-            buffer = self.buffers.acquire(SIZE)
-            buffer.view[:] = state_of(i)
-            new = PendingPage.of(NS, b"{}", parent, i * P, tokens, buffer)
-            parent = page_key(parent, tokens)
-            assert self.engine.announce(new)
-            self.news.append(new)
-        assert self.engine.commit(self.news[: len(codecs)]) == len(codecs)
-        for new in self.news[: len(codecs)]:
-            new.buffer.release()
-        self.pages = [new.page for new in self.news]
-
-    @property
-    def leased(self):
-        return self.fetcher._pool.buffers.in_use
-
-    def fetch(self, pages=None, **options):
-        """How many states came, each of them right while it was looked at."""
-        n = 0
-        with self.fetcher.fetching(self.pages if pages is None else pages, **options) as states:
-            for i, state in enumerate(states):
-                assert bytes(state) == state_of(i)
-                n += 1
-        assert self.leased == 0
-        return n
-
-
-@contextmanager
-def store_of(codecs, backend=None, **options):
-    store = Store(Watcher() if backend is None else backend, codecs, **options)
-    try:
-        yield store
-    finally:
-        store.fetcher.close()
-        store.backend.close()
-
+from prefixstore.format.keys import as_tokens
+from tests.support.fetching import SIZE, P, forging, state_of, store_of
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
 
@@ -181,7 +53,7 @@ def test_streamed_a_few_buffers_are_enough(workers):
         most = 0
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             for _ in states:
-                most = max(most, store.leased)
+                most = max(most, store.bytes_in_use)
         # a page for each worker, one that is in use, and what each worker needs to unpack
         assert SIZE <= most <= SIZE * (2 * workers + 1)
 
@@ -246,20 +118,6 @@ def test_a_state_in_ram_is_not_read():
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
-
-
-def forging(at, **changes):
-    def change(i, record, payload):
-        if i != at:
-            return record, payload
-        for name, value in changes.items():
-            if name == "payload":
-                payload = value(payload)
-            else:
-                object.__setattr__(record, name, value)
-        return record, payload
-
-    return change
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
@@ -344,7 +202,7 @@ def test_a_fault_of_the_program_reaches_the_caller(workers):
         store.backend.before = fail
         with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages) as states:
             list(states)
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
         store.backend.before = lambda i: None
         assert store.fetch() == len(MIXED)
 
@@ -371,7 +229,7 @@ def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, s
                 raise end
         # the watcher sees it if a thread reads on
         assert store.backend.open == 0
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
         assert next(states, None) is None
         assert store.fetch() == len(MIXED)
 
@@ -401,7 +259,7 @@ def test_many_threads_restore_at_the_same_time(workers):
                 thread.start()
                 stack.callback(thread.join)
         assert not failed
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
 
 
 def test_the_pace_of_the_location_is_noted(monkeypatch):

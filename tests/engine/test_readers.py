@@ -13,7 +13,7 @@ from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.memory import PagedMemory
-from tests.engine.test_fetch import forging, state_of, store_of
+from tests.support.fetching import forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
 RAW = ["raw"] * 8
