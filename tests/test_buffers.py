@@ -1,15 +1,15 @@
-"""Memory for pages that are on their way."""
+"""The buffer pool: memory for pages on their way to the store."""
 
 from __future__ import annotations
 
 import random
 import threading
 
-from prefixstore import buffers as module
+from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 
 
-def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
+def test_a_buffer_has_the_requested_size_and_can_be_written():
     pool = BufferPool(100)
     buffer = pool.acquire(10)
     buffer.view[:] = b"0123456789"
@@ -18,7 +18,7 @@ def test_a_lease_is_as_large_as_it_was_asked_for_and_can_be_written():
     assert pool.in_use == 10
 
 
-def test_no_more_is_leased_than_allowed_but_one_of_any_size():
+def test_the_limit_holds_except_for_a_single_buffer():
     pool = BufferPool(100)
     large = pool.acquire(1000)
     assert large is not None
@@ -32,18 +32,18 @@ def test_no_more_is_leased_than_allowed_but_one_of_any_size():
     assert pool.in_use == 100
 
 
-def test_memory_is_used_again_and_the_smallest_that_fits():
+def test_the_smallest_idle_buffer_that_fits_is_used_again():
     pool = BufferPool(1000)
-    leases = [pool.acquire(size) for size in (50, 200, 100)]
-    addresses = [buffer.address for buffer in leases]
-    for buffer in leases:
+    held = [pool.acquire(size) for size in (50, 200, 100)]
+    addresses = [buffer.address for buffer in held]
+    for buffer in held:
         buffer.release()
     assert pool.acquire(80).address == addresses[2]
     assert pool.acquire(20).address == addresses[0]
     assert pool.acquire(80).address == addresses[1]
 
 
-def test_what_is_held_goes_back_with_its_last_holder():
+def test_a_buffer_returns_to_the_pool_with_its_last_holder():
     pool = BufferPool(100)
     buffer = pool.acquire(60)
     assert buffer.hold()
@@ -58,10 +58,10 @@ def test_what_is_held_goes_back_with_its_last_holder():
 
 
 def test_idle_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "IDLE_BYTES", 250)
+    monkeypatch.setattr(buffers, "IDLE_BYTES", 250)
     pool = BufferPool(10_000)
-    leases = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
-    for buffer in leases:
+    held = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
+    for buffer in held:
         buffer.release()
     assert sum(memory.nbytes for memory in pool._idle) <= 250
     big = pool.acquire(5000)
@@ -69,7 +69,7 @@ def test_idle_memory_is_bounded(monkeypatch):
     assert [memory.nbytes for memory in pool._idle] == [5000]
 
 
-def test_who_waits_gets_what_becomes_free():
+def test_threads_that_wait_get_released_memory():
     pool = BufferPool(100)
     held = pool.acquire(100)
     got = []

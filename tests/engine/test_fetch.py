@@ -1,4 +1,4 @@
-"""States of stored pages: in order, verified, from wherever they are nearest, and nothing is left behind."""
+"""States of stored pages: in order, verified, from the nearest source, and without leaks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "pla
 
 @pytest.fixture(params=[1, 4])
 def workers(request, monkeypatch):
-    """However many cores this machine has."""
+    """The number of threads that unpack, whatever the number of cores."""
     monkeypatch.setattr(readers, "UNPACKERS", request.param)
     return request.param
 
 
-# -- what comes --------------------------------------------------------------------------------------------------------
+# -- order and buffers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codecs", [MIXED, ["raw"] * 6, ["planes"] * 20, ["zstd"], []], ids=len)
-def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed):
+def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
     with store_of(codecs) as store:
         for _ in range(3):
             assert store.fetch(streamed=streamed) == len(codecs)
@@ -40,7 +40,7 @@ def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed
         assert store.backend.fetches_closed == (3 if codecs else 0)
 
 
-def test_states_are_there_until_the_block_is_left(workers):
+def test_states_stay_valid_until_the_block_is_left(workers):
     with store_of(MIXED) as store, store.fetcher.fetching(store.pages) as states:
         all_of_them = list(states)
         with store.fetcher.fetching(store.pages, streamed=True) as others:
@@ -48,7 +48,7 @@ def test_states_are_there_until_the_block_is_left(workers):
         assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
 
 
-def test_streamed_a_few_buffers_are_enough(workers):
+def test_streaming_needs_only_a_few_buffers(workers):
     with store_of(["planes"] * 30) as store:
         most = 0
         with store.fetcher.fetching(store.pages, streamed=True) as states:
@@ -81,7 +81,7 @@ def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
         assert store.fetch() == 6
 
 
-def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
+def test_reading_ahead_is_bounded(workers):
     with store_of(["zstd"] * 20) as store:
         read = []
         store.backend.before = read.append
@@ -91,10 +91,10 @@ def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
                 assert len(read) <= i + 1 + workers
 
 
-# -- what needs no work ------------------------------------------------------------------------------------------------
+# -- states in memory --------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_to_be_written_comes_from_its_buffer():
+def test_a_pending_page_is_served_from_its_buffer():
     with store_of(MIXED, pending=3) as store:
         assert store.fetch() == len(MIXED) + 3
         for new in store.news[-3:]:
@@ -117,11 +117,11 @@ def test_a_state_in_ram_is_not_read():
         assert len(read) == len(MIXED) - 4
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what can go wrong -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
+def test_a_damaged_page_ends_the_restore_early_and_is_reported(workers, at):
     with store_of(MIXED) as store:
         store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
         assert store.fetch() == at
@@ -130,7 +130,7 @@ def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
         assert not store.catalog.has(store.pages[at])
 
 
-def test_only_the_first_of_several_damaged_pages_is_noted(workers):
+def test_only_the_first_of_several_damaged_pages_is_reported(workers):
     with store_of(MIXED) as store:
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) if i > 1 else payload)
         assert store.fetch() == 2
@@ -138,14 +138,14 @@ def test_only_the_first_of_several_damaged_pages_is_noted(workers):
         assert store.catalog.deferred().damaged == {store.pages[2].key}
 
 
-def test_a_page_of_other_tokens_is_damaged():
+def test_a_page_with_other_tokens_counts_as_damaged():
     with store_of(MIXED) as store:
         store.backend.change = forging(2, tokens=as_tokens([7] * P).tobytes())
         assert store.fetch() == 2
         assert store.counters.group("unreadable") == {"corrupt": 1}
 
 
-def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
+def test_a_page_of_an_unknown_codec_is_not_restored_and_not_deleted():
     with store_of(MIXED) as store:
         store.backend.change = forging(3, codec=77)
         assert store.fetch() == 3
@@ -162,7 +162,7 @@ def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
         (UnavailableError("no"), "unavailable", False),
     ],
 )
-def test_what_the_backend_raises_is_counted_when_the_turn_of_that_page_comes(workers, error, reason, damages):
+def test_an_error_of_the_backend_ends_the_restore_at_its_page(workers, error, reason, damages):
     def fail(i):
         if i == 5:
             raise error
@@ -184,7 +184,7 @@ def test_a_page_that_is_gone_ends_the_restore(workers):
         assert not store.catalog.deferred().damaged
 
 
-def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
+def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
     with store_of(["planes"] * 3) as store:
         monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
         with store.fetcher.fetching(store.pages) as states:
@@ -193,7 +193,7 @@ def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
         assert not store.catalog.deferred().damaged
 
 
-def test_a_fault_of_the_program_reaches_the_caller(workers):
+def test_a_bug_reaches_the_caller(workers):
     def fail(i):
         if i == 2:
             raise ZeroDivisionError
@@ -207,7 +207,7 @@ def test_a_fault_of_the_program_reaches_the_caller(workers):
         assert store.fetch() == len(MIXED)
 
 
-# -- who leaves early --------------------------------------------------------------------------------------------------
+# -- leaving early -----------------------------------------------------------------------------------------------------
 
 
 class EnoughError(Exception):
@@ -218,7 +218,7 @@ class EnoughError(Exception):
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("slow", [0.0, 0.01])
 @pytest.mark.parametrize("end", [None, EnoughError])
-def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, slow, end):
+def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, slow, end):
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(slow)
         expected = pytest.raises(end) if end else nullcontext()
@@ -227,14 +227,14 @@ def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, s
                 assert bytes(next(states)) == state_of(i)
             if end:
                 raise end
-        # the watcher sees it if a thread reads on
+        # the watcher would notice a thread that still reads
         assert store.backend.open == 0
         assert store.bytes_in_use == 0
         assert next(states, None) is None
         assert store.fetch() == len(MIXED)
 
 
-def test_many_threads_restore_at_the_same_time(workers):
+def test_many_threads_can_restore_at_the_same_time(workers):
     with store_of(MIXED) as store:
         store.backend.alone = nullcontext  # each has a view of its own
         failed = []
@@ -262,7 +262,7 @@ def test_many_threads_restore_at_the_same_time(workers):
         assert store.bytes_in_use == 0
 
 
-def test_the_pace_of_the_location_is_noted(monkeypatch):
+def test_the_read_rate_of_the_location_is_measured(monkeypatch):
     monkeypatch.setattr("prefixstore.format.autocodec.ReadRate.MIN_BYTES", 1000)
     with store_of(["raw"] * 5) as store:
         store.backend.before = lambda i: time.sleep(0.005)

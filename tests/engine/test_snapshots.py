@@ -24,29 +24,29 @@ from tests.support.engines import (
 )
 
 
-def test_a_prompt_stops_one_token_before_its_end():
+def test_a_prompt_has_a_snapshot_one_token_before_its_end():
     assert positions(0, 500, [], 1024) == [499]
     assert positions(499, 500, [], 1024) == []
     assert positions(0, 1, [], 1024) == []
 
 
-def test_a_long_prompt_stops_at_every_interval():
+def test_a_long_prompt_has_a_snapshot_at_every_interval():
     assert positions(0, 4000, [], 1024) == [1024, 2048, 3072, 3999]
     assert positions(1500, 4000, [], 1024) == [2048, 3072, 3999]
 
 
-def test_generation_stops_at_every_interval():
+def test_generation_has_a_snapshot_at_every_interval():
     stops = [n for n in range(4000) if positions(n, n + 1, [], 1024)]
     assert [positions(n, n + 1, [], 1024) for n in stops] == [[1024], [2048], [3072]]
 
 
-def test_the_end_of_the_system_prompt_and_the_last_two_borders_are_stops():
+def test_there_are_snapshots_after_the_system_prompt_and_at_the_last_two_borders():
     assert positions(0, 1000, [300, 400, 500, 600, 990], 1024) == [300, 600, 990, 999]
     assert positions(450, 1000, [300, 400, 500, 600, 990], 1024) == [600, 990, 999]
     assert positions(998, 1000, [300, 400, 500, 600, 990], 1024) == [999]
 
 
-def test_no_batch_is_spent_on_a_bare_header_or_on_the_end_of_the_turn_before():
+def test_there_is_no_snapshot_at_a_bare_header_or_just_after_the_previous_turn():
     assert positions(0, 1000, [300, 600, 997], 1024) == [300, 600, 999]
     assert positions(0, 1000, [300, 600, 996], 1024) == [300, 600, 999]
     assert positions(0, 1000, [300, 600, 995], 1024) == [300, 600, 995, 999]
@@ -54,11 +54,11 @@ def test_no_batch_is_spent_on_a_bare_header_or_on_the_end_of_the_turn_before():
     assert positions(592, 1000, [300, 600, 997], 1024) == [600, 999]
 
 
-def test_a_border_takes_the_place_of_an_interval():
+def test_a_border_replaces_the_position_of_an_interval():
     assert positions(0, 5000, [700, 1900, 4400, 4900], 1024) == [700, 1900, 3072, 4400, 4900, 4999]
 
 
-def test_no_interval_is_taken_close_to_another_stop():
+def test_an_interval_close_to_another_position_is_skipped():
     assert positions(0, 1030, [], 1024) == [1029]
     assert positions(0, 2048, [1020, 1024, 2040], 1024) == [1020, 1024, 2040, 2047]
 
@@ -68,7 +68,7 @@ some_borders = st.lists(st.integers(1, 12000), unique=True).map(sorted)
 
 
 @given(ranges, some_borders, st.integers(1, 3000))
-def test_positions_are_ascending_inside_and_few(place, borders, interval):
+def test_positions_are_ascending_in_range_and_few(place, borders, interval):
     start, end = place
     found = positions(start, end, borders, interval)
     assert found == sorted(set(found))
@@ -85,7 +85,7 @@ def test_positions_are_ascending_inside_and_few(place, borders, interval):
 
 
 @given(ranges, some_borders, st.integers(8, 3000))
-def test_no_stretch_is_long_without_a_snapshot(place, borders, interval):
+def test_no_long_stretch_is_without_a_snapshot(place, borders, interval):
     start, end = place
     found = positions(start, end, borders, interval)
     assert all(b - a <= 2.5 * interval for a, b in itertools.pairwise([start, *found, end]))
@@ -103,17 +103,17 @@ def test_thinning_keeps_the_newest_and_as_many_as_allowed(taken, keep, interval,
     assert gone <= set(taken)
     assert len(taken) - len(gone) == min(keep, len(taken))
     assert taken[-1] not in gone
-    # those from which others go on are given up only if there is nothing else
+    # those from which others branch off are deleted only if there are no others
     if keep > len(shared | {taken[-1]}):
         assert not gone & shared
 
 
-def test_thinning_one_by_one_leaves_positions_that_lie_ever_wider_apart():
+def test_thinning_one_by_one_spaces_older_positions_further_apart():
     left: list[int] = []
     for newest in range(512, 512 * 2000, 512):
         left.append(newest)
         left = sorted(set(left) - thin(left, 16, 512))
-        # whoever goes back by a distance finds a snapshot not much further back than that
+        # going back by any distance, there is a snapshot not much further back
         for before, after in itertools.pairwise([0, *left]):
             assert after - before <= 512 + 2 * (newest - after)
     gaps = [after - before for before, after in itertools.pairwise(left)]
