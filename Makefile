@@ -1,30 +1,36 @@
 # make demo    computes a prompt in one process and restores it in another
-# make test    everything that has to pass: ruff, mypy, pytest
+# make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2)
+# make attack  crashes, power loss, damage, crowds, outages, hostile bytes: what the store has to survive, bounded
+# make torture the same attacks at length: hours
 # make bench   our figures beside the peers', into benchmarks/results/ and docs/benchmarks.md
-# make torture the attacks of the tests, at length
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
 
-.PHONY: demo test lint bench torture clean
+.PHONY: demo test lint attack torture bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/prefixstore demo $(if $(MODEL),--model "$(MODEL)")
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks
+# one test at a time: many of them are crowds of processes
+attack: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/attacks
 
 torture: $(VENV)/.dev
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/attacks tests/test_shared.py tests/engine/test_state_machine.py tests/backends/test_contract.py
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/attacks tests/llama/test_state.py tests/llama/test_portable.py
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
 
 # llama-cpp-python comes as source: pip builds it with the C++ compiler, which takes a quarter of an hour on two cores.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(BIN)/python

@@ -19,7 +19,7 @@ from benchmarks.common import load, model_path, ratio, seconds, tree_bytes
 from benchmarks.tables import megabytes, met, paragraph, table
 from prefixstore import PrefixStore, WarmReport, warm
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming.trie import Plan
+from prefixstore.warming.trie import PromptTrie
 
 PROMPTS = 200
 SYSTEMS, SYSTEM_TOKENS = 4, 300
@@ -51,8 +51,8 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def plan_of(given: list[list[int]]) -> Plan:
-    return Plan(((as_tokens(tokens), "") for tokens in given), 0)
+def plan_of(given: list[list[int]]) -> PromptTrie:
+    return PromptTrie(((as_tokens(tokens), "") for tokens in given), 0)
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def counted(llm: Any) -> Iterator[list[int]]:
         llm.eval = original
 
 
-def plainly(llm: Any, plan: Plan) -> None:
+def plainly(llm: Any, plan: PromptTrie) -> None:
     """Evaluate the tokens of the trie, and do nothing else: the lower bound for any walk."""
     llm.reset()
     for i in range(len(plan)):

@@ -20,9 +20,9 @@ from prefixstore.errors import (
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Stats
 from prefixstore.store import Match, PrefixStore
-from prefixstore.warming.job import WarmReport, warm
+from prefixstore.warming.job import warm
 from prefixstore.warming.prompts import Problem
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress, WarmReport
 
 __all__ = [
     "ClosedError",

@@ -1,9 +1,9 @@
-"""One file for jobs and servers: which model, with which settings, and which store. So both use one namespace.
+"""One file for warming jobs and servers: a model, its settings and a store, so that both use the same namespace.
 
 ::
 
     [model]
-    path = "model.gguf"        # beside this file, if it is not absolute
+    path = "model.gguf"        # relative to the folder of this file
     n_ctx = 8192
     type_k = "q8_0"
 
@@ -42,7 +42,7 @@ __all__ = ["Config", "explain", "load", "load_config"]
 
 log = logging.getLogger("prefixstore")
 
-# Parameters of Llama that can stand in a file. (Handlers, draft models and tokenizers are objects.)
+# Parameters of Llama that a file can hold. (Handlers, draft models and tokenizers are objects.)
 MODEL_SETTINGS = frozenset(
     """
     n_gpu_layers split_mode main_gpu tensor_split use_mmap use_mlock kv_overrides seed n_ctx n_batch n_ubatch n_threads
@@ -51,10 +51,12 @@ MODEL_SETTINGS = frozenset(
     no_perf last_n_tokens_size lora_scale lora_path numa chat_format type_k type_v spm_infill verbose
     """.split()  # noqa: SIM905 - to be read at a glance
 )
+# those of them that decide how text and messages become tokens
+TOKENIZER_SETTINGS = frozenset({"chat_format", "kv_overrides", "spm_infill", "verbose"})
 STORE_SETTINGS = frozenset(inspect.signature(PrefixStore).parameters) - {"llm"}
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
-# settings that are numbers in llama.cpp: name of the setting to the prefix of its constants there
+# settings that are numbers in llama.cpp: the prefix of the names of their constants
 NAMED = {
     "type_k": "GGML_TYPE_",
     "type_v": "GGML_TYPE_",
@@ -73,18 +75,18 @@ class Config:
     Attributes
     ----------
     path
-        Of the model.
+        Path of the model file.
     model
         Keyword arguments of `llama_cpp.Llama`; types of the KV cache and other enumerations may be names (``"q8_0"``).
     store
         Keyword arguments of `prefixstore.PrefixStore`, `location` included.
     warm
-        Options of a warming job: `prompts`, `pin` and `generation_prompt`. Servers have no use for them.
+        Options of a warming job: `prompts`, `pin` and `generation_prompt`. Servers ignore them.
 
     Raises
     ------
     InvalidParameterError
-        If a setting is unknown; the message names the nearest one.
+        If a setting is unknown; the message suggests the most similar one.
     """
 
     path: str | None = None
@@ -103,46 +105,60 @@ class Config:
         model: Mapping[str, Any] | None = None,
         store: Mapping[str, Any] | None = None,
     ) -> Config:
-        """These settings in the place of those here; None leaves one as it is."""
+        """A copy with these settings replaced; None keeps a setting."""
         return replace(
             self, path=path or self.path, model={**self.model, **_given(model)}, store={**self.store, **_given(store)}
         )
 
     def open_llama(self) -> Llama:
-        """The model with its context.
+        """Load the model and create its context.
 
         Raises
         ------
         InvalidParameterError
-            If no model is named, its file cannot be loaded, or a setting has a name that llama.cpp does not know.
+            If no model is given, its file cannot be loaded, or llama.cpp does not know the value of a setting.
         MissingExtraError
             If llama-cpp-python is not installed.
         """
+        return self._load(self.model)
+
+    def open_tokenizer(self) -> Llama:
+        """Load the model without its weights: it makes tokens of text and messages, and evaluates nothing.
+
+        Raises
+        ------
+        InvalidParameterError, MissingExtraError
+            As `open_llama` does.
+        """
+        settings = {name: value for name, value in self.model.items() if name in TOKENIZER_SETTINGS}
+        return self._load(settings, vocab_only=True)
+
+    def _load(self, settings: Mapping[str, Any], **more: Any) -> Llama:
         llama_cpp = _llama_cpp()
         if self.path is None:
-            raise InvalidParameterError('no model is named; write path = "model.gguf" into [model], or give --model')
+            raise InvalidParameterError('no model is given; set path = "model.gguf" in [model], or pass --model')
         if not isinstance(self.path, str) or not Path(self.path).is_file():
-            raise InvalidParameterError(f"model: {self.path} is no file")
-        settings = {name: _number(llama_cpp, name, value) for name, value in self.model.items()}
+            raise InvalidParameterError(f"model file not found: {self.path}")
+        known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
         try:
-            llm: Llama = llama_cpp.Llama(self.path, **{"verbose": False, **settings})
+            llm: Llama = llama_cpp.Llama(self.path, **{"verbose": False, **known, **more})
         except (ValueError, RuntimeError, TypeError) as error:
-            raise InvalidParameterError(f"llama.cpp does not load {self.path} with these settings: {error}") from error
+            raise InvalidParameterError(f"llama.cpp cannot load {self.path} with these settings: {error}") from error
         return llm
 
     def open_store(self, llm: Llama | None, **more: Any) -> PrefixStore:
-        """The store, attached to `llm`; `more` goes over the settings here."""
+        """Open the store and attach it to `llm`; `more` overrides the settings here."""
         settings = {**self.store, **more}
         return PrefixStore(settings.pop("location", None), llm, **settings)
 
 
 def load_config(path: str | os.PathLike[str]) -> Config:
-    """The settings in a TOML file; paths in it that are not absolute are meant from its folder.
+    """Read the settings in a TOML file; relative paths in it are relative to its folder.
 
     Raises
     ------
     InvalidParameterError
-        If it cannot be read, or has something in it that is unknown.
+        If the file cannot be read, or has an unknown table or setting.
     MissingExtraError
         On Python 3.10, if tomli is not installed.
     """
@@ -152,12 +168,12 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     except OSError as error:
         raise InvalidParameterError(f"config {file}: {error.strerror or error}") from error
     except ValueError as error:
-        raise InvalidParameterError(f"config {file} is no TOML: {error}") from error
+        raise InvalidParameterError(f"config {file}: not valid TOML: {error}") from error
     try:
         _check("", read, {"model", "store", "warm"})
         for name, table in read.items():
             if not isinstance(table, dict):
-                raise InvalidParameterError(f"{name} is no table; write [{name}]")
+                raise InvalidParameterError(f"{name} is not a table; write [{name}]")
         folder = file.resolve().parent
         model, store, warm = (dict(read.get(name, {})) for name in ("model", "store", "warm"))
         for name in PATHS & model.keys():
@@ -172,9 +188,10 @@ def load_config(path: str | os.PathLike[str]) -> Config:
 
 
 def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
-    """The model and the store of a TOML file, ready to serve: the store is attached, and is the model's cache.
+    """Open the model and the store of a TOML file, ready to serve: the store is attached, and is the model's cache.
 
-    If the store has pages, but none for these settings, what differs is logged as a warning.
+    If the store has pages, but none for these settings, the differences are logged as a warning. So is a file without
+    `n_ctx`: the context then has the 512 tokens that llama-cpp-python takes by default.
 
     Raises
     ------
@@ -187,45 +204,47 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
     """
     config = load_config(path)
     llm = config.open_llama()
+    if "n_ctx" not in config.model:
+        log.warning("%s sets no n_ctx, so the context has %d tokens; set n_ctx in [model]", path, llm.n_ctx())
     store = config.open_store(llm)
     for difference in explain(store.namespace, store.engine.namespaces()):
-        log.warning("%s has nothing for these settings yet: %s", store.location, difference)
+        log.warning("%s has no pages for these settings yet: %s", store.location, difference)
     llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
     return llm, store
 
 
-# -- why two are not the same -----------------------------------------------------------------------------------------
+# -- why two namespaces differ ---------------------------------------------------------------------------------------
 
 
 def explain(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
-    """Why states in a store are of no use in a context, in words: ``"type_k is q8_0 here, f16 in the store"``.
+    """Explain why a context cannot use the states in a store: ``"type_k is q8_0 here, f16 in the store"``.
 
     Parameters
     ----------
     namespace
-        Of the context.
+        The namespace of the context.
     stored
-        Those in the store.
+        The namespaces in the store.
 
     Returns
     -------
     list of str
-        What differs from the stored namespace that comes nearest, the model first; empty if `namespace` is among them,
-        or if there is none.
+        The differences from the most similar stored namespace, the model first; empty if `namespace` is among them,
+        or if the store has none.
     """
     others = list(stored)
     if not others or any(other.key == namespace.key for other in others):
         return []
     nearest = min((namespace.differences(other) for other in others), key=lambda found: ("model" in found, len(found)))
     if "model" in nearest and len(nearest) > 1:
-        # settings of other models say nothing
+        # where the models differ, their settings do not matter
         nearest = {"model": nearest["model"]}
     pairs = {name: (_shown(name, here), _shown(name, there)) for name, (here, there) in nearest.items()}
     return [f"{name} is {here} here, {there} in the store" for name, (here, there) in pairs.items()]
 
 
 def _shown(name: str, value: object) -> str:
-    """A setting in words, as far as llama.cpp has words for it."""
+    """A setting as text: the name that llama.cpp has for it, if there is one."""
     if value is None:
         return "not set"
     if name in NAMED and isinstance(value, int):
@@ -246,7 +265,7 @@ def _check(table: str, settings: Mapping[str, Any], known: Collection[str]) -> N
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *(["path"] if table == "model" else [])], 1)
             place = f"[{table}] has {name!r}" if table else f"it has {name!r}"
-            hint = f"is {near[0]!r} meant?" if near else f"known are {', '.join(sorted(known))}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
             raise InvalidParameterError(f"{place}, which is unknown; {hint}")
 
 
@@ -259,17 +278,19 @@ def _beside(folder: Path, path: object) -> object:
 
 
 def _number(llama_cpp: Any, name: str, value: object) -> object:
-    """The number that llama.cpp has for a name."""
+    """The number of a value that is given by name."""
     if name not in NAMED or not isinstance(value, str):
         return value
     known = _names(name, vars(llama_cpp))
     if value.lower() not in known:
-        raise InvalidParameterError(f"{name}={value!r} is unknown to llama.cpp; known are {', '.join(sorted(known))}")
+        raise InvalidParameterError(
+            f"{name}={value!r} is not a value that llama.cpp knows; it knows {', '.join(sorted(known))}"
+        )
     return known[value.lower()]
 
 
 def _names(setting: str, constants: Mapping[str, Any]) -> dict[str, int]:
-    """What llama.cpp calls the values of a setting."""
+    """The values of a setting by the names that llama.cpp has for them."""
     prefix = NAMED[setting]
     return {key.removeprefix(prefix).lower(): value for key, value in constants.items() if key.startswith(prefix)}
 

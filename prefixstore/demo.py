@@ -1,4 +1,4 @@
-"""The main job, shown: one process computes a long prompt and ends, the next one restores it."""
+"""A demonstration: one process computes a long prompt and exits, the next one restores it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ANSWER_TOKENS = 32
 
 
 def run(model: Path | None = None, *, as_json: bool = False) -> int:
-    """Run the demo and print its table; the exit code.
+    """Run the demo, print its result and return the exit code.
 
     Parameters
     ----------
     model
-        A GGUF file; by default one is written, with random weights, whose state takes 32 KiB a token.
+        A GGUF file; by default a model with random weights is written, whose state takes 32 KiB a token.
     as_json
-        Whether to print one JSON document instead, and what is going on to stderr.
+        Whether to print one JSON document instead of a table.
 
     Raises
     ------
@@ -46,14 +46,15 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
         if model is None:
             model = _write_model(folder / "demo.gguf")
         elif not model.is_file():
-            raise ContextError(f"{model} is no file; give MODEL=path.gguf, or nothing for a generated model")
-        cold = _process("A", "computes the prompt and ends", model, folder / "kv")
-        warm = _process("B", "starts anew, with the same prompt", model, folder / "kv")
+            raise ContextError(f"model file not found: {model}; leave it out for a generated model")
+        location = f"lmdb://{folder / 'kv'}"
+        cold = _process("A", "computes the prompt and exits", model, location)
+        warm = _process("B", "starts with the same prompt", model, location)
     same = cold["answer"] == warm["answer"]
     if as_json:
-        print(json.dumps({"cold": cold, "warm": warm, "same_answer": same}))
+        print(json.dumps({"location": location, "cold": cold, "warm": warm, "same_answer": same}))
     else:
-        _print_table(cold, warm, same=same)
+        _print_table(location, cold, warm, same=same)
     if not same or not warm["restored"]:
         print("The demo failed: the answers differ, or nothing was restored.", file=sys.stderr)
         return 1
@@ -61,7 +62,7 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
 
 
 def _say(text: str) -> None:
-    """What is going on, which is not the result."""
+    """Print progress to stderr, apart from the result."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -75,17 +76,19 @@ def _write_model(path: Path) -> Path:
         raise MissingExtraError('the demo writes a model; pip install "prefixstore[demo]"') from error
 
 
-def _process(name: str, does: str, model: Path, location: Path) -> dict[str, Any]:
+def _process(name: str, does: str, model: Path, location: str) -> dict[str, Any]:
     _say(f"Process {name} {does} ...")
-    command = [sys.executable, "-m", "prefixstore.demo", str(model), str(location)]
+    command = [sys.executable, "-m", "prefixstore.demo", str(model), location]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        raise ContextError(f"process {name} of the demo ended with exit code {done.returncode}")
+        raise ContextError(
+            f"process {name} of the demo failed with exit code {done.returncode}; its error message is above"
+        )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _print_table(cold: dict[str, Any], warm: dict[str, Any], *, same: bool) -> None:
+def _print_table(location: str, cold: dict[str, Any], warm: dict[str, Any], *, same: bool) -> None:
     faster = cold["ttft"] / warm["ttft"]
     rows = [
         ("", "A, cold", "B, warm"),
@@ -98,13 +101,17 @@ def _print_table(cold: dict[str, Any], warm: dict[str, Any], *, same: bool) -> N
     print()
     for label, a, b in rows:
         print(f"  {label:<20} {a:>12}   {b}".rstrip())
-    print(f"\n  The answer, from {cold['prompt']:,} tokens of prompt:{cold['answer']}")
+    print(f"\n  Store: {location}, deleted afterwards")
+    print(f"  The answer, from {cold['prompt']:,} tokens of prompt:{cold['answer']}")
 
 
 def _work(model: str, location: str) -> dict[str, Any]:
     """One process of the demo."""
     from llama_cpp import Llama  # noqa: PLC0415 - the extra "llama"
 
+    from prefixstore.llama.log import silence  # noqa: PLC0415 - the extra "llama"
+
+    silence()
     llm = Llama(model, n_ctx=PROMPT_TOKENS + 511, n_batch=N_BATCH, verbose=False)
     topics = pydoc_data.topics.topics
     text = "\n\n".join(topics[name] for name in sorted(topics))

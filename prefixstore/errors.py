@@ -3,21 +3,21 @@
 ::
 
     PrefixStoreError
-    ├── MisuseError                the caller can mend it: the message names the parameter
-    │   ├── InvalidParameterError  a value that cannot be used (also a ValueError)
+    ├── MisuseError                the caller can fix it: the message names the parameter
+    │   ├── InvalidParameterError  a parameter has an invalid value (also a ValueError)
     │   ├── ClosedError            the store was used after close()
     │   ├── NotAttachedError       the call needs a Llama that the store is attached to
     │   └── MissingExtraError      an optional package is not installed (also an ImportError)
-    ├── StorageError               the location cannot do what was asked
+    ├── StorageError               an operation on the location failed
     │   ├── LocationError          the path or address cannot be opened as a store
-    │   ├── FullError              no room, although everything that may be evicted was
+    │   ├── FullError              no room, even after evicting everything that may be evicted
     │   ├── UnavailableError       locked, unreachable or failing now; a retry may work
-    │   ├── CorruptError           stored bytes are not what was written
+    │   ├── CorruptError           stored bytes differ from what was written
     │   └── IncompatibleError      written by a newer version, or by another application
-    └── ContextError               the llama.cpp context did not do what it was asked
+    └── ContextError               an operation on the model or its llama.cpp context failed
 
-A lookup or a save inside a completion raises none of them but a misuse: a fault there is a miss, counted and logged.
-Absence is not an error: it is ``None``, or an empty match.
+Inside a completion, lookups and saves raise only `MisuseError`: any other failure there is a miss, counted and logged.
+Absence is not an error: it is ``None`` or an empty match.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PrefixStoreError(Exception):
 
 
 class MisuseError(PrefixStoreError):
-    """The caller can mend it; the message names the parameter and the way out."""
+    """The caller can fix it; the message names the parameter and says what to do."""
 
 
 class InvalidParameterError(MisuseError, ValueError):
-    """A parameter has a value that cannot be used."""
+    """A parameter has an invalid value."""
 
 
 class ClosedError(MisuseError):
@@ -48,7 +48,7 @@ class MissingExtraError(MisuseError, ImportError):
 
 
 class StorageError(PrefixStoreError):
-    """The location cannot do what was asked."""
+    """An operation on the location failed."""
 
 
 class LocationError(StorageError):
@@ -56,15 +56,15 @@ class LocationError(StorageError):
 
 
 class FullError(StorageError):
-    """There is no room, although everything that may be evicted was."""
+    """There is no room, even after evicting everything that may be evicted."""
 
 
 class UnavailableError(StorageError):
-    """The location is locked, unreachable or failing at the moment; a retry may work."""
+    """The location is locked, unreachable or failing at present; a retry may succeed."""
 
 
 class CorruptError(StorageError):
-    """Stored bytes are not what was written."""
+    """Stored bytes differ from what was written."""
 
 
 class IncompatibleError(StorageError):
@@ -72,4 +72,4 @@ class IncompatibleError(StorageError):
 
 
 class ContextError(PrefixStoreError):
-    """The llama.cpp context did not do what it was asked."""
+    """An operation on the model or its llama.cpp context failed."""

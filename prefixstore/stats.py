@@ -1,4 +1,4 @@
-"""What the store has done, counted as it runs."""
+"""What a store keeps of a context, and counters of what it has done."""
 
 from __future__ import annotations
 
@@ -75,45 +75,46 @@ class Stats:
     hits
         Lookups that restored pages.
     live_hits
-        Lookups for which the context already held as much as the store had to offer.
+        Lookups for which the context already held as many tokens as the store had to offer.
     misses
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
-        ``"logprobs"`` (the logits of the prompt were asked for), ``"multimodal"`` (images are not in the tokens),
-        ``"encoder"``, ``"no_memory"`` (nothing can be taken of this model),
+        ``"logprobs"`` (the request needs the logits of the prompt), ``"multimodal"`` (images are not in the tokens),
+        ``"encoder"``, ``"no_memory"`` (states of this model cannot be stored),
         ``"error"``.
     unreadable
-        Pages that were found and could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
-        ``"incompatible"`` (a newer version wrote it, or packed it; it is kept), ``"unavailable"``,
-        ``"shape"`` (their bytes fit their checksum, and are not a state of this context), ``"refused"`` (by llama.cpp).
+        Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
+        ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
+        ``"shape"`` (the checksum matches, but the bytes are not a state of this context), ``"refused"`` (by llama.cpp).
     tokens_restored, tokens_computed
-        Tokens put back from the store, and tokens that went through ``eval``.
+        Tokens restored from the store, and tokens computed by ``eval``.
     pages_captured, snapshots_captured
-        Pages and snapshots taken out of the context.
+        Pages and snapshots copied out of the context.
     dropped
-        Pages that were captured, or should have been, and are not stored, by reason: ``"queue_full"``, ``"budget"``,
-        ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the page before was evicted),
-        ``"incomplete"`` (a sliding window has moved on), ``"moved_on"`` (the context left the position of a snapshot
-        before its rows were copied), ``"uncut"`` (a state of unknown layout: whole ones are stored from now on),
+        Pages that were captured, or should have been, but are not stored, by reason: ``"queue_full"``, ``"budget"``,
+        ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
+        ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
+        snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
+        stored),
         ``"unavailable"``, ``"error"``.
     evictions, expired, corrupt
-        Pages removed for room, because they had expired, and because they were damaged; by this store.
+        Pages that this store evicted for room, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds
-        Foreground time spent on putting pages back and on taking pages out.
+        Foreground time spent on restoring and on capturing pages.
     lost_seconds
-        Foreground time spent on asking a location that failed, or was slow.
+        Foreground time spent on requests to a location that failed or was slow.
     outages
-        How often the location was left alone because of that, until a thread had found it well again.
+        How often the circuit breaker opened because of that. A thread probes the location and closes it again.
     seconds_saved
         Time that computing the restored tokens would have taken, at the rate measured here, less `restore_seconds`.
     entries, bytes_used
-        Pages in the location, and what it holds in bytes, index included; while it cannot be asked, as last known.
+        Pages in the location, and its size in bytes, index included; the last known values while it is unreachable.
     bytes_stored, bytes_raw
-        Payloads as stored, and the states they stand for.
+        Size of the payloads as stored, and of the states they decode to.
     bytes_in_ram
-        What the tier in RAM holds.
+        Size of the states kept in RAM.
     queued_bytes
-        Bytes captured and not yet written.
+        Bytes captured but not yet written.
     kind
         What is stored of this context. Without an attached Llama ``unbound``, and once a completion has used the store
         ``portable: pages`` or ``portable: whole states``.
@@ -165,7 +166,7 @@ def _reasons(counts: dict[str, int]) -> str:
 
 
 class Counters:
-    """Counts by name, safe to raise from many threads."""
+    """Counts and times by name, safe to raise from many threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -197,6 +198,6 @@ class Counters:
         return self._seconds.get(name, 0.0)
 
     def group(self, prefix: str) -> dict[str, int]:
-        """The counts of a group, by what stands behind the colon."""
+        """The counts of a group, by the part of their names after the colon."""
         with self._lock:
             return {name.split(":", 1)[1]: n for name, n in self._counts.items() if name.startswith(prefix + ":")}

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: ``"20GiB"``, ``"30d"``."""
+"""Sizes and durations as text: ``"20GiB"``, ``"30d"``."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "
 
 
 def parse_bytes(size: int | str, parameter: str) -> int:
-    """A number of bytes from an int or from text such as ``"20GiB"`` or ``"500MB"``.
+    """Bytes from an int or from text such as ``"20GiB"`` or ``"500MB"``.
 
     Raises
     ------
     InvalidParameterError
-        If it cannot be read, or is not positive; the message names `parameter`.
+        If the value is not valid or not positive; the message names `parameter`.
     """
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
-            raise InvalidParameterError(
-                f'{parameter}={size!r} is no size; write an int (bytes) or text such as "20GiB" or "500MB"'
-            )
+            raise InvalidParameterError(_not_a_size(parameter, size))
         size = int(float(found[1]) * _UNITS[found[2].upper()])
     if isinstance(size, bool) or not isinstance(size, int):
-        raise InvalidParameterError(f'{parameter}={size!r} is no size; write an int (bytes) or text such as "20GiB"')
+        raise InvalidParameterError(_not_a_size(parameter, size))
     if size <= 0:
         raise InvalidParameterError(f"{parameter}={size!r} must be positive")
     return size
 
 
+def _not_a_size(parameter: str, size: object) -> str:
+    return f'{parameter}={size!r} is not a valid size; pass an int (bytes) or text such as "20GiB"'
+
+
 def format_bytes(size: float) -> str:
-    """A number of bytes for people: ``1.5 GiB``."""
+    """Bytes as text: ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -49,12 +51,12 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 
 
 
 def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
-    """A number of seconds from a number, a `timedelta`, or text such as ``"90s"``, ``"12h"`` or ``"30d"``.
+    """Seconds from a number, a `timedelta`, or text such as ``"90s"``, ``"12h"`` or ``"30d"``.
 
     Raises
     ------
     InvalidParameterError
-        If it cannot be read, or is not positive; the message names `parameter`.
+        If the value is not valid or not positive; the message names `parameter`.
     """
     seconds: float = math.nan
     if isinstance(duration, timedelta):
@@ -67,6 +69,6 @@ def parse_seconds(duration: float | str | timedelta, parameter: str) -> float:
         seconds = duration
     if not 0 < seconds < 100 * 366 * 86_400:
         raise InvalidParameterError(
-            f'{parameter}={duration!r} is no time; write seconds, a timedelta, or text such as "90s", "12h" or "30d"'
+            f'{parameter}={duration!r} is not a valid duration; pass seconds, a timedelta or text such as "30d"'
         )
     return seconds

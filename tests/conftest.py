@@ -1,16 +1,28 @@
-"""Models for the tests: real GGUF files, small, with random weights."""
+"""Fixtures of all tests: real GGUF files, small, with random weights; databases; patience."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefixstore.engine import breaker
 from prefixstore.llama import rate
 from tests.support.models import load, write
+from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
+
+# the tests that measure speed, and what measures it
+MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_rate": rate}
+
+
+def pytest_configure() -> None:
+    """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +39,9 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 
 @pytest.fixture(autouse=True)
-def no_restore_is_left_out_on_a_busy_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These models compute a prompt in milliseconds: a restore that waits for a core would seem to lose."""
-    if not request.path.name.startswith("test_rate"):
-        monkeypatch.setattr(rate, "LOSES_BY", 100.0)
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on how fast the machine is, except those of what measures speed."""
+    wait_patiently(monkeypatch.setattr, but=MEASURES.get(request.path.stem))
 
 
 @pytest.fixture

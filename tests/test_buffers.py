@@ -1,4 +1,4 @@
-"""The buffer pool: memory for pages on their way to the store."""
+"""Buffers for pages on their way into the store and out of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 
 
-def test_a_buffer_has_the_requested_size_and_can_be_written():
+def test_a_buffer_has_the_size_asked_for_and_can_be_written():
     pool = BufferPool(100)
     buffer = pool.acquire(10)
     buffer.view[:] = b"0123456789"
@@ -18,7 +18,7 @@ def test_a_buffer_has_the_requested_size_and_can_be_written():
     assert pool.in_use == 10
 
 
-def test_the_limit_holds_except_for_a_single_buffer():
+def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     pool = BufferPool(100)
     large = pool.acquire(1000)
     assert large is not None
@@ -32,7 +32,7 @@ def test_the_limit_holds_except_for_a_single_buffer():
     assert pool.in_use == 100
 
 
-def test_the_smallest_idle_buffer_that_fits_is_used_again():
+def test_memory_is_reused_smallest_fit_first():
     pool = BufferPool(1000)
     held = [pool.acquire(size) for size in (50, 200, 100)]
     addresses = [buffer.address for buffer in held]
@@ -43,7 +43,7 @@ def test_the_smallest_idle_buffer_that_fits_is_used_again():
     assert pool.acquire(80).address == addresses[1]
 
 
-def test_a_buffer_returns_to_the_pool_with_its_last_holder():
+def test_a_held_buffer_is_released_with_its_last_holder():
     pool = BufferPool(100)
     buffer = pool.acquire(60)
     assert buffer.hold()
@@ -69,7 +69,7 @@ def test_idle_memory_is_bounded(monkeypatch):
     assert [memory.nbytes for memory in pool._idle] == [5000]
 
 
-def test_threads_that_wait_get_released_memory():
+def test_a_waiting_thread_gets_what_is_released():
     pool = BufferPool(100)
     held = pool.acquire(100)
     got = []

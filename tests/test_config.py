@@ -1,4 +1,4 @@
-"""One file for jobs and servers, and why two namespaces differ."""
+"""One file for jobs and servers, and explanations why two namespaces differ."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def file(models, tmp_path):
     return path
 
 
-def test_paths_that_are_not_absolute_are_meant_from_the_folder_of_the_file(tmp_path):
+def test_relative_paths_are_relative_to_the_folder_of_the_file(tmp_path):
     path = tmp_path / "warm.toml"
     path.write_text(
         '[model]\npath = "m.gguf"\nlora_path = "/l.gguf"\n[store]\nlocation = "kv"\n[warm]\nprompts=["a","-"]'
@@ -70,7 +70,7 @@ def test_a_server_opens_what_a_job_has_warmed(file, models, tmp_path):
         assert other.cache is None
 
 
-def test_a_server_with_other_settings_than_the_store_is_told_what_differs(file, caplog):
+def test_a_server_with_other_settings_than_the_store_logs_the_differences(file, caplog):
     llm, store = load(file)
     with store:
         llm(prompt(100), max_tokens=1)
@@ -79,10 +79,17 @@ def test_a_server_with_other_settings_than_the_store_is_told_what_differs(file, 
     _, store = load(file)
     store.close()
     (message,) = caplog.messages
-    assert message.endswith("has nothing for these settings yet: type_k is f16 here, q8_0 in the store")
+    assert message.endswith("has no pages for these settings yet: type_k is f16 here, q8_0 in the store")
 
 
-def test_options_go_over_the_file_and_none_leaves_it(file):
+def test_a_server_without_n_ctx_logs_how_long_its_context_is(file, caplog):
+    file.write_text(file.read_text().replace("n_ctx = 1024", ""))
+    _, store = load(file)
+    store.close()
+    assert caplog.messages == [f"{file} sets no n_ctx, so the context has 512 tokens; set n_ctx in [model]"]
+
+
+def test_options_override_the_file_and_none_keeps_it(file):
     config = load_config(file).override(None, {"n_ctx": 2048, "type_k": None}, {"salt": "other", "ttl": None})
     assert (config.model["n_ctx"], config.model["type_k"]) == (2048, "q8_0")
     assert config.store["salt"] == "other"
@@ -94,18 +101,18 @@ def test_options_go_over_the_file_and_none_leaves_it(file):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nn_cxt = 5", r"\[model\] has 'n_cxt', which is unknown; is 'n_ctx' meant\?"),
-        ("[model]\npaht = 'm'", "is 'path' meant"),
-        ("[store]\nmax_byte = 5", "is 'max_bytes' meant"),
+        ("[model]\nn_cxt = 5", r"\[model\] has 'n_cxt', which is unknown; did you mean 'n_ctx'\?"),
+        ("[model]\npaht = 'm'", "did you mean 'path'"),
+        ("[store]\nmax_byte = 5", "did you mean 'max_bytes'"),
         ("[store]\nllm = 5", r"\[store\] has 'llm', which is unknown"),
-        ("[warm]\npinned = true", "is 'pin' meant"),
+        ("[warm]\npinned = true", "did you mean 'pin'"),
         ("[warm]\nqqqqqqq = true", "known are generation_prompt, pin, prompts"),
-        ("[stoer]\nmax_bytes = 5", "is 'store' meant"),
-        ("model = 'm.gguf'", "model is no table"),
-        ("[model", "is no TOML"),
+        ("[stoer]\nmax_bytes = 5", "did you mean 'store'"),
+        ("model = 'm.gguf'", "model is not a table"),
+        ("[model", "not valid TOML"),
     ],
 )
-def test_what_is_unknown_is_refused_and_the_nearest_named(tmp_path, text, message):
+def test_unknown_settings_are_refused_with_the_most_similar_name(tmp_path, text, message):
     path = tmp_path / "warm.toml"
     path.write_text(text)
     with pytest.raises(InvalidParameterError, match=message) as caught:
@@ -113,7 +120,7 @@ def test_what_is_unknown_is_refused_and_the_nearest_named(tmp_path, text, messag
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_a_misuse(tmp_path):
+def test_a_missing_file_is_a_misuse(tmp_path):
     with pytest.raises(InvalidParameterError, match="No such file"):
         load_config(tmp_path / "nowhere.toml")
 
@@ -121,8 +128,8 @@ def test_a_file_that_is_not_there_is_a_misuse(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(), "no model is named"),
-        (Config("nowhere.gguf"), "is no file"),
+        (Config(), "no model is given"),
+        (Config("nowhere.gguf"), "model file not found"),
     ],
 )
 def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
@@ -131,18 +138,20 @@ def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
 
 
 def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
-    with pytest.raises(InvalidParameterError, match=r"type_k='q9' is unknown to llama.cpp; known are .*q8_0"):
+    with pytest.raises(
+        InvalidParameterError, match=r"type_k='q9' is not a value that llama.cpp knows; it knows .*q8_0"
+    ):
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"nothing")
-    with pytest.raises(InvalidParameterError, match="does not load"):
+    with pytest.raises(InvalidParameterError, match="cannot load"):
         Config(str(broken)).open_llama()
 
 
-def test_every_setting_of_a_model_is_one_that_llama_takes():
+def test_every_model_setting_is_a_parameter_of_llama():
     taken = set(inspect.signature(llama_cpp.Llama).parameters)
     assert taken >= MODEL_SETTINGS
-    # what is left out is an object, a path of its own, or has no place in a store
+    # the other parameters are objects, paths set elsewhere, or of no use with a store
     assert taken - MODEL_SETTINGS == {
         "model_path",
         "vocab_only",
@@ -155,7 +164,7 @@ def test_every_setting_of_a_model_is_one_that_llama_takes():
     }
 
 
-def test_without_the_package_for_toml_its_extra_is_named(file, monkeypatch):
+def test_without_the_package_for_toml_the_message_names_the_extra(file, monkeypatch):
     def missing(name):
         raise ImportError(name)
 
@@ -176,7 +185,7 @@ def namespace(models, arch="llama", **settings) -> Namespace:
         return store.namespace
 
 
-def test_a_difference_is_named_in_words(models):
+def test_differences_are_explained_by_name(models):
     here = namespace(models, type_k="q8_0")
     assert explain(here, [namespace(models)]) == ["type_k is q8_0 here, f16 in the store"]
     assert explain(here, [namespace(models, salt="t", rope_scaling_type="linear")]) == [
@@ -189,7 +198,7 @@ def test_a_difference_is_named_in_words(models):
     ]
 
 
-def test_the_nearest_of_several_is_told_of_and_the_same_model_first(models):
+def test_the_most_similar_namespace_is_explained_and_the_same_model_comes_first(models):
     here = namespace(models)
     near, far = namespace(models, salt="a"), namespace(models, salt="a", type_k="q8_0")
     assert explain(here, [far, near]) == ["salt is not set here, a in the store"]
@@ -199,7 +208,7 @@ def test_the_nearest_of_several_is_told_of_and_the_same_model_first(models):
     assert line.startswith("model is ")
 
 
-def test_where_nothing_differs_there_is_nothing_to_tell(models):
+def test_without_differences_there_is_nothing_to_explain(models):
     here = namespace(models)
     assert explain(here, []) == []
     assert explain(here, [namespace(models, type_k="q8_0"), here]) == []
@@ -216,5 +225,5 @@ def test_without_llama_cpp_numbers_stay_numbers(models, monkeypatch):
     assert explain(here, [there]) == ["type_k is 1 here, 8 in the store"]
 
 
-def test_it_is_offered_by_the_package():
+def test_load_is_exported_by_the_package():
     assert prefixstore.load is load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import struct
@@ -15,12 +16,13 @@ import pytest
 import prefixstore
 from prefixstore import stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
+from prefixstore.cli import main
 from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 STRUCT_CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
 
@@ -49,7 +51,7 @@ def test_the_byte_tables_match_the_structs(title, layout):
     assert codes == written
 
 
-def test_the_worked_example_is_what_is_written():
+def test_the_worked_example_matches_what_is_written():
     example = FORMAT.split("## A worked example", 1)[1].split("\n## ", 1)[0]
     namespace = Namespace({"label": "example", "page_tokens": 2, "salt": None})
     assert namespace.canonical.decode() in example
@@ -142,20 +144,28 @@ def test_the_reasons_that_are_counted_are_documented():
     assert not missing
 
 
-def test_the_demo_restores_and_answers_the_same(models):
-    command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(models("llama"))]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"same answer +yes", done.stdout)
-    assert re.search(r"tokens restored +0 +3,072", done.stdout)
-    assert re.search(r"tokens computed +3,073 +1\b", done.stdout)
+def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, monkeypatch):
+    command, done, real = ["demo", "--model", str(models("llama"))], [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append(real(*given, **more)) or done[-1])
+    assert main(command) == 0
+    text = capfd.readouterr().out
+    assert re.search(r"same answer +yes", text)
+    assert re.search(r"tokens restored +0 +3,072", text)
+    assert re.search(r"tokens computed +3,073 +1\b", text)
+    # the JSON is made from what its two processes reported
+    assert len(done) == 2
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done.pop(0))
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["same_answer"]
+    assert found["warm"]["restored"] == 3072
 
 
 def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
     command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 1
-    assert "is no file; give MODEL=path.gguf" in done.stderr
+    assert "model file not found" in done.stderr
 
 
 def test_the_changelog_has_the_version():

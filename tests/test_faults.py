@@ -1,4 +1,4 @@
-"""A fault of the store is a miss, counted: completions go on, and the store recovers by itself."""
+"""A fault of the store is a miss, counted: completions continue, and the store recovers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def broken(*_, **__):
 
 
 @pytest.mark.parametrize("method", ["view", "update"])
-def test_a_backend_that_fails_costs_a_miss_and_comes_back(llama, cold, tmp_path, monkeypatch, method):
+def test_a_failing_backend_costs_a_miss_and_recovers(llama, cold, tmp_path, monkeypatch, method):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
         llm.set_cache(store)
@@ -101,7 +101,7 @@ def test_a_page_of_another_length_does_not_reach_llama_cpp(llama):
         assert memory.load(memoryview(state))
 
 
-def test_a_restore_that_loses_to_computing_is_not_done(llama):
+def test_a_restore_slower_than_computing_is_skipped(llama):
     llm = llama()
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)

@@ -36,10 +36,10 @@ from tests.support.models import prompt
         ({"location": "memory:x"}, "memory has no path"),
         ({"max_bytes": 0}, "max_bytes=0 must be positive"),
         ({"max_bytes": -5}, "max_bytes=-5 must be positive"),
-        ({"max_bytes": "10 parsecs"}, "max_bytes='10 parsecs' is no size"),
+        ({"max_bytes": "10 parsecs"}, "max_bytes='10 parsecs' is not a valid size"),
         ({"max_bytes": "GiB"}, "20GiB"),
-        ({"max_bytes": 1.5}, "max_bytes=1.5 is no size"),
-        ({"max_bytes": True}, "max_bytes=True is no size"),
+        ({"max_bytes": 1.5}, "max_bytes=1.5 is not a valid size"),
+        ({"max_bytes": True}, "max_bytes=True is not a valid size"),
         ({"queue_bytes": "-1"}, "queue_bytes"),
         ({"max_entries": 0}, "max_entries=0 must be an integer of at least 1"),
         ({"page_tokens": 0}, "page_tokens=0 must be an integer of at least 1"),
@@ -83,7 +83,7 @@ def test_a_location_that_cannot_be_written_is_refused():
         PrefixStore("lmdb:///proc/prefixstore", namespace="n")
 
 
-def test_a_store_to_read_must_be_there(tmp_path):
+def test_a_read_only_store_must_exist(tmp_path):
     with pytest.raises(LocationError, match="not a directory"):
         PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
     (tmp_path / "kv").mkdir()
@@ -124,7 +124,7 @@ def test_a_newer_format_is_refused(tmp_path):
     ],
     ids=str,
 )
-def test_tokens_that_are_none_are_refused(tokens, says):
+def test_invalid_tokens_are_refused(tokens, says):
     with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError) as raised:
         store.match(tokens)
     assert says in str(raised.value)
@@ -136,7 +136,7 @@ def test_tokens_may_be_any_flat_sequence_of_integers():
             assert store.match(tokens).n_tokens == 0
 
 
-def test_a_closed_store_says_so(tmp_path):
+def test_a_closed_store_raises_closed_error(tmp_path):
     store = PrefixStore(tmp_path, namespace="n")
     store.close()
     store.close()
@@ -182,7 +182,7 @@ def test_a_missing_package_names_its_extra(monkeypatch, llama):
         PrefixStore("memory:", llm)
 
 
-def test_nothing_at_all_means_lmdb_in_the_users_cache_directory(llama):
+def test_the_default_location_is_lmdb_in_the_users_cache_directory(llama):
     with PrefixStore(namespace="n") as store:
         assert store.location == f"lmdb://{os.environ['XDG_CACHE_HOME']}/prefixstore/kv"
 
@@ -206,7 +206,7 @@ def test_importing_prefixstore_imports_no_llama(tmp_path):
     assert done.stdout == "False\n"
 
 
-def test_every_error_is_drawn_in_the_tree():
+def test_every_error_is_in_the_documented_tree():
     from prefixstore import errors
 
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]

@@ -1,4 +1,4 @@
-"""Sizes as people write them, and what fits."""
+"""Sizes and durations as text, and what fits a budget."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from prefixstore.units import format_bytes, parse_bytes
         (4096, 4096),
     ],
 )
-def test_a_size_is_read_as_it_is_meant(text, size):
+def test_a_size_is_parsed_with_its_unit(text, size):
     assert parse_bytes(text, "max_bytes") == size
 
 
 @pytest.mark.parametrize("wrong", ["", "GiB", "-1", "1e3", "5 apples", "1 2", 0, -5, "0", "0.2", 1.5, True, None, b"1"])
-def test_what_is_no_size_is_refused_with_the_name_of_the_parameter(wrong):
+def test_an_invalid_size_is_refused_with_the_name_of_the_parameter(wrong):
     with pytest.raises(InvalidParameterError, match="queue_bytes="):
         parse_bytes(wrong, "queue_bytes")
 
@@ -39,12 +39,12 @@ def test_what_is_no_size_is_refused_with_the_name_of_the_parameter(wrong):
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (3 * 2**50, "3072.0 TiB")]
 )
-def test_a_size_is_written_for_people(size, text):
+def test_a_size_is_formatted_with_a_unit(size, text):
     assert format_bytes(size) == text
 
 
 @given(st.integers(1, 2**60))
-def test_what_is_written_for_people_can_be_read_again(size):
+def test_a_formatted_size_can_be_parsed_again(size):
     assert parse_bytes(format_bytes(size), "x") == pytest.approx(size, rel=0.06)
 
 

@@ -12,7 +12,7 @@ PACKAGES = {"rich", "typer"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code, see ``docs/operations.md``."""
+    """Run a command and return its exit code."""
     try:
         from prefixstore.cli.app import run  # noqa: PLC0415 - the extra "cli"
     except ImportError as error:

@@ -7,23 +7,22 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli import inspect as look
-from prefixstore.cli import maintain as care
-from prefixstore.cli import measure
-from prefixstore.cli import transfer as move
+from prefixstore.cli import inspect, maintain, measure, transfer
 from prefixstore.cli.output import FAILED, guarded
+from prefixstore.cli.warm import warm
 
 __all__ = ["app", "run"]
 
 app = typer.Typer(
     name="prefixstore",
-    help="Look into a store of prompt states, care for it, and move it. LOCATION is lmdb:///path (or a bare path), "
-    "sqlite:////path or postgresql+psycopg://user@host/database.",
+    help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python. "
+    "LOCATION is lmdb:///path (or a bare path), sqlite:////path or postgresql+psycopg://user@host/database.\n\n"
+    "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "
+    "2 wrong usage; 3 the store cannot be used; 130 and 143 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -43,41 +42,37 @@ def _version(wanted: bool) -> None:
 def _options(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 for command in (
-    look.stats,
-    look.ls,
-    look.tree,
-    look.show,
-    care.check,
-    care.verify,
-    care.evict,
-    care.purge,
-    care.pin,
-    care.unpin,
-    care.compact,
-    move.export,
-    move.import_,
-    move.copy,
-    move.migrate,
+    warm,
+    inspect.stats,
+    inspect.ls,
+    inspect.tree,
+    inspect.show,
+    maintain.check,
+    maintain.verify,
+    maintain.evict,
+    maintain.purge,
+    maintain.pin,
+    maintain.unpin,
+    maintain.compact,
+    transfer.export,
+    transfer.import_,
+    transfer.copy,
+    transfer.migrate,
     measure.bench,
     measure.demo,
 ):
     app.command(command.__name__.rstrip("_"))(guarded(command))
 
-if find_spec("prefixstore.cli.warm") is not None:
-    from prefixstore.cli.warm import warm
-
-    app.command("warm")(warm)
-
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
+    """Run a command and return its exit code."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -85,12 +80,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
     except BrokenPipeError:
-        # whoever read our output has enough of it; nothing more is to be written at exit
+        # the reader of our output has closed it; Python must not write to it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return 0
 
 
 def _terminate(number: int, _: Any) -> None:
-    """What is open is left as by an exception: transactions are undone, temporary files removed."""
+    """End as by an exception: transactions are rolled back, temporary files removed."""
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Commands that look: ``stats``, ``ls``, ``tree``, ``show``."""
+"""Commands that read a location: ``stats``, ``ls``, ``tree``, ``show``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from prefixstore.cli.options import ModelFile, Text, TokenizerFile, text_of_tokens
-from prefixstore.cli.output import FAILED, AsJson, LocationArgument, ago, emit, fields, table
+from prefixstore.cli.options import (
+    AsJson,
+    Location,
+    ModelFile,
+    NamespaceName,
+    PageKey,
+    Text,
+    TokenizerFile,
+    text_of_tokens,
+)
+from prefixstore.cli.output import FAILED, ago, emit, fields, table
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive, Holding
@@ -19,12 +28,12 @@ from prefixstore.units import format_bytes
 
 __all__ = ["ls", "show", "stats", "tree"]
 
-SHORT = 12  # digits of a key that are shown
-TEXT = 60  # characters of a text that are shown
+SHORT = 12  # digits shown of a key
+TEXT = 60  # characters shown of a text
 
 
-def stats(location: LocationArgument, *, as_json: AsJson = False) -> None:
-    """What a location holds, in numbers.
+def stats(location: Location, *, as_json: AsJson = False) -> None:
+    """Show the size and the use of a store.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
@@ -54,8 +63,8 @@ def stats(location: LocationArgument, *, as_json: AsJson = False) -> None:
         fields(dict(shown))
 
 
-def ls(location: LocationArgument, *, as_json: AsJson = False) -> None:
-    """Namespaces, with their models and tenants.
+def ls(location: Location, *, as_json: AsJson = False) -> None:
+    """List the namespaces, with their models and tenants.
 
     Example: prefixstore ls lmdb:///var/cache/kv
     """
@@ -101,26 +110,27 @@ def _namespace_json(holding: Holding) -> dict[str, object]:
 
 
 def tree(
-    location: LocationArgument,
+    location: Location,
     *,
-    namespace: Annotated[str | None, typer.Option(help="Key (its first digits do) or name of a namespace.")] = None,
+    namespace: NamespaceName = None,
     model: ModelFile = None,
     tokenizer: TokenizerFile = None,
     containing: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Only sequences with this text in them; needs a model.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Only sequences that contain this text; needs --model or --tokenizer."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """The stored prefixes as a tree, with their text if a model or a tokenizer is given.
+    """Show the stored prefixes as a tree.
 
-    Pages that follow each other without a branch are one line. With --containing: is this text stored? (Exit code 1:
-    it is not.)
+    A run of pages without a branch is one line. With a model or a tokenizer, the text is shown too. Exit code 1 with
+    --containing: the text is not stored.
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
     """
     words = text_of_tokens(model, tokenizer)
     if containing is not None and words is None:
-        raise InvalidParameterError("--containing needs --model or --tokenizer, which say what the tokens mean")
+        raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
     with Archive(location, read_only=True) as archive:
         key = archive.namespace(namespace).key if namespace is not None else None
         pages = archive.pages(key)
@@ -134,11 +144,11 @@ def tree(
 
 
 def _containing(archive: Archive, pages: list[Page], words: Text, wanted: str) -> list[Page]:
-    """The pages in which a text is, or begins, with those before them."""
+    """The pages that contain a text, or the beginning of it, with their ancestors."""
     found: set[bytes] = set()
     for page in pages:
         path = archive.path(page)
-        # it may have begun in the page before
+        # the text may begin in the parent
         if wanted in words.text(_tokens(path[-2:])):
             found |= {one.key for one in path}
     return [page for page in pages if page.key in found]
@@ -150,7 +160,7 @@ def _tokens(pages: list[Page]) -> list[int]:
 
 
 def _chains(pages: list[Page]) -> Iterator[tuple[int, list[Page]]]:
-    """Runs of pages without a branch, each with how many branches are before it."""
+    """Runs of pages without a branch, each with the number of branches above it."""
     shown = {page.key for page in pages}
     waiting = [(0, page) for page in reversed(pages) if page.parent == page.namespace]
     while waiting:
@@ -186,14 +196,16 @@ def _short(text: str) -> str:
 
 
 def show(
-    location: LocationArgument,
-    digits: Annotated[str, typer.Argument(metavar="HASH", help="The key of a page; its first digits do.")],
+    location: Location,
+    digits: PageKey,
     *,
     model: ModelFile = None,
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """One page: what it holds, what it follows, and whether its bytes are those that were written.
+    """Show one page, and whether its bytes are intact.
+
+    Exit code 1: the page is damaged.
 
     Example: prefixstore show lmdb:///var/cache/kv 4f9c1b --model m.gguf
     """
@@ -211,7 +223,7 @@ def show(
     else:
         sizes = {name: format_bytes(getattr(page, name)) for name in ("stored_bytes", "raw_bytes")}
         plain = {name: value for name, value in facts.items() if name not in ("path", "children")}
-        plain |= sizes | {"follows": page.parent.hex(), "followed_by": len(page.dependents), "damage": damage or "none"}
+        plain |= sizes | {"children": len(page.dependents), "damage": damage or "none"}
         fields({name.replace("_", " "): value for name, value in plain.items()})
     return FAILED if damage else 0
 

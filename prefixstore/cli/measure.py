@@ -7,40 +7,44 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, configured
-from prefixstore.cli.output import AsJson, LocationArgument, emit, fields, table
+from prefixstore.cli.options import AsJson, ConfigFile, Location, ModelFile, NCtx, configured, open_model
+from prefixstore.cli.output import emit, fields, table
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import BreakEven, Rates, measure_break_even, measure_rates
 from prefixstore.units import format_bytes
 
 __all__ = ["bench", "demo"]
 
-# what a measurement may add to a location beside what is there: nothing is evicted for it
+# what a measurement may add to a store on top of its size, so that nothing is evicted for it
 ROOM = 4 << 30
 
 
 def bench(
-    location: LocationArgument,
+    location: Location,
     *,
     model: ModelFile = None,
     config: ConfigFile = None,
     n_ctx: NCtx = None,
-    tokens: Annotated[int, typer.Option(metavar="N", min=32, help="Longest prompt with a model.")] = 2048,
+    tokens: Annotated[
+        int, typer.Option(metavar="N", min=32, help="Length of the longest prompt, with a model.")
+    ] = 2048,
     as_json: AsJson = False,
 ) -> None:
-    """Measure this store on this machine; with a model, from which length on restoring beats computing.
+    """Measure a store on this machine.
 
-    What is written for it, up to 64 MiB and the states of a few prompts, is deleted again.
+    With a model, the prompt length from which restoring beats computing is measured too. Up to 64 MiB, and the states
+    of a few prompts with a model, are written for it and deleted afterwards.
 
     Example: prefixstore bench lmdb:///var/cache/kv --model m.gguf
     """
     with Archive(location) as archive:
         rates = measure_rates(archive)
         result = _with_model(archive, location, model, config, n_ctx, tokens) if model or config else None
+        where = archive.location
     if as_json:
-        emit(_as_json(rates, result))
+        emit({"location": where} | _as_json(rates, result))
         return
-    fields({"read, verified and unpacked": _rate(rates.read), "written, durably": _rate(rates.written)})
+    fields({"location": where, "read and decoded": _rate(rates.read), "written durably": _rate(rates.written)})
     if result is not None:
         rows = [
             [f"{n:,}", f"{cold:.4f} s", f"{warm:.4f} s", f"{cold / warm:.1f}"]
@@ -48,7 +52,7 @@ def bench(
         ]
         table(["tokens>", "computed>", "restored>", "times faster>"], rows)
         found = result.n_tokens
-        even = f"from {found:,} tokens on" if found is not None else "for none of these lengths"
+        even = f"from {found:,} tokens on" if found is not None else "at none of these lengths"
         typer.echo(f"restoring beats computing {even}")
 
 
@@ -56,7 +60,7 @@ def _with_model(
     archive: Archive, location: str, model: ModelFile, config: ConfigFile, n_ctx: NCtx, tokens: int
 ) -> BreakEven:
     settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
-    llm = settings.open_llama()
+    llm = open_model(settings)
     with settings.open_store(llm, max_bytes=archive.used().bytes + ROOM) as store:
         result = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
     llm.close()
@@ -64,7 +68,7 @@ def _with_model(
 
 
 def _rate(rate: float | None) -> str:
-    return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no room, or nothing to read"
+    return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no free space, or nothing to read"
 
 
 def _as_json(rates: Rates, result: BreakEven | None) -> dict[str, object]:
@@ -77,7 +81,9 @@ def _as_json(rates: Rates, result: BreakEven | None) -> dict[str, object]:
 
 
 def demo(*, model: ModelFile = None, as_json: AsJson = False) -> int:
-    """Compute a prompt in one process, and restore it in another: a table.
+    """Compute a prompt in one process and restore it in another.
+
+    The result is a table of both. Without --model, a small model with random weights is generated.
 
     Example: prefixstore demo --model m.gguf
     """

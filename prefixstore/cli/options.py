@@ -1,25 +1,66 @@
-"""Options that name a model, and what is made of them."""
+"""Arguments and options that several commands share, and the objects made from them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from prefixstore.config import Config, load_config
 from prefixstore.errors import ContextError, InvalidParameterError, MissingExtraError
+from prefixstore.units import parse_bytes
 
-__all__ = ["ConfigFile", "ModelFile", "NCtx", "Salt", "Text", "TokenizerFile", "configured", "text_of_tokens"]
+if TYPE_CHECKING:
+    from llama_cpp import Llama
 
-ModelFile = Annotated[Path | None, typer.Option("--model", metavar="FILE", help="A GGUF file.")]
-TokenizerFile = Annotated[Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, instead.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file with [model] and [store], as servers use.")
+__all__ = [
+    "AsJson",
+    "ConfigFile",
+    "Location",
+    "MaxBytes",
+    "ModelFile",
+    "NCtx",
+    "NamespaceName",
+    "PageKey",
+    "Prefix",
+    "Salt",
+    "Text",
+    "TokenizerFile",
+    "configured",
+    "max_bytes_of",
+    "open_model",
+    "text_of_tokens",
+    "tokens_of_prefix",
 ]
-NCtx = Annotated[int | None, typer.Option("--n-ctx", metavar="N", help="Length of the context, in tokens.")]
-Salt = Annotated[str | None, typer.Option("--salt", help="The tenant.")]
+
+Location = Annotated[str, typer.Argument(metavar="LOCATION", help="lmdb:///path, sqlite:////path, …")]
+PageKey = Annotated[str, typer.Argument(metavar="HASH", help="The key of a page, or its first digits.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
+MaxBytes = Annotated[
+    str | None, typer.Option("--max-bytes", metavar="SIZE", help="Size limit of the store, such as 20GiB.")
+]
+NamespaceName = Annotated[
+    str | None,
+    typer.Option("--namespace", help="Only pages of one namespace: its name, or the first digits of its key."),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(
+        "--prefix", metavar="TEXT", help="Only sequences that begin with this text; needs --model or --tokenizer."
+    ),
+]
+ModelFile = Annotated[Path | None, typer.Option("--model", metavar="FILE", help="Model file (GGUF).")]
+TokenizerFile = Annotated[
+    Path | None, typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json, instead of a model.")
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="TOML file with [model], [store] and [warm], shared with servers."),
+]
+NCtx = Annotated[int | None, typer.Option("--n-ctx", metavar="N", help="Length of the context in tokens.")]
+Salt = Annotated[str | None, typer.Option("--salt", help="Tenant: pages are shared only within one tenant.")]
 
 
 class Text(Protocol):
@@ -41,11 +82,11 @@ class _Tokenizer:
         except ImportError as error:
             raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
         if not path.is_file():
-            raise ContextError(f"{path} is no file")
+            raise ContextError(f"tokenizer file not found: {path}")
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing narrower
-            raise ContextError(f"{path} is no tokenizer: {error}") from error
+            raise ContextError(f"{path} is not a valid tokenizer.json: {error}") from error
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -55,25 +96,64 @@ class _Tokenizer:
 
 
 def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
-    """The vocabulary that is given, if one is."""
+    """The vocabulary of the given tokenizer or model; None if neither is given."""
     if tokenizer is not None:
         return _Tokenizer(tokenizer)
     if model is None:
         return None
     if not model.is_file():
-        raise ContextError(f"{model} is no file; give a GGUF file")
+        raise ContextError(f"model file not found: {model}")
     try:
         from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:
         raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
+    _silence()
     return Vocabulary(model)
+
+
+def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:
+    """The tokens of ``--prefix``; None if it is not given."""
+    if prefix is None:
+        return None
+    words = text_of_tokens(model, tokenizer)
+    if words is None:
+        raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
+    return words.tokens(prefix)
+
+
+def max_bytes_of(size: str | None) -> int | None:
+    """The bytes of ``--max-bytes``; None if it is not given."""
+    return parse_bytes(size, "--max-bytes") if size is not None else None
 
 
 def configured(
     location: str, config: Path | None, model: Path | None, n_ctx: int | None = None, salt: str | None = None
 ) -> Config:
-    """Settings of a model, and of the store in this location."""
+    """Settings of the given model, and of the store in this location; options override the file."""
     if config is None and model is None:
-        raise InvalidParameterError("no model is given; give --model FILE, or --config FILE")
+        raise InvalidParameterError("no model is given; pass --model FILE or --config FILE")
     settings = load_config(config) if config is not None else Config()
     return settings.override(str(model) if model else None, {"n_ctx": n_ctx}, {"location": location, "salt": salt})
+
+
+def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
+    """The model of a command; unless ``verbose`` is set for it, llama.cpp's log is discarded.
+
+    Parameters
+    ----------
+    settings
+        The model and its settings.
+    tokenizer_only
+        Whether to leave the weights out; see `Config.open_tokenizer`.
+    """
+    if not settings.model.get("verbose"):
+        _silence()
+    return settings.open_tokenizer() if tokenizer_only else settings.open_llama()
+
+
+def _silence() -> None:
+    try:
+        from prefixstore.llama.log import silence  # noqa: PLC0415 - the extra "llama"
+    except ImportError:
+        return  # opening the model says which extra is missing
+    silence()

@@ -1,4 +1,4 @@
-"""What commands print, and how they end."""
+"""What commands print, and their exit codes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from prefixstore.errors import IncompatibleError, LocationError, MisuseError, PrefixStoreError, UnavailableError
 
-__all__ = ["AsJson", "LocationArgument", "ago", "emit", "fields", "guarded", "say", "table"]
+__all__ = ["ago", "emit", "fields", "guarded", "say", "table"]
 
 DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
 WIDE = 250
 
-LocationArgument = Annotated[str, typer.Argument(metavar="LOCATION", help="lmdb:///path, sqlite:////path, …")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-
 
 def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
-    """A command that ends with an exit code, and with a message in the place of one of our errors."""
+    """Wrap a command so that it ends with an exit code, and reports our errors as messages."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
@@ -47,22 +44,22 @@ def _code_of(error: PrefixStoreError) -> int:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Print a line to stderr."""
     typer.echo(text, err=True)
 
 
 def emit(result: object) -> None:
-    """A result on stdout, as JSON."""
+    """Print a result to stdout, as JSON."""
     typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
 
 
 def fields(values: dict[str, object]) -> None:
-    """Names and values, one below the other."""
+    """Print names and values to stdout, one pair a line."""
     table(["", ""], ([name, str(value)] for name, value in values.items()), header=False)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, header: bool = True) -> None:
-    """A table on stdout; columns whose name ends in ``>`` are aligned to the right."""
+    """Print a table to stdout; columns whose name ends in ``>`` are aligned to the right."""
     from rich import box  # noqa: PLC0415 - costs a quarter of the start
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -72,12 +69,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, header: bool
         shown.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    # where it is no terminal, nothing is broken to its width
+    # outside a terminal, lines are not wrapped
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDE, markup=False, highlight=False).print(shown)
 
 
 def ago(nanoseconds: int) -> str:
-    """How long ago something was, for people."""
+    """The time since then, as text: ``3 h ago``."""
     if not nanoseconds:
         return "never"
     seconds = time.time() - nanoseconds / 1e9

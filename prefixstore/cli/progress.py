@@ -1,4 +1,4 @@
-"""How far a warming job is, on stderr: a bar on a terminal, lines elsewhere."""
+"""The progress of a warming job on stderr: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from prefixstore.units import format_bytes
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress
 
 __all__ = ["shown"]
 
-# Where there is no terminal, a line as often as this.
+# How often a line is printed where there is no terminal.
 LINE_SECONDS = 10.0
 
 
 @contextmanager
 def shown() -> Iterator[Callable[[Progress], None]]:
-    """What shows how far the job is, on stderr: a bar on a terminal, otherwise a line now and then."""
+    """A function that shows progress on stderr: as a bar on a terminal, otherwise as a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[told]}")]
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}")]
     with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=None, told="")
+        task = bar.add_task("reading", total=None, text="")
 
         def show(progress: Progress) -> None:
             total = progress.missing_tokens if progress.phase != "reading" else None
             bar.update(
-                task, description=progress.phase, total=total, completed=progress.done_tokens, told=_told(progress)
+                task, description=progress.phase, total=total, completed=progress.done_tokens, text=_text(progress)
             )
 
         yield show
 
 
 class _Lines:
-    """A line on stderr at the beginning, now and then, and when the job begins to wait."""
+    """A line on stderr at the beginning of each phase, and every `LINE_SECONDS`."""
 
     def __init__(self) -> None:
         self._last = (0.0, "")
@@ -51,12 +51,12 @@ class _Lines:
         at, phase = self._last
         if now - at >= LINE_SECONDS or progress.phase != phase:
             self._last = now, progress.phase
-            text = f"{progress.phase}: {_told(progress)}" if progress.phase != "reading" else "reading prompts"
+            text = f"{progress.phase}: {_text(progress)}" if progress.phase != "reading" else "reading prompts"
             typer.echo(text, err=True)
 
 
-def _told(progress: Progress) -> str:
-    """How far a job is, in words."""
+def _text(progress: Progress) -> str:
+    """The progress as text."""
     left = progress.seconds_left
     parts = [
         f"{progress.done_tokens:,} of {progress.missing_tokens:,} tokens",

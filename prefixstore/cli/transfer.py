@@ -14,39 +14,48 @@ from typing import Annotated, BinaryIO
 import typer
 
 from prefixstore.backends.files import sync_path
-from prefixstore.cli.options import ConfigFile, ModelFile, NCtx, Salt, TokenizerFile, configured, text_of_tokens
-from prefixstore.cli.output import FAILED, AsJson, LocationArgument, emit, say
+from prefixstore.backends.location import without_password
+from prefixstore.cli.options import (
+    AsJson,
+    ConfigFile,
+    Location,
+    MaxBytes,
+    ModelFile,
+    NamespaceName,
+    NCtx,
+    Prefix,
+    Salt,
+    TokenizerFile,
+    configured,
+    max_bytes_of,
+    open_model,
+    tokens_of_prefix,
+)
+from prefixstore.cli.output import FAILED, emit, say
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
-from prefixstore.units import format_bytes, parse_bytes
+from prefixstore.units import format_bytes
 
 __all__ = ["copy", "export", "import_", "migrate"]
 
-NamespaceOption = Annotated[str | None, typer.Option("--namespace", help="Pages of one namespace only: key, or name.")]
-PrefixOption = Annotated[
-    str | None,
-    typer.Option("--prefix", metavar="TEXT", help="Sequences that begin with a text only; needs a model."),
-]
-PageOption = Annotated[
-    str | None, typer.Option("--page", metavar="HASH", help="One page only, with all before and behind it.")
-]
-MaxBytes = Annotated[
-    str | None, typer.Option("--max-bytes", metavar="SIZE", help="What the target may hold: 20GiB; by default 10GiB.")
-]
 STANDARD = "-"
 
 
 def export(
-    location: LocationArgument,
+    location: Location,
     *,
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="The file to write: f.pstore; - is stdout.")],
-    namespace: NamespaceOption = None,
-    prefix: PrefixOption = None,
-    page: PageOption = None,
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="The file to write, such as f.pstore; - is stdout.")
+    ],
+    namespace: NamespaceName = None,
+    prefix: Prefix = None,
+    page: Annotated[
+        str | None, typer.Option(metavar="HASH", help="Only one page, with its ancestors and descendants.")
+    ] = None,
     model: ModelFile = None,
     tokenizer: TokenizerFile = None,
     as_json: AsJson = False,
@@ -58,36 +67,30 @@ def export(
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
     started = time.perf_counter()
+    tokens = tokens_of_prefix(prefix, model, tokenizer)
     with Archive(location, read_only=True) as archive:
-        namespaces, keys = _selected(archive, namespace, prefix, page, model, tokenizer)
+        namespaces, keys = _selected(archive, namespace, tokens, page)
         with _writing(out) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
-    _tell(moved, "exported", time.perf_counter() - started, as_json=as_json, quiet=out == STANDARD)
+        where = archive.location
+    seconds = time.perf_counter() - started
+    _report(moved, "exported", seconds, {"location": where, "file": out}, as_json=as_json)
     return FAILED if moved.damaged else 0
 
 
 def _selected(
-    archive: Archive,
-    namespace: str | None,
-    prefix: str | None,
-    page: str | None,
-    model: Path | None,
-    tokenizer: Path | None,
+    archive: Archive, namespace: str | None, prefix: list[int] | None, page: str | None
 ) -> tuple[set[bytes] | None, set[bytes] | None]:
-    """Namespaces and keys of the pages that are meant; None for all."""
-    words = text_of_tokens(model, tokenizer)
-    if prefix is not None and words is None:
-        raise InvalidParameterError("--prefix needs --model or --tokenizer, which make tokens of the text")
+    """Namespaces and keys of the selected pages; None for all."""
     spaces = {archive.namespace(namespace).key} if namespace is not None else None
     if prefix is None and page is None:
         return spaces, None
-    tokens = words.tokens(prefix) if words is not None and prefix is not None else None
-    return spaces, archive.with_ancestors(archive.select(namespaces=spaces, tokens=tokens, page=page))
+    return spaces, archive.with_ancestors(archive.select(namespaces=spaces, tokens=prefix, page=page))
 
 
 @contextmanager
 def _writing(out: str) -> Iterator[BinaryIO]:
-    """The file to write; it has its name when it is complete. Only its owner reads it: there are prompts in it."""
+    """A file that gets its name when it is complete. Only its owner can read it, since it contains prompts."""
     if out == STANDARD:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -109,8 +112,8 @@ def _writing(out: str) -> Iterator[BinaryIO]:
 
 
 def import_(
-    location: LocationArgument,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What export has written; - is stdin.")],
+    location: Location,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file that export has written; - is stdin.")],
     *,
     max_bytes: MaxBytes = None,
     model: ModelFile = None,
@@ -119,37 +122,41 @@ def import_(
     salt: Salt = None,
     as_json: AsJson = False,
 ) -> int:
-    """Put the pages of a file into a location, which may be new, and of any backend.
+    """Import the pages of a file into a store of any backend.
 
-    Pages that are there already are passed over, so an import that was interrupted is just run again. With a model the
-    file is refused if it has no pages of it with these settings. Exit code 1: the file is damaged or truncated (what
-    comes before is imported), or there was no room for all; 3: the file is not of this format, or not for this model.
+    The store is created if it does not exist. Pages that are there already are skipped, so an interrupted import is
+    simply run again. With --model or --config, a file without pages for that model and its settings is refused. Without
+    --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is damaged or
+    truncated (everything before that point is imported), or there was no room for all pages; 3: the file does not have
+    this format, or is not for this model.
 
     Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
     """
     started = time.perf_counter()
-    budget = parse_bytes(max_bytes, "--max-bytes") if max_bytes is not None else None
+    budget = max_bytes_of(max_bytes)
     with _reading(file) as opened:
         reader = ExportReader(opened, file)
         if model is not None or config is not None:
             settings = configured(location, config, model, n_ctx, salt)
-            llm = settings.open_llama()
+            llm = open_model(settings)
             with settings.open_store(llm, location="memory:") as store:
                 _require(file, reader, store.namespace)
             llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
             moved = import_store(reader, archive)
-    _tell(moved, "imported", time.perf_counter() - started, as_json=as_json)
+            where = archive.location
+    seconds = time.perf_counter() - started
+    _report(moved, "imported", seconds, {"file": file, "location": where}, as_json=as_json)
     return FAILED if moved.refused else 0
 
 
 def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
-    """See to it that there are pages of a model in a file."""
+    """Raise unless the file has pages of this namespace."""
     if wanted.key not in reader.namespaces:
         known = [Namespace.parse(settings) for settings in reader.namespaces.values()]
         differences = [text.replace("in the store", "in the file") for text in explain(wanted, known)]
         raise IncompatibleError(
-            f"{file} has no pages of this model with these settings: {'; '.join(differences) or 'it is empty'}"
+            f"{file} has no pages for this model and its settings: {'; '.join(differences) or 'it is empty'}"
         )
 
 
@@ -159,7 +166,7 @@ def _reading(file: str) -> Iterator[BinaryIO]:
         yield sys.stdin.buffer
         return
     try:
-        opened = Path(file).open("rb")  # noqa: SIM115 - closed below; an OSError of the block is none of the file
+        opened = Path(file).open("rb")  # noqa: SIM115 - closed below; an OSError in the block does not come from the file
     except OSError as error:
         raise LocationError(f"{file} cannot be read: {error.strerror or error}") from error
     with opened:
@@ -167,21 +174,24 @@ def _reading(file: str) -> Iterator[BinaryIO]:
 
 
 def copy(
-    source: LocationArgument,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="Another location, which may be new.")],
+    source: Location,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Another location; it is created if it does not exist.")
+    ],
     *,
-    namespace: NamespaceOption = None,
+    namespace: NamespaceName = None,
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> int:
-    """Copy pages into another location, of any backend.
+    """Copy pages into another store, of any backend.
 
-    Exit code 1: damaged pages were left out, or there was no room for all.
+    Without --max-bytes the target may grow to 10 GiB or twice the size of the source, whichever is more. Exit code 1:
+    damaged pages were left out, or there was no room for all pages.
 
     Example: prefixstore copy lmdb:///var/cache/kv sqlite:////backup/kv.db
     """
     started = time.perf_counter()
-    budget = parse_bytes(max_bytes, "--max-bytes") if max_bytes is not None else None
+    budget = max_bytes_of(max_bytes)
     with Archive(source, read_only=True) as archive:
         if _is_same(archive, target):
             raise InvalidParameterError("source and target are the same location")
@@ -189,7 +199,8 @@ def copy(
         used = archive.used().bytes
         with Archive(target, max_bytes=budget or max(2 * used, DEFAULT_BYTES), create=True) as other:
             moved = copy_store(archive, other, namespaces=wanted)
-    _tell(moved, "copied", time.perf_counter() - started, as_json=as_json)
+            places = {"location": archive.location, "target": other.location}
+    _report(moved, "copied", time.perf_counter() - started, places, as_json=as_json)
     return FAILED if moved.damaged or moved.refused else 0
 
 
@@ -198,44 +209,48 @@ def _is_same(archive: Archive, target: str) -> bool:
         with Archive(target, read_only=True) as other:
             return other.location == archive.location
     except LocationError:
-        return False  # there is none yet
+        return False  # the target does not exist yet
 
 
-def _tell(moved: Moved, done: str, seconds: float, *, as_json: bool, quiet: bool = False) -> None:
-    if as_json and not quiet:
-        emit(asdict(moved) | {"seconds": round(seconds, 3)})
+def _report(moved: Moved, done: str, seconds: float, places: dict[str, str], *, as_json: bool) -> None:
+    """Print what was moved. `places` are the source and the target, by their names in the JSON document."""
+    source, target = places.values()
+    # stdout may carry the pages themselves
+    is_piped = done == "exported" and target == STANDARD
+    if as_json and not is_piped:
+        emit(places | asdict(moved) | {"seconds": round(seconds, 3)})
         return
     rate = format_bytes(moved.bytes / seconds) if seconds else "0 B"
     more = {
         "were there already": moved.present,
-        "are damaged and left out": moved.damaged,
-        "found no room": moved.refused,
-        "were evicted for them": moved.evicted,
+        "were damaged and left out": moved.damaged,
+        "did not fit": moved.refused,
+        "were evicted to make room": moved.evicted,
     }
-    tell = say if quiet else typer.echo
-    tell(f"{moved.pages:,} pages {done}, {format_bytes(moved.bytes)} at {rate}/s")
+    show = say if is_piped else typer.echo
+    show(f"{moved.pages:,} pages {done} from {source} to {target}: {format_bytes(moved.bytes)} at {rate}/s")
     for what, n in more.items():
         if n:
-            tell(f"{n:,} pages {what}")
+            show(f"{n:,} pages {what}")
 
 
 def migrate(
-    location: LocationArgument,
+    location: Location,
     *,
-    check: Annotated[bool, typer.Option("--check", help="Only say whether there is something to do.")] = False,
-    sql: Annotated[bool, typer.Option("--sql", help="Only print the statements.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only report whether the schema is up to date.")] = False,
+    sql: Annotated[bool, typer.Option("--sql", help="Only print the SQL statements.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Create a SQL store, or bring its schema up to date.
 
-    Exit code 1 with --check: there is something to do.
+    Exit code 1 with --check: the schema is not up to date.
 
     Example: prefixstore migrate postgresql+psycopg://user@host/db --check
     """
     from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
     if check and sql:
-        raise InvalidParameterError("--check and --sql exclude each other")
+        raise InvalidParameterError("--check and --sql cannot be combined")
     if sql:
         statements = schema.upgrade_sql(location)
         if as_json:
@@ -244,10 +259,19 @@ def migrate(
             typer.echo(statements, nl=False)
         return 0
     before = schema.check(location) if check else schema.upgrade(location)
+    where = without_password(location)
     if as_json:
-        emit({"revision": before.revision, "head": before.head, "current": before.is_current or not check})
+        emit(
+            {
+                "location": where,
+                "revision": before.revision,
+                "head": before.head,
+                "current": before.is_current or not check,
+            }
+        )
     elif before.is_current:
-        typer.echo(f"schema {before.revision}: up to date")
+        typer.echo(f"{where}: schema {before.revision} is up to date")
     else:
-        typer.echo(f"schema {before.revision or 'none'} -> {before.head}{': to be migrated' if check else ''}")
+        change = f"schema {before.revision or 'none'} -> {before.head}"
+        typer.echo(f"{where}: {change} {'needed' if check else 'done'}")
     return FAILED if check and not before.is_current else 0

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prefixstore.cli.output import DONE, FAILED, AsJson, emit, fields, guarded, say
+from prefixstore.backends.location import is_url, text_of, without_password
+from prefixstore.cli.options import AsJson, ConfigFile, MaxBytes, ModelFile, NCtx, Salt, open_model
+from prefixstore.cli.output import DONE, FAILED, emit, fields, say
 from prefixstore.cli.progress import shown
 from prefixstore.config import Config, explain, load_config
 from prefixstore.errors import LocationError, MisuseError
 from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
-from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import WarmReport
+from prefixstore.warming.context import fit, original_context
+from prefixstore.warming.estimate import Estimate, estimate
 from prefixstore.warming.job import warm as run_job
-from prefixstore.warming.prompts import Problem, read
+from prefixstore.warming.prompts import Problem, PromptLike, read
+from prefixstore.warming.report import Progress, WarmReport
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -30,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["warm"]
 
-SIGNALLED = 128  # and the number of the signal
-# Prompts for which there was no room are told one by one up to this many.
-TOLD = 10
+SIGNALLED = 128  # plus the number of the signal
+# How many prompts that did not fit are listed one by one.
+LISTED = 10
+STANDARD = "-"
 
 
-@guarded
 def warm(
     prompts: Annotated[
         list[str] | None,
@@ -45,13 +48,11 @@ def warm(
         ),
     ] = None,
     *,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file with [model], [store] and [warm], as servers use.")
-    ] = None,
-    model: Annotated[Path | None, typer.Option(help="GGUF file.")] = None,
+    config: ConfigFile = None,
+    model: ModelFile = None,
     store: Annotated[str | None, typer.Option(help="Location: lmdb:///path, sqlite:////path, ...")] = None,
-    n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Length of the context, in tokens.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
+    n_ctx: NCtx = None,
+    threads: Annotated[int | None, typer.Option(help="Number of threads.")] = None,
     batch: Annotated[int | None, typer.Option(help="Tokens evaluated at once.")] = None,
     type_k: Annotated[str | None, typer.Option("--type-k", help="Type of K in the cache: f16, q8_0, ...")] = None,
     type_v: Annotated[str | None, typer.Option("--type-v", help="Type of V in the cache.")] = None,
@@ -59,32 +60,42 @@ def warm(
     swa_full: Annotated[bool | None, typer.Option("--swa-full/--no-swa-full", help="Full-size window cache.")] = None,
     gpu_layers: Annotated[int | None, typer.Option("--gpu-layers", help="Layers on the GPU; -1 for all.")] = None,
     lora: Annotated[Path | None, typer.Option(help="LoRA adapter.")] = None,
-    chat_format: Annotated[str | None, typer.Option("--chat-format", help="Instead of the model's template.")] = None,
+    chat_format: Annotated[
+        str | None, typer.Option("--chat-format", help="Chat format to use instead of the model's template.")
+    ] = None,
     generation_prompt: Annotated[
         bool | None,
         typer.Option(
             "--generation-prompt/--next-turn",
-            help="Messages end where the assistant answers, or (the default) where a next user turn begins.",
+            help="End messages where the assistant answers, or (the default) where the next user turn begins.",
         ),
     ] = None,
-    salt: Annotated[str | None, typer.Option(help="Tenant: separates pages from those of others.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Name that separates pages, like salt.")] = None,
+    salt: Salt = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Name of the namespace; separates pages, as --salt does.")
+    ] = None,
     page_tokens: Annotated[int | None, typer.Option("--page-tokens", help="Tokens in a page.")] = None,
-    max_bytes: Annotated[str | None, typer.Option("--max-bytes", help="What the location may hold: 20GiB.")] = None,
-    ttl: Annotated[str | None, typer.Option(help="How long pages are kept after their last use: 30d.")] = None,
-    priority: Annotated[int | None, typer.Option(help="For the policy priority: lower goes first.")] = None,
+    max_bytes: MaxBytes = None,
+    ttl: Annotated[str | None, typer.Option(help="Time to live after the last use: 30d.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Priority under the eviction policy priority; lower is evicted first.")
+    ] = None,
     pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep the prompts from eviction.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what it would take, and store nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the estimated cost without storing anything.")
+    ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Tell whether the store has pages for these settings, and if not, why.")
+        bool, typer.Option("--check", help="Show whether the store has pages for these settings, and if not, why.")
     ] = False,
     as_json: AsJson = False,
 ) -> int:
     """Compute prompts and store them, each shared prefix once.
 
-    What is stored already is left out; a job that was stopped is just run again, and several on one list divide it.
+    Prompts that are stored already are skipped. Run an interrupted job again to finish it; several jobs on one list
+    divide it. Without --n-ctx, the context is as long as the longest prompt needs, up to the length that the model was
+    trained with. Options override the file given by --config.
 
-    Exit codes: 0 done; 1 something could not be read or kept; 2 misused; 3 the store cannot be used; 130, 143
+    Exit codes: 0 done; 1 some prompts could not be read or stored; 2 wrong usage; 3 the store cannot be used; 130, 143
     interrupted, and what was computed is kept.
 
     Example: prefixstore warm --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
@@ -113,106 +124,195 @@ def warm(
     }
     settings = load_config(config) if config is not None else Config()
     settings = settings.override(str(model) if model else None, models, stores)
-    if check:
-        return _check(settings, as_json=as_json)
     sources = list(prompts or settings.warm.get("prompts", ()))
-    if not sources:
-        raise MisuseError("no prompts are given; name files or folders, or - for standard input")
     ends = _either(generation_prompt, settings.warm.get("generation_prompt"))
+    if check:
+        return _check(settings, sources, generation_prompt=ends, as_json=as_json)
+    if not sources:
+        raise MisuseError("no prompts are given; pass files, folders, or - for standard input")
     if dry_run:
         return _dry_run(settings, sources, generation_prompt=ends, as_json=as_json)
     pins = _either(pin, settings.warm.get("pin"))
-    return _warm(settings, sources, {"generation_prompt": ends, "pin": pins}, as_json=as_json)
+    return _warm(settings, sources, generation_prompt=ends, pin=pins, as_json=as_json)
 
 
 def _either(option: bool | None, setting: object) -> bool:
     return option if option is not None else bool(setting)
 
 
-# -- what it does -----------------------------------------------------------------------------------------------------
+# -- the commands -----------------------------------------------------------------------------------------------------
 
 
-def _warm(settings: Config, sources: list[str], options: dict[str, bool], *, as_json: bool) -> int:
-    with _signals() as caught:
-        llm = settings.open_llama()
-        with settings.open_store(llm) as store:
-            for difference in _differences(store):
-                say(f"note: nothing is stored for these settings yet: {difference}")
-            with shown() as progress:
-                report = run_job(llm, store, read(sources), progress=progress, stop=lambda: bool(caught), **options)
+def _warm(settings: Config, sources: list[str], *, generation_prompt: bool, pin: bool, as_json: bool) -> int:
+    with _signals() as caught, shown() as progress:
+        progress(Progress())
+        ready = _prepare(settings, sources, generation_prompt=generation_prompt, stop=lambda: bool(caught))
+        with ready.settings.open_store(ready.llm) as store:
+            _print_notes(ready, store)
+            report = run_job(
+                ready.llm,
+                store,
+                ready.prompts,
+                progress=progress,
+                stop=lambda: bool(caught),
+                generation_prompt=generation_prompt,
+                pin=pin,
+            )
             dropped = store.stats().dropped
-        llm.close()
-    _tell_problems(report.problems)
-    _tell_unstored(report.unstored, dropped)
+            location = store.location
+        ready.llm.close()
+    _print_problems(report.problems)
+    _print_unstored(report.unstored, dropped)
     if as_json:
-        emit(_plain(report))
+        emit({"location": location, "n_ctx": ready.n_ctx, **asdict(report), "seconds": round(report.seconds, 3)})
     else:
-        fields(_rows(report))
+        fields({"location": location, "n_ctx": ready.n_ctx_in_words, **_rows(report)})
     if report.interrupted:
         return SIGNALLED + caught[0]
     return FAILED if report.problems or report.unstored else DONE
 
 
 def _dry_run(settings: Config, sources: list[str], *, generation_prompt: bool, as_json: bool) -> int:
-    llm = settings.open_llama()
-    with _open_to_look(settings, llm) as store:
-        for difference in _differences(store):
-            say(f"note: nothing is stored for these settings yet: {difference}")
-        expected = estimate(llm, store, read(sources), generation_prompt=generation_prompt)
-    llm.close()
-    _tell_problems(expected.problems)
+    ready = _prepare(settings, sources, generation_prompt=generation_prompt)
+    with _open_read_only(ready.settings, ready.llm) as (store, location):
+        _print_notes(ready, store)
+        expected = estimate(ready.llm, store, ready.prompts, generation_prompt=generation_prompt)
+    ready.llm.close()
+    _print_problems(expected.problems)
     if as_json:
-        emit({**asdict(expected), "dry_run": True})
+        emit({"location": location, "n_ctx": ready.n_ctx, **asdict(expected), "dry_run": True})
     else:
-        fields(
-            {
-                "prompts": f"{expected.prompts:,}",
-                "tokens in them": f"{expected.prompt_tokens:,}",
-                "unique tokens": f"{expected.unique_tokens:,}",
-                "to evaluate": f"{expected.missing_tokens:,}",
-                "bytes": format_bytes(expected.bytes),
-                "seconds": f"{expected.seconds:,.1f}",
-            }
-        )
+        fields({"location": location, "n_ctx": ready.n_ctx_in_words, **_expected_rows(expected)})
     return FAILED if expected.problems else DONE
 
 
-def _check(settings: Config, *, as_json: bool) -> int:
-    llm = settings.open_llama()
-    with _open_to_look(settings, llm) as store:
+def _check(settings: Config, sources: list[str], *, generation_prompt: bool, as_json: bool) -> int:
+    ready = _prepare_check(settings, sources, generation_prompt=generation_prompt)
+    with _open_read_only(ready.settings, ready.llm) as (store, location):
+        for note in ready.notes:
+            say(f"note: {note}")
         known = store.engine.namespaces()
         same = any(namespace.key == store.namespace.key for namespace in known)
         differences = explain(store.namespace, known)
         if as_json:
-            emit({"namespace": store.namespace.key.hex(), "stored": same, "differences": differences})
+            result = {"namespace": store.namespace.key.hex(), "stored": same, "differences": differences}
+            emit({"location": location} | result)
         elif same:
-            typer.echo("The store has pages for these settings.")
+            typer.echo(f"{location} has pages for these settings.")
         elif differences:
-            typer.echo("The store has no pages for these settings. What comes nearest differs:")
+            typer.echo(f"{location} has no pages for these settings. The most similar ones differ:")
             for difference in differences:
                 typer.echo(f"  {difference}")
         else:
-            typer.echo("The store has no pages at all.")
-    llm.close()
+            typer.echo(f"{location} has no pages at all.")
+    ready.llm.close()
     return DONE if same else FAILED
 
 
-def _open_to_look(settings: Config, llm: Llama) -> PrefixStore:
-    """The store, for reading only; an empty one if there is none yet."""
+# -- the model and its context ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Ready:
+    """A model with a context, and the prompts for it.
+
+    Attributes
+    ----------
+    settings
+        The settings of the model and the store.
+    llm
+        The model.
+    n_ctx
+        Length of its context.
+    prompts
+        The prompts: tokens if the context was sized by them, otherwise read as they are needed.
+    reason
+        Why the context is as long as it is.
+    notes
+        What the user should know about its length.
+    """
+
+    settings: Config
+    llm: Llama
+    n_ctx: int = field(init=False)
+    prompts: Iterable[PromptLike]
+    reason: str
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # the report is printed when the model is closed
+        self.n_ctx = self.llm.n_ctx()
+
+    @property
+    def n_ctx_in_words(self) -> str:
+        """Length of the context, and the reason for it."""
+        return f"{self.n_ctx:,} ({self.reason})"
+
+
+def _prepare(
+    settings: Config, sources: list[str], *, generation_prompt: bool, stop: Callable[[], bool] = lambda: False
+) -> _Ready:
+    """Open the model with the given context, or else with one that holds the longest prompt."""
+    if "n_ctx" in settings.model:
+        return _Ready(settings, open_model(settings), read(sources), "as given")
+    tokenizer = open_model(settings, tokenizer_only=True)
+    fitted = fit(tokenizer, read(sources), generation_prompt=generation_prompt, stop=stop)
+    original = original_context(tokenizer)
+    tokenizer.close()
+    reason = "no prompt can be used"
+    if fitted.longest:
+        reason = f"for the longest prompt, {fitted.longest:,} tokens; servers need as much"
+    notes = () if original is None else (_long_context_note(fitted.n_ctx, original),)
+    settings = settings.override(model={"n_ctx": fitted.n_ctx})
+    return _Ready(settings, open_model(settings), fitted.prompts(), reason, notes)
+
+
+def _prepare_check(settings: Config, sources: list[str], *, generation_prompt: bool) -> _Ready:
+    """Open the model for ``--check``: prompts are read only if the namespace depends on the length of the context."""
+    if "n_ctx" in settings.model:
+        return _Ready(settings, open_model(settings), (), "as given")
+    tokenizer = open_model(settings, tokenizer_only=True)
+    original = original_context(tokenizer)
+    tokenizer.close()
+    if original is not None and sources and STANDARD not in sources:
+        return _prepare(settings, sources, generation_prompt=generation_prompt)
+    llm = open_model(settings)
+    notes = () if original is None else (_long_context_note(llm.n_ctx(), original),)
+    return _Ready(settings, llm, (), "by default", notes)
+
+
+def _long_context_note(n_ctx: int, original: int) -> str:
+    same = f"above {original:,}" if n_ctx > original else f"of at most {original:,}"
+    return (
+        f"states of this model may differ in contexts longer than {original:,} tokens: pages for n_ctx={n_ctx:,} are "
+        f"found only by servers with an n_ctx {same}; pass the --n-ctx of your servers"
+    )
+
+
+def _print_notes(ready: _Ready, store: PrefixStore) -> None:
+    differences = explain(store.namespace, store.engine.namespaces())
+    for note in (*ready.notes, *(f"the store has no pages for these settings yet: {one}" for one in differences)):
+        say(f"note: {note}")
+
+
+@contextmanager
+def _open_read_only(settings: Config, llm: Llama) -> Iterator[tuple[PrefixStore, str]]:
+    """The store and its location, to read from; an empty store if the location has none yet."""
     try:
-        return settings.open_store(llm, read_only=True)
+        store = settings.open_store(llm, read_only=True)
+        location = store.location
     except LocationError as error:
-        say(f"note: taken as empty: {error}")
-        return settings.open_store(llm, location="memory:", ram_bytes=None)
-
-
-def _differences(store: PrefixStore) -> list[str]:
-    return explain(store.namespace, store.engine.namespaces())
+        say(f"note: the store is treated as empty, since it cannot be opened: {error}")
+        store = settings.open_store(llm, location="memory:", ram_bytes=None)
+        text = text_of(settings.store.get("location"))
+        location = without_password(text) if is_url(text) else f"lmdb://{Path(text).absolute()}"
+    with store:
+        yield store, location
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are noted, to stop behind a batch; the second one ends the process as ever."""
+    """Note SIGINT and SIGTERM, to stop after the current batch; a second one ends the process as usual."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -233,24 +333,20 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-# -- what it shows ----------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _tell_problems(problems: tuple[Problem, ...]) -> None:
+def _print_problems(problems: tuple[Problem, ...]) -> None:
     for problem in problems:
         say(str(problem))
 
 
-def _tell_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
-    for where in unstored[:TOLD]:
-        say(f"{where}: not wholly in the store at the end")
+def _print_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
+    for where in unstored[:LISTED]:
+        say(f"{where}: not completely stored")
     if unstored:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "evicted since"
-        say(f"{len(unstored)} prompts are not wholly in the store (pages left out: {reasons}); raise --max-bytes?")
-
-
-def _plain(report: WarmReport) -> dict[str, Any]:
-    return {**asdict(report), "seconds": round(report.seconds, 3)}
+        say(f"{len(unstored)} prompts are not completely stored (pages left out: {reasons}); raise --max-bytes?")
 
 
 def _rows(report: WarmReport) -> dict[str, object]:
@@ -264,9 +360,20 @@ def _rows(report: WarmReport) -> dict[str, object]:
         "seconds": f"{report.seconds:,.1f}",
     }
     if report.short:
-        rows["too short to keep"] = f"{report.short:,}"
+        rows["too short to store"] = f"{report.short:,}"
     if report.problems:
         rows["problems"] = f"{len(report.problems):,}"
     if report.interrupted:
         rows["interrupted"] = "yes; run it again for the rest"
     return rows
+
+
+def _expected_rows(expected: Estimate) -> dict[str, object]:
+    return {
+        "prompts": f"{expected.prompts:,}",
+        "tokens in them": f"{expected.prompt_tokens:,}",
+        "unique tokens": f"{expected.unique_tokens:,}",
+        "to evaluate": f"{expected.missing_tokens:,}",
+        "bytes": format_bytes(expected.bytes),
+        "seconds": f"{expected.seconds:,.1f}",
+    }

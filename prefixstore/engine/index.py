@@ -200,10 +200,13 @@ class Index:
         return subtree[::-1]
 
     def resize(self, page: Page, stored_bytes: int) -> None:
-        """Note how many bytes the codec made of a page."""
-        self._count(page, -1)
+        """Note how many bytes the codec made of a page, which may have been removed while it was written."""
+        is_here = self.pages.get(page.key) is page
+        if is_here:
+            self._count(page, -1)
         page.stored_bytes = stored_bytes
-        self._count(page, 1)
+        if is_here:
+            self._count(page, 1)
 
     def _count(self, page: Page, sign: int) -> None:
         self.raw_bytes += sign * page.raw_bytes

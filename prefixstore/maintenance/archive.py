@@ -224,7 +224,7 @@ class Archive:
             try:
                 record, payload = view.record(page.key), view.payload(page.key)
                 if record is None or payload is None:
-                    return "its payload is missing" if record is not None else "it was deleted"
+                    return "the payload is missing" if record is not None else "the page was deleted meanwhile"
                 decode(record, payload)
             except StorageError as error:
                 return str(error)

@@ -1,9 +1,9 @@
 """Small GGUF models with random weights, for the demo, the tests and the benchmarks.
 
-The files are real ones: llama.cpp loads them, tokenizes text with them and generates from them. They have
-never been trained, so what they write is word salad; but it is the *same* salad for the same seed and prompt,
-it depends on the whole context, and it goes on for as many tokens as were asked for. Only words are
-generated, each of them one token with a leading space, so that a completion tokenizes back to its tokens.
+The files are real GGUF files: llama.cpp loads them, tokenizes text with them and generates from them. They are not
+trained, so they generate random words; but the words are the *same* for the same seed and prompt, they depend on the
+whole context, and they continue for as many tokens as were requested. Only words are generated, each of them one token
+with a leading space, so that a completion tokenizes back to its tokens.
 
 >>> from prefixstore.testing.models import TINY, write_model
 >>> path = write_model("tiny.gguf", TINY["llama"])  # doctest: +SKIP
@@ -36,14 +36,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# The residual stream has about unit variance per channel after the embedding. Channel 0 is a constant: the
-# embedding sets it, no block writes to it, and so output rows can use it as a bias (the formats have none).
-_BIAS = 4.0  # what channel 0 holds
-_SUPPRESS = -16.0  # output weight on channel 0 for tokens which are not to be generated
+# The residual stream has about unit variance per channel after the embedding. Channel 0 is a constant: the embedding
+# sets it and no block writes to it, so the output rows can use it as a bias (the formats have none).
+_BIAS = 4.0  # value of channel 0
+_SUPPRESS = -16.0  # output weight on channel 0 for tokens that must not be generated
 _LOGIT_STD = 4.0  # spread of the logits of the other tokens
 _SHARPNESS = 4.0  # spread of the attention scores: uniform attention would average the context away
-_ATTN_GAIN = 1.0  # what an attention (or recurrent) block adds to the stream ...
-_FFN_GAIN = 0.5  # ... and a feed-forward block
+_ATTN_GAIN = 1.0  # magnitude that an attention (or recurrent) block adds to the stream
+_FFN_GAIN = 0.5  # magnitude that a feed-forward block adds
 
 WINDOWED = ("gemma3", "olmo2")
 
@@ -58,7 +58,7 @@ class Shape:
     Parameters
     ----------
     arch
-        Architecture, as llama.cpp calls it: ``"llama"``, ``"gemma3"``, ``"olmo2"``, ``"mamba"`` or ``"lfm2"``.
+        Architecture, by its name in llama.cpp: ``"llama"``, ``"gemma3"``, ``"olmo2"``, ``"mamba"`` or ``"lfm2"``.
     n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff
         Sizes of the network. ``mamba`` has no heads and no feed-forward blocks; ``lfm2`` and
         ``olmo2`` need ``n_head * head_dim == n_embd``. Keep `head_dim` a multiple of 32 for quantized KV caches.
@@ -67,12 +67,12 @@ class Shape:
     n_trained
         Size of the trained part of the vocabulary, at most `n_vocab`.
     n_ctx_train
-        The context length that the metadata claims.
+        The context length in the metadata.
     sliding_window
-        Window of the sliding layers, 0 for none (``gemma3``: every sixth layer is a full one; ``olmo2``: every
+        Window of the sliding layers, 0 for none (``gemma3``: every sixth layer has full attention; ``olmo2``: every
         fourth).
     attn_every
-        Every how many layers there is one with attention (``lfm2`` only: the others are convolutions).
+        One layer in this many has attention (``lfm2`` only: the others are convolutions).
     conv, d_state, dt_rank
         Length of the convolutions (``mamba``, ``lfm2``), size of the state per channel and rank of the
         time step (``mamba``).
@@ -109,14 +109,14 @@ TINY: dict[str, Shape] = {
 """Shapes for each kind of memory, all below 3 MB: full attention, sliding window (two), recurrent, hybrid."""
 
 DEMO = Shape(n_layer=16, n_embd=512, n_head=16, n_head_kv=8, head_dim=64, n_ff=1536, n_vocab=32000)
-"""A Llama with 32 KiB of f16 KV per token (as Llama 3.2 1B), its prefill slow enough to be worth avoiding."""
+"""A Llama with 32 KiB of f16 KV per token (as Llama 3.2 1B), with a prefill slow enough to be worth avoiding."""
 
 
 def write_model(path: str | os.PathLike[str], shape: Shape, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a GGUF model with random weights.
 
-    The file appears under its name only when it is complete. The same shape and seed give the same bytes
-    (on the same versions of Python, whose documentation the vocabulary is trained on, and of the packages).
+    The file gets its name only when it is complete. The same shape and seed give the same bytes, with the same versions
+    of the packages and of Python, on whose documentation the vocabulary is trained.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def write_model(path: str | os.PathLike[str], shape: Shape, *, seed: int = 0, **
     ImportError
         If ``gguf`` or ``tokenizers`` is not installed.
     ValueError
-        If the shape is not one that llama.cpp can load.
+        If llama.cpp cannot load a model of this shape.
     """
     gguf = _extra("gguf")
     shape = replace(shape, **overrides)
@@ -175,9 +175,9 @@ def _extra(name: str) -> Any:
 
 def _check(shape: Shape) -> None:
     if shape.arch not in TINY:
-        raise ValueError(f"unknown architecture {shape.arch!r}: not one of {', '.join(TINY)}")
+        raise ValueError(f"arch={shape.arch!r} is not supported; known are {', '.join(TINY)}")
     if shape.n_vocab < 512 or shape.n_trained < 512:
-        raise ValueError("n_vocab and n_trained must be 512 at least: the 256 bytes, and then some words")
+        raise ValueError("n_vocab and n_trained must be at least 512: 256 tokens for the bytes, and some words")
     if shape.sliding_window and shape.arch not in WINDOWED:
         raise ValueError(f"{shape.arch} has no sliding window")
     if shape.arch != "mamba" and (shape.n_head_kv < 1 or shape.n_head % shape.n_head_kv):
@@ -189,12 +189,12 @@ def _check(shape: Shape) -> None:
 class _Vocabulary(NamedTuple):
     tokens: tuple[str, ...]
     merges: tuple[str, ...]
-    words: NDArray[np.bool_]  # which tokens are a space and a whole word
+    words: NDArray[np.bool_]  # whether a token is a space and a whole word
 
 
 @functools.cache
 def _vocabulary(size: int) -> _Vocabulary:
-    """Train a byte-level BPE on the documentation which comes with Python."""
+    """Train a byte-level BPE on the documentation that comes with Python."""
     tokenizers = _extra("tokenizers")
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
 
@@ -208,7 +208,7 @@ def _vocabulary(size: int) -> _Vocabulary:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(corpus.splitlines(keepends=True), trainer=trainer)
-    model = json.loads(tokenizer.to_str())["model"]  # the only form in which the merges are public
+    model = json.loads(tokenizer.to_str())["model"]  # merges are public only in this form
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     spaced = {"Ġ" + word for word in re.findall("[A-Za-z]{2,}", corpus)}  # "Ġ" stands for a space
@@ -231,7 +231,7 @@ def _write_hyperparameters(writer: Any, shape: Shape) -> None:
         writer.add_ssm_state_size(shape.d_state)
         writer.add_ssm_time_step_rank(shape.dt_rank)
         return
-    if shape.arch == "lfm2":  # layers without KV heads are the recurrent ones
+    if shape.arch == "lfm2":  # layers without KV heads are recurrent
         writer.add_head_count_kv([shape.n_head_kv * _has_attention(shape, i) for i in range(shape.n_layer)])
         writer.add_shortconv_l_cache(shape.conv)
     else:
@@ -264,7 +264,7 @@ def _has_attention(shape: Shape, layer: int) -> bool:
     return shape.arch in ("llama", *WINDOWED) or (shape.arch == "lfm2" and (layer + 1) % shape.attn_every == 0)
 
 
-def _tensors(  # noqa: C901 - one branch a kind of block
+def _tensors(  # noqa: C901 - one branch for each kind of block
     shape: Shape, words: NDArray[np.bool_], rng: np.random.Generator
 ) -> Iterator[tuple[str, Any]]:
     """Yield the weights. llama.cpp wants vectors, convolutions and state-space parameters in f32."""
@@ -289,7 +289,7 @@ def _tensors(  # noqa: C901 - one branch a kind of block
 
     embedding = rng.standard_normal((shape.n_vocab, n_embd), dtype=np.float32)
     embedding[:, 0] = _BIAS
-    if arch == "gemma3":  # which multiplies by the root when it looks a token up
+    if arch == "gemma3":  # it multiplies by this root after the lookup
         embedding /= math.sqrt(n_embd)
     output = normal(shape.n_vocab, n_embd, _LOGIT_STD)
     output[:, 0] = 0
@@ -302,10 +302,10 @@ def _tensors(  # noqa: C901 - one branch a kind of block
 
     for layer in range(shape.n_layer):
         block = f"blk.{layer}."
-        if arch != "olmo2":  # which has norms behind its blocks only
+        if arch != "olmo2":  # it has norms after its blocks only
             yield block + "attn_norm.weight", vector(n_embd)
         if _has_attention(shape, layer):
-            normalized = arch != "llama"  # queries and keys are, so that the sharpness goes into the norm
+            normalized = arch != "llama"  # queries and keys are normalized: the sharpness goes into the norm
             yield block + "attn_q.weight", matrix(n_q, n_embd, 1.0 if normalized else _SHARPNESS)
             yield block + "attn_k.weight", matrix(n_kv, n_embd)
             yield block + "attn_v.weight", matrix(n_kv, n_embd)
@@ -334,7 +334,7 @@ def _mamba_block(
     shape: Shape, block: str, normal: Any, to_stream: Any, rng: np.random.Generator
 ) -> Iterator[tuple[str, Any]]:
     n_inner, n_x = 2 * shape.n_embd, shape.dt_rank + 2 * shape.d_state
-    steps = np.exp(rng.uniform(math.log(2e-4), math.log(0.05), n_inner))  # slow ones: a long memory
+    steps = np.exp(rng.uniform(math.log(2e-4), math.log(0.05), n_inner))  # slow steps: a long memory
     yield block + "ssm_in.weight", normal(2 * n_inner, shape.n_embd).astype(np.float16)
     yield block + "ssm_conv1d.weight", normal(n_inner, shape.conv)
     yield block + "ssm_conv1d.bias", np.zeros(n_inner, np.float32)

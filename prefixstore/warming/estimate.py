@@ -1,4 +1,4 @@
-"""What warming a list of prompts would take: tokens, bytes and seconds, from a trial on this machine."""
+"""The expected cost of warming a list of prompts in tokens, bytes and seconds, from a trial on this machine."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING
 
 from prefixstore.store import PrefixStore
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
-from prefixstore.warming.trie import Plan
-from prefixstore.warming.walk import Survey
+from prefixstore.warming.survey import Survey, page_tokens_of
+from prefixstore.warming.trie import PromptTrie
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
 __all__ = ["Estimate", "estimate"]
 
-# Batches of a prompt that are tried; the first pays for what llama.cpp sets up.
+# Batches of a prompt in the trial; the first one is slow since llama.cpp allocates its buffers.
 TRIAL_BATCHES = 3
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a warming job is expected to do.
+    """The expected cost of a warming job.
 
     Attributes
     ----------
     prompts, prompt_tokens, unique_tokens, missing_tokens
-        As in `prefixstore.WarmReport`; `missing_tokens` is what would be evaluated.
+        As in `prefixstore.WarmReport`; `missing_tokens` would be evaluated.
     bytes
-        What these tokens would take in the store.
+        Size of these tokens in the store.
     seconds
-        What evaluating them would take. Tokens at the end of a long prompt take longer than those that were tried.
+        Time to evaluate them. Tokens at the end of a long prompt take longer than those of the trial.
     problems
-        What could not be used.
+        Prompts that could not be used.
     """
 
     prompts: int
@@ -49,44 +49,44 @@ class Estimate:
 def estimate(
     llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike], *, generation_prompt: bool = False
 ) -> Estimate:
-    """What `prefixstore.warm` would do with the same arguments. Nothing is stored.
+    """Estimate what `prefixstore.warm` would do with the same arguments, without storing anything.
 
     Parameters
     ----------
     llm
-        The model. A few batches of a prompt are evaluated; what its context holds is lost.
+        The model. A few batches of a prompt are evaluated, and what its context holds is lost.
     store
         The store, attached to `llm`.
     prompts, generation_prompt
         As for `prefixstore.warm`.
     """
     problems: list[Problem] = []
-    plan = Plan(tokenized(llm, prompts, problems, generation_prompt=generation_prompt), store.min_tokens)
-    survey = Survey(store, plan)
+    trie = PromptTrie(tokenized(llm, prompts, problems, generation_prompt=generation_prompt), store.min_tokens)
+    survey = Survey(store, trie)
     missing = survey.missing_tokens
-    size, seconds = _trial(llm, store, plan, survey) if missing else (0.0, 0.0)
+    size, seconds = _trial(llm, store, trie, survey) if missing else (0.0, 0.0)
     return Estimate(
-        plan.prompts,
-        plan.prompt_tokens,
-        plan.unique_tokens,
+        trie.prompts,
+        trie.prompt_tokens,
+        trie.unique_tokens,
         missing,
-        round(_stored_tokens(store, plan, survey) * size),
+        round(_stored_tokens(store, trie, survey) * size),
         missing * seconds,
         tuple(problems),
     )
 
 
-def _stored_tokens(store: PrefixStore, plan: Plan, survey: Survey) -> int:
-    """Tokens in the pages that would be written: a prompt that branches off inside a page has all of it once more."""
-    page_tokens = int(str(store.namespace.settings["page_tokens"]))
-    starts = ((i, plan.length(i) - missing) for i, missing in enumerate(survey.missing) if missing)
-    return sum(plan.length(i) - start + start % page_tokens for i, start in starts)
+def _stored_tokens(store: PrefixStore, trie: PromptTrie, survey: Survey) -> int:
+    """Tokens in the pages that would be written: a prompt that branches off inside a page stores that page again."""
+    page_tokens = page_tokens_of(store)
+    starts = ((i, trie.length(i) - missing) for i, missing in enumerate(survey.missing) if missing)
+    return sum(trie.length(i) - start + start % page_tokens for i, start in starts)
 
 
-def _trial(llm: Llama, store: PrefixStore, plan: Plan, survey: Survey) -> tuple[float, float]:
-    """Stored bytes and seconds per token, of the longest prompt of which something is missing."""
-    longest = max((i for i, missing in enumerate(survey.missing) if missing), key=plan.length)
-    tokens = plan.tokens(longest)[: TRIAL_BATCHES * llm.n_batch].tolist()
+def _trial(llm: Llama, store: PrefixStore, trie: PromptTrie, survey: Survey) -> tuple[float, float]:
+    """Stored bytes and seconds per token, measured on the longest prompt that is not completely stored."""
+    longest = max((i for i, missing in enumerate(survey.missing) if missing), key=trie.length)
+    tokens = trie.tokens(longest)[: TRIAL_BATCHES * llm.n_batch].tolist()
     cache: object = llm.cache
     store.detach()
     try:
@@ -106,6 +106,6 @@ def _trial(llm: Llama, store: PrefixStore, plan: Plan, survey: Survey) -> tuple[
         store.attach(llm)
         if cache is store:
             llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
-    # the batch that went best, leaving out a short one at the end if there is another
+    # the fastest batch; a short one at the end counts only if there is no other
     full = [(seconds, n) for seconds, n in taken if n == len(tokens[: llm.n_batch])]
     return size, min(seconds / n for seconds, n in full)

@@ -1,6 +1,8 @@
 """Warming: a list of prompts into a store, each shared prefix computed once.
 
-The prompts are the leaves of a trie of tokens (`trie`), which is walked depth first (`walk`). Jobs on the same list
+The prompts are the leaves of a trie of tokens, which a job visits depth first. To return to a branch, the live context
+is cut there, or pages are restored if another job computed them. Jobs on the same list divide it into the same parts
+and claim them by leases. Nothing but the store records what is done, so a job that was killed is simply run again.
 """
 
 from __future__ import annotations
@@ -8,59 +10,34 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import xxhash
+
 from prefixstore.errors import MisuseError
+from prefixstore.format.keys import Tokens
 from prefixstore.store import PrefixStore
-from prefixstore.warming.leases import SECONDS
+from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
-from prefixstore.warming.trie import Plan
-from prefixstore.warming.walk import Progress, Survey, Walk
+from prefixstore.warming.report import Progress, WarmReport
+from prefixstore.warming.survey import Survey, matcher, page_tokens_of
+from prefixstore.warming.trie import Part, PromptTrie
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["WarmReport", "warm"]
+__all__ = ["Job", "warm"]
 
-
-@dataclass(frozen=True)
-class WarmReport:
-    """What a job has done.
-
-    Attributes
-    ----------
-    prompts, prompt_tokens
-        Prompts that could be used, duplicates included, and their tokens.
-    unique_tokens, missing_tokens
-        Tokens of their trie, and those of them that were not stored before.
-    evaluated_tokens
-        What this job evaluated.
-    stored_bytes
-        Stored bytes of the pages that hold the prompts now and were not there before.
-    seconds
-        From the first prompt read to the last page written.
-    short
-        Prompts of fewer tokens than the store keeps (`min_tokens`); they are left out.
-    unstored
-        Where prompts come from that are not wholly in the store, although the job went to its end: there was no room.
-    problems
-        What could not be used.
-    interrupted
-        Whether the job was stopped before its end.
-    """
-
-    prompts: int
-    prompt_tokens: int
-    unique_tokens: int
-    missing_tokens: int
-    evaluated_tokens: int
-    stored_bytes: int
-    seconds: float
-    short: int = 0
-    unstored: tuple[str, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    interrupted: bool = False
+# How often a job checks whether another one has finished the part it waits for.
+POLL_SECONDS = 0.2
+# How often it asks how many bytes the store holds.
+BYTES_SECONDS = 0.5
+# A snapshot is taken at the end of an evaluation, so an evaluation has as many batches as a signal can wait for.
+SNAPSHOT_BATCHES = 8
+# A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
+ATTEMPTS = 3
 
 
 def warm(
@@ -74,32 +51,32 @@ def warm(
     pin: bool = False,
     lease_seconds: float = SECONDS,
 ) -> WarmReport:
-    """Compute and store what is missing of a list of prompts.
+    """Compute and store the missing parts of a list of prompts.
 
     Parameters
     ----------
     llm
-        The model. What its context holds is lost.
+        The model, with a context longer than the longest prompt. What its context holds is lost.
     store
-        Where to. It is attached to `llm`, if it is not.
+        The store to fill. It is attached to `llm` for the job if it is not attached yet.
     prompts
         Texts, token ids, mappings with ``"prompt"``, ``"messages"`` (and ``"tools"``) or ``"tokens"``, paths of files
         and folders. They are read once, and their tokens kept in memory.
     progress
-        Is told how far the job is, after each batch.
+        Called with the progress after each batch.
     stop
-        Asked after each batch whether to stop: what is computed by then is kept, and the rest left to the next run.
+        Called after each batch; return True to stop. What was computed by then is kept, and the next run does the rest.
     generation_prompt
-        Whether messages end where the assistant answers, and not where a next user turn begins.
+        Whether messages end where the assistant answers, instead of where the next user turn begins.
     pin
         Keep the pages of the prompts from eviction.
     lease_seconds
-        How long other jobs on the same list leave a part of it to this one if it is not heard of any more.
+        How long other jobs on the same list wait for a part that this job has claimed once it stops renewing its lease.
 
     Raises
     ------
     MisuseError
-        If the store is read-only, is attached to another Llama, or nothing can be stored of this model.
+        If the store is read-only, is attached to another Llama, or cannot store states of this model.
     StorageError
         If the location fails. What was computed by then is kept as far as it can be written.
 
@@ -113,36 +90,241 @@ def warm(
     if attached is None:
         store.attach(llm)
     elif attached is not llm:
-        raise MisuseError("the store is attached to another Llama; give that one, or detach() the store")
+        raise MisuseError("the store is attached to another Llama; pass that one, or detach() the store first")
     try:
-        if store.kind.startswith("none"):
-            raise MisuseError(f"nothing can be stored of this model: {store.kind.removeprefix('none: ')}")
+        if not store.kind.is_stored:
+            raise MisuseError(f"states of this model cannot be stored: {store.kind.reason}")
         if store.read_only:
-            raise MisuseError("warm() writes, and the store is open with read_only=True")
+            raise MisuseError("warm() writes to the store, which was opened with read_only=True")
         started = time.perf_counter()
-        tell = progress or (lambda _: None)
-        tell(Progress())
+        show = progress or (lambda _: None)
+        show(Progress())
         problems: list[Problem] = []
-        asked = stop or (lambda: False)
+        is_stopped = stop or (lambda: False)
         found = tokenized(llm, prompts, problems, generation_prompt=generation_prompt)
-        plan = Plan(itertools.takewhile(lambda _: not asked(), found), store.min_tokens)
-        walk = Walk(llm, store, plan, tell, asked, pin=pin)
-        walk.run(lease_seconds)
-        after = Survey(store, plan)
-        new = after.pages.keys() - walk.survey.pages.keys()
+        trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
+        job = Job(llm, store, trie, show, is_stopped, pin=pin)
+        job.run(lease_seconds)
+        after = Survey(store, trie)
+        new = after.pages.keys() - job.survey.pages.keys()
+        missing = () if job.interrupted else (i for i, tokens in enumerate(after.missing) if tokens)
         return WarmReport(
-            plan.prompts,
-            plan.prompt_tokens,
-            plan.unique_tokens,
-            walk.survey.missing_tokens,
-            walk.progress.evaluated_tokens,
-            sum(after.pages[key].stored_bytes for key in new),
-            time.perf_counter() - started,
-            plan.short,
-            () if walk.interrupted else tuple(plan.where(i) for i, missing in enumerate(after.missing) if missing),
-            tuple(problems),
-            walk.interrupted,
+            prompts=trie.prompts,
+            prompt_tokens=trie.prompt_tokens,
+            unique_tokens=trie.unique_tokens,
+            missing_tokens=job.survey.missing_tokens,
+            evaluated_tokens=job.progress.evaluated_tokens,
+            stored_bytes=sum(after.pages[key].stored_bytes for key in new),
+            seconds=time.perf_counter() - started,
+            short=trie.short,
+            unstored=tuple(trie.where(i) for i in missing),
+            problems=tuple(problems),
+            interrupted=job.interrupted,
         )
     finally:
         if attached is None:
             store.detach()
+
+
+@dataclass
+class Job:
+    """One job: the parts of a trie that it claims, and the prompts in them.
+
+    Parameters
+    ----------
+    llm, store
+        The model, and the store that is attached to it.
+    trie
+        The prompts.
+    show
+        Called with the progress after each batch.
+    stop
+        Called after each batch; True stops the job.
+    pin
+        Whether to pin the prompts.
+
+    Attributes
+    ----------
+    survey
+        What was stored before the job.
+    progress
+        How far the job is.
+    interrupted
+        Whether it was stopped.
+    """
+
+    llm: Llama
+    store: PrefixStore
+    trie: PromptTrie
+    show: Callable[[Progress], object]
+    stop: Callable[[], bool]
+    pin: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._match = matcher(self.store)
+        self._namespace = self.store.namespace.key
+        self.survey = Survey(self.store, self.trie)
+        # recurrent memory can be resumed only at the positions of its snapshots
+        self._stops = self.store.kind.has_snapshots
+        # rows that leave a sliding window are overwritten: their pages are captured before that
+        self._forgets = not self.llm.context_params.swa_full
+        self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch) if self._forgets else self.llm.n_batch
+        self._page_tokens = page_tokens_of(self.store)
+        if self._stops:
+            self._forgets, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
+        self.interrupted = False
+        self._finished = self._in_work = 0
+        self._asked_at = 0.0
+        self._bytes_before = self.store.engine.used()[1]
+        self._started = time.perf_counter()
+        self.progress = Progress(
+            "evaluating",
+            prompts=self.trie.prompts,
+            unique_tokens=self.trie.unique_tokens,
+            missing_tokens=self.survey.missing_tokens,
+        )
+
+    def run(self, lease_seconds: float) -> None:
+        """Do every part that no other job does; afterwards all parts are done, or the job was interrupted."""
+        parts = self.trie.parts()
+        left = dict(enumerate(parts))
+        last = -1
+        self._show()
+        with Leases(self.store.engine, seconds=lease_seconds) as leases, ThreadPoolExecutor(1) as thread:
+            keeping: Future[None] | None = None
+            try:
+                while left and not self._is_stopped():
+                    found = len(left)
+                    claimed = self._claim(left, last, leases)
+                    if claimed is not None:
+                        last = claimed
+                        self._do(left.pop(claimed))
+                        # other jobs wait for the part, so at most one part may wait to be written
+                        if keeping is not None:
+                            keeping.result()
+                        keeping = thread.submit(self._keep, parts[claimed], leases)
+                    elif len(left) == found:
+                        self._show("waiting")
+                        time.sleep(POLL_SECONDS)
+            finally:
+                # whatever ends the job: what was computed is stored before other jobs may claim the part
+                self.store.capture()
+                self.store.flush()
+                if keeping is not None:
+                    keeping.result()
+        self._show()
+
+    def _is_stopped(self) -> bool:
+        self.interrupted = self.interrupted or self.stop()
+        return self.interrupted
+
+    # -- which part is next -------------------------------------------------------------------------------------------
+
+    def name(self, part: Part) -> bytes:
+        """The name of the lease of a part."""
+        return xxhash.xxh3_128_digest(self._namespace + part.name)
+
+    def _claim(self, left: dict[int, Part], last: int, leases: Leases) -> int | None:
+        """Claim the next free part; parts that turn out to be stored are removed from `left`."""
+        for i in sorted(left, key=lambda i: (i < last, i)):
+            part, name = left[i], self.name(left[i])
+            if any(need in left for need in part.needs) or not leases.is_free(name):
+                continue
+            if not self._is_stored(part):
+                if not leases.acquire(name):
+                    continue
+                # another job may have stored it before the lease was acquired
+                if not self._is_stored(part):
+                    return i
+                leases.release(name)
+            self._note_stored(left.pop(i))
+        return None
+
+    def _is_stored(self, part: Part) -> bool:
+        if part.depth is not None:
+            return self._match(self.trie.tokens(part.first)[: part.depth]).n_tokens == part.depth
+        prompts = map(self.trie.tokens, range(part.first, part.end))
+        return all(self._match(tokens).n_tokens == len(tokens) for tokens in prompts)
+
+    def _note_stored(self, part: Part) -> None:
+        if part.depth is None:
+            for i in range(part.first, part.end):
+                self._visit(i, self.trie.length(i))
+                self._note_done(i)
+            self._keep(part, None)
+
+    # -- a part -------------------------------------------------------------------------------------------------------
+
+    def _do(self, part: Part) -> None:
+        if part.depth is not None:
+            self._visit(part.first, part.depth)
+            return
+        for i in range(part.first, part.end):
+            if self._is_stopped():
+                return
+            self._visit(i, self.trie.length(i))
+            self._note_done(i)
+
+    def _keep(self, part: Part, leases: Leases | None) -> None:
+        """Write the part durably, so that other jobs see it, and then release its lease."""
+        self.store.flush()
+        if self.pin and part.depth is None and not self.interrupted:
+            for i in range(part.first, part.end):
+                self.store.pin(self.trie.tokens(i))
+        if leases is not None:
+            leases.release(self.name(part))
+
+    def _visit(self, i: int, depth: int) -> None:
+        """Store the first `depth` tokens of a prompt."""
+        tokens = self.trie.tokens(i)[:depth]
+        path = self._match(tokens)
+        if path.n_tokens == len(tokens):
+            # warming a stored prompt again counts as a use, like a restore, and extends its time to live
+            self.store.engine.touch(self._namespace, path.pages)
+            return
+        at = self._restore(tokens, path.n_tokens)
+        stops = self.trie.stops(i, at, depth) if self._stops else ()
+        while at < len(tokens) and not self._is_stopped():
+            end = self._end_of_batch(at, len(tokens), stops)
+            self.llm.eval(tokens[at:end].tolist())
+            self._in_work += end - at
+            self.progress = replace(self.progress, evaluated_tokens=self.progress.evaluated_tokens + end - at)
+            at = end
+            if at in stops or (self._forgets and at % self._page_tokens == 0):
+                self.store.capture()
+            self._show()
+        self.store.capture()
+
+    def _restore(self, tokens: Tokens, stored: int) -> int:
+        """Bring the longest known prefix of the tokens into the context; its length."""
+        live = 0
+        for _ in range(ATTEMPTS):
+            live = self.store.restore(tokens, always=True)
+            if live >= min(stored, len(tokens) - 1):
+                break
+            stored = self._match(tokens).n_tokens
+        return live
+
+    def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:
+        end = min([at + self._step, n, *(stop for stop in stops if stop > at)])
+        if self._forgets and end < n:
+            aligned = end - end % self._page_tokens
+            end = aligned if aligned > at else end
+        return end
+
+    # -- progress -----------------------------------------------------------------------------------------------------
+
+    def _note_done(self, i: int) -> None:
+        self._finished += self.survey.missing[i]
+        self._in_work = 0
+        self.progress = replace(self.progress, walked_tokens=self.progress.walked_tokens + self.trie.length(i))
+
+    def _show(self, phase: str = "evaluating") -> None:
+        now, known = time.perf_counter(), self.progress
+        done = min(known.missing_tokens, max(known.done_tokens, self._finished + self._in_work))
+        stored = known.stored_bytes
+        if now - self._asked_at > BYTES_SECONDS:
+            self._asked_at = now
+            stored = max(0, self.store.engine.used()[1] - self._bytes_before)
+        self.progress = replace(known, phase=phase, done_tokens=done, stored_bytes=stored, seconds=now - self._started)
+        self.show(self.progress)

@@ -1,4 +1,4 @@
-"""Leases: notes in a store by which jobs divide work among themselves, and which end with their owner."""
+"""Leases: notes in a store by which jobs claim parts of the work; a lease expires when its owner stops renewing it."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 __all__ = ["Leases", "Notes", "Owner"]
 
 PREFIX = b"lease:"
-# How long a lease is good for without being renewed. The clocks of machines that share a store may differ by less.
+# How long a lease is valid without being renewed. The clocks of machines that share a store must differ by less.
 SECONDS = 30.0
-RENEWALS = 3  # within that time
+RENEWALS = 3  # in that time
 
 
 class Notes(Protocol):
-    """What keeps the leases: `prefixstore.engine.engine.Engine`."""
+    """Storage of leases: `prefixstore.engine.engine.Engine`."""
 
     def note(self, name: bytes) -> bytes | None:
-        """The note of this name."""
+        """The note with this name; None if there is none."""
 
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it, with nobody in between."""
+        """Replace a note by the result of `change`, atomically."""
 
 
 def _machine() -> str:
-    """A name for what process ids are good in: containers on one host may have the same name and other processes."""
+    """A name for the scope of process ids: containers on one host may share its name, but not its process ids."""
     spaces = ["/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"]
     known = [platform.node()]
     with contextlib.suppress(OSError):
@@ -49,16 +49,16 @@ def _machine() -> str:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lease.
+    """The holder of a lease.
 
     Attributes
     ----------
     id
-        Random: one process may have several jobs.
+        A random id: one process may run several jobs.
     machine
-        The host and the process namespace in which `pid` is meant.
+        The host and the process namespace that `pid` belongs to.
     pid
-        Of the process.
+        Id of the process.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -66,7 +66,7 @@ class Owner:
     pid: int = field(default_factory=os.getpid)
 
     def is_dead(self) -> bool:
-        """Whether the process is known to be gone; False for one on another machine, about which nothing is known."""
+        """Whether the process is known to have ended; always False on another machine, where that cannot be known."""
         if os.name != "posix" or self.machine != _machine():
             return False
         try:
@@ -79,21 +79,21 @@ class Owner:
 
 
 class Leases:
-    """The leases of one job, renewed by a thread as long as the block lasts.
+    """The leases of one job, renewed by a thread while the ``with`` block runs.
 
     Parameters
     ----------
     notes
-        Keeps them for all.
+        Stores the leases of all jobs.
     seconds
-        How long a lease holds if its owner does not renew it.
+        How long a lease is valid if its owner does not renew it.
     owner
         This job.
 
     Notes
     -----
-    A lease is advice. A job that was stopped for longer than `seconds` may find that another has taken over: then both
-    do the same work, and the store keeps it once. The same happens in a store that keeps no notes.
+    A lease is advisory. If a job pauses for longer than `seconds`, another may take its lease over: then both do the
+    same work, and the store keeps it once. The same happens in a store that keeps no notes.
     """
 
     def __init__(self, notes: Notes, *, seconds: float = SECONDS, owner: Owner | None = None) -> None:
@@ -115,16 +115,16 @@ class Leases:
         self._ending.set()
         self._thread.join()
         for name in list(self._held):
-            # what cannot be given back expires
+            # a lease that cannot be released expires
             with contextlib.suppress(StorageError):
                 self.release(name)
 
     def is_free(self, name: bytes) -> bool:
-        """Whether nobody else holds a lease, as far as it can be seen without asking for it. Raises `StorageError`."""
+        """Whether no other job holds a lease; another may still acquire it first. Raises `StorageError`."""
         return not self._is_held_by_another(self._notes.note(PREFIX + name))
 
     def acquire(self, name: bytes) -> bool:
-        """Take a lease; False if another job that is alive holds it. Raises `StorageError`."""
+        """Acquire a lease; False if another live job holds it. Raises `StorageError`."""
         got = False
 
         def change(value: bytes | None) -> bytes | None:
@@ -139,7 +139,7 @@ class Leases:
         return got
 
     def release(self, name: bytes) -> None:
-        """Give a lease back. Raises `StorageError`."""
+        """Release a lease. Raises `StorageError`."""
         with self._lock:
             self._held.discard(name)
             self._notes.change_note(PREFIX + name, lambda value: None if self._is_mine(value) else value)
@@ -149,7 +149,7 @@ class Leases:
             for name in list(self._held):
                 with self._lock:
                     if name in self._held:
-                        # a store that cannot be reached now may be at the next turn
+                        # a store that cannot be reached now may be reachable at the next renewal
                         with contextlib.suppress(StorageError):
                             self._notes.change_note(
                                 PREFIX + name, lambda value: self._value() if self._is_mine(value) else value
@@ -169,12 +169,12 @@ class Leases:
         if known is None or known[0].id == self.owner.id:
             return False
         owner, until = known
-        # a time further ahead than any lease goes was written by a clock that is wrong
+        # an expiry further ahead than any lease lasts was written by a wrong clock
         return 0 < until - time.time() <= 2 * max(self._seconds, SECONDS) and not owner.is_dead()
 
 
 def _parse(value: bytes | None) -> tuple[Owner, float] | None:
-    """The owner of a lease, and until when it holds; None for no lease, or one that cannot be read."""
+    """The owner and the expiry of a lease; None for no lease, or for one that cannot be read."""
     try:
         known = json.loads(value or b"null")
         return Owner(str(known["owner"]), str(known["machine"]), int(known["pid"])), float(known["until"])

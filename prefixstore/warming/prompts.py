@@ -1,4 +1,4 @@
-"""What is to be warmed, from files and lines to tokens; what cannot be used is a problem, with its place."""
+"""Prompts from files and lines to tokens; a prompt that cannot be used becomes a `Problem` with its origin."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Problem", "Prompt", "PromptLike", "encode", "read", "tokenized"]
 LINES = (".jsonl", ".ndjson")
 KINDS = ("prompt", "messages", "tokens")
 CHAT_OPTIONS = ("tools", "tool_choice", "functions", "function_call")
-# what a line may say for itself, in the place of the option of the whole job
+# a line may set this itself, which overrides the option of the job
 GENERATION_PROMPT = "generation_prompt"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to be warmed, and where it comes from.
+    """A prompt and its origin.
 
     Attributes
     ----------
     where
-        For people: ``"prompts.jsonl:17"``.
+        The origin, for messages: ``"prompts.jsonl:17"``.
     content
         Text, token ids, or a mapping with one of ``"prompt"``, ``"messages"`` and ``"tokens"``.
     """
@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that cannot be warmed: where it stands, and why."""
+    """A prompt or file that cannot be used: its origin, and the reason."""
 
     where: str
     reason: str
@@ -55,22 +55,22 @@ class Problem:
 
 
 PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt | Problem
-"""Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or what `read` returns."""
+"""Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or a result of `read`."""
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
 def read(sources: Iterable[str | Path], stdin: BinaryIO | None = None) -> Iterator[Prompt | Problem]:
-    """The prompts in files, one after the other; nothing is read before its turn.
+    """Read the prompts in files, lazily, one line or file at a time.
 
     Parameters
     ----------
     sources
-        Files: JSONL if they are called so (``.jsonl``, ``.ndjson``), otherwise text, each one prompt. Folders: all
-        files below that are not hidden. Patterns such as ``"docs/**/*.md"``. ``"-"``: JSONL from `stdin`.
+        Files: JSONL if they are named ``.jsonl`` or ``.ndjson``; any other file is one prompt of text. Folders: all
+        files in them that are not hidden. Patterns such as ``"docs/**/*.md"``. ``"-"``: JSONL from `stdin`.
     stdin
-        Standard input, by default.
+        Where ``"-"`` reads; standard input by default.
     """
     for source in sources:
         if source == "-":
@@ -78,7 +78,7 @@ def read(sources: Iterable[str | Path], stdin: BinaryIO | None = None) -> Iterat
             continue
         files = list(_files(str(source)))
         if not files:
-            yield Problem(str(source), "there is no such file, and nothing that matches")
+            yield Problem(str(source), "file not found, and no file matches this pattern")
         for file in files:
             yield from _file(file)
 
@@ -113,7 +113,7 @@ def _file(path: Path) -> Iterator[Prompt | Problem]:
         yield Problem(str(path), f"cannot be read: {error.strerror or error}")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        yield Problem(f"{path}:{line}", "is no UTF-8 text")
+        yield Problem(f"{path}:{line}", "not valid UTF-8")
 
 
 def _lines(file: BinaryIO, name: str) -> Iterator[Prompt | Problem]:
@@ -123,35 +123,49 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Prompt | Problem]:
             try:
                 content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                yield Problem(where, f"is no JSON: {error}")
+                yield Problem(where, f"not valid JSON: {error}")
                 continue
             if isinstance(content, dict):
                 yield Prompt(where, content)
             else:
-                yield Problem(where, 'is no object; write {"prompt": …}, {"messages": …} or {"tokens": …}')
+                yield Problem(where, 'not a JSON object; write {"prompt": …}, {"messages": …} or {"tokens": …}')
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def tokenized(
-    llm: Llama, prompts: Iterable[PromptLike], problems: list[Problem], *, generation_prompt: bool = False
+    llm: Llama,
+    prompts: Iterable[PromptLike],
+    problems: list[Problem],
+    *,
+    generation_prompt: bool = False,
+    trained: int | None = None,
 ) -> Iterator[tuple[Tokens, str]]:
-    """The tokens of each prompt and where it comes from; what cannot be used is added to `problems`.
+    """The tokens and the origin of each prompt; prompts that cannot be used are added to `problems`.
+
+    Parameters
+    ----------
+    llm, generation_prompt, trained
+        As for `encode`.
+    prompts
+        The prompts.
+    problems
+        The list to add problems to.
 
     Raises
     ------
     InvalidParameterError
-        If `prompts` is one prompt and not several.
+        If `prompts` is a single prompt.
     """
     if isinstance(prompts, (str, Mapping)):
-        raise InvalidParameterError("prompts must be a list or another iterable of prompts, not one prompt")
+        raise InvalidParameterError("prompts must be a list or another iterable of prompts, not a single prompt")
     for prompt in _flat(prompts):
         if isinstance(prompt, Problem):
             problems.append(prompt)
             continue
         try:
-            yield encode(llm, prompt.content, generation_prompt=generation_prompt), prompt.where
+            yield encode(llm, prompt.content, generation_prompt=generation_prompt, trained=trained), prompt.where
         except InvalidParameterError as error:
             problems.append(Problem(prompt.where, str(error)))
 
@@ -166,7 +180,13 @@ def _flat(prompts: Iterable[PromptLike]) -> Iterator[Prompt | Problem]:
             yield Prompt(f"prompt {number}", prompt)
 
 
-def encode(llm: Llama, content: str | TokenSequence | Mapping[str, Any], *, generation_prompt: bool = False) -> Tokens:
+def encode(
+    llm: Llama,
+    content: str | TokenSequence | Mapping[str, Any],
+    *,
+    generation_prompt: bool = False,
+    trained: int | None = None,
+) -> Tokens:
     """The tokens that a completion of this prompt evaluates.
 
     Parameters
@@ -176,12 +196,15 @@ def encode(llm: Llama, content: str | TokenSequence | Mapping[str, Any], *, gene
     content
         As in `Prompt`.
     generation_prompt
-        Of messages: see `prefixstore.llama.prompt.chat_tokens`.
+        For messages: see `prefixstore.llama.prompt.chat_tokens`.
+    trained
+        Length of the context that the model was trained with, where the context of `llm` does not count since another
+        one will be created: the most that a prompt may need.
 
     Raises
     ------
     InvalidParameterError
-        If it is no prompt, there are no tokens in it, or too many for the context.
+        If the content is not a prompt, has no tokens, or has too many for the context.
     """
     kind, value, options = _parsed(content)
     if kind == "tokens":
@@ -195,10 +218,17 @@ def encode(llm: Llama, content: str | TokenSequence | Mapping[str, Any], *, gene
             wanted = bool(options.pop(GENERATION_PROMPT, generation_prompt))
             tokens = chat_tokens(llm, value, options, generation_prompt=wanted)
     if not len(tokens):
-        raise InvalidParameterError("there are no tokens in it")
-    if len(tokens) >= llm.n_ctx():
+        raise InvalidParameterError("the prompt has no tokens")
+    # one position is needed for the answer
+    if trained is None and len(tokens) >= llm.n_ctx():
         raise InvalidParameterError(
-            f"{len(tokens):,} tokens do not fit the context: n_ctx={llm.n_ctx()}, and one is left to answer"
+            f"{len(tokens):,} tokens do not fit the context (n_ctx={llm.n_ctx()}), which must hold the prompt and one "
+            "token more; set a larger n_ctx"
+        )
+    if trained is not None and len(tokens) >= trained:
+        raise InvalidParameterError(
+            f"{len(tokens):,} tokens do not fit the context of {trained:,} tokens that the model was trained with; "
+            "shorten the prompt, or set n_ctx to use a longer context"
         )
     return tokens
 
@@ -210,13 +240,13 @@ def _parsed(content: str | TokenSequence | Mapping[str, Any]) -> tuple[str, Any,
         return "tokens", content, {}
     found = [kind for kind in KINDS if content.get(kind) is not None]
     if len(found) != 1:
-        has = " and ".join(found) or "neither"
-        raise InvalidParameterError(f'a prompt has one of "prompt", "messages" and "tokens"; this has {has}')
+        has = " and ".join(found) or "none of them"
+        raise InvalidParameterError(f'a prompt has one of "prompt", "messages" and "tokens"; this one has {has}')
     value = content[found[0]]
     if found[0] == "prompt" and not isinstance(value, str):
-        raise InvalidParameterError('"prompt" is no text')
+        raise InvalidParameterError('"prompt" is not a string')
     if found[0] == "messages" and not _is_conversation(value):
-        raise InvalidParameterError('"messages" is no list of objects with a "role"')
+        raise InvalidParameterError('"messages" is not a list of objects with a "role"')
     wanted = (*CHAT_OPTIONS, GENERATION_PROMPT)
     return found[0], value, {name: content[name] for name in wanted if content.get(name) is not None}
 
@@ -230,5 +260,7 @@ def _is_conversation(value: object) -> bool:
 def _checked(llm: Llama, value: TokenSequence) -> Tokens:
     tokens = as_tokens(value)
     if len(tokens) and not 0 <= int(np.min(tokens)) <= int(np.max(tokens)) < llm.n_vocab():
-        raise InvalidParameterError(f"a token is not one of the {llm.n_vocab():,} that the model has")
+        raise InvalidParameterError(
+            f"a token is outside the vocabulary of the model, which has {llm.n_vocab():,} tokens"
+        )
     return tokens

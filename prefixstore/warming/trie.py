@@ -1,7 +1,7 @@
-"""Prompts to the trie of their tokens, and the trie to parts that warming jobs share among themselves.
+"""The trie of all prompts, and its division into parts that warming jobs share among themselves.
 
-The prompts are sorted by their tokens. Then a walk through the list is a walk through the trie, depth first: what a
-prompt shares with any before it, it shares with the one just before it, and the rest is its own.
+The prompts are sorted by their tokens. A walk through the list is then a depth-first walk through the trie: all that a
+prompt shares with any earlier prompt, it shares with the one just before it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import xxhash
 
 from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
 
-__all__ = ["Part", "Plan"]
+__all__ = ["Part", "PromptTrie"]
 
-# Parts of about a 64th of the work: two jobs end at about the same time, and claims cost nothing beside the work.
+# Each part is about a 64th of the work: two jobs finish at about the same time, and claims cost next to nothing.
 SHARE = 64
 SMALLEST_PART = 256
-# What several parts begin with is a part of its own if it has so many tokens more than the next shorter one: a 16th of
-# a part is the most that could be computed twice.
+# A prefix that several parts share is a part of its own (a stem) if it is longer than the next shorter stem by a 16th
+# of a part: that is the most that can be computed twice.
 STEM_SHARE = 16
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the work that one job does.
+    """A piece of work that one job does.
 
     Attributes
     ----------
     first, end
-        The prompts, by their place in the list: from `first` on, before `end`.
+        The prompts of the part: their indices from `first` up to, not including, `end`.
     depth
-        If the part is what several other parts begin with: how many tokens of prompt `first` it has.
+        For a prefix that several other parts share: its length, as tokens of prompt `first`. Otherwise None.
     needs
-        Which parts (by index) have to be stored before this one is begun.
+        Indices of the parts that must be stored before this one.
     name
-        16 bytes that stand for the tokens of the part.
+        A 16-byte hash of the tokens of the part.
     """
 
     first: int
@@ -47,25 +47,25 @@ class Part:
     name: bytes
 
 
-class Plan:
+class PromptTrie:
     """The trie of prompts.
 
     Parameters
     ----------
     prompts
-        Token arrays, and where each comes from. They are kept, each once, four bytes a token; a prompt that another
-        one begins with is not: to store the longer is to store both.
+        Token arrays and their origins. Each is kept once, four bytes a token. A prompt that is a prefix of another one
+        is not kept: storing the longer one stores both.
     min_tokens
         Prompts shorter than this cannot be stored.
 
     Attributes
     ----------
     prompts, prompt_tokens
-        How many there were, duplicates included, and their tokens.
+        Number of prompts, duplicates included, and their tokens.
     short
         How many of them are too short to be stored.
     shared
-        For each prompt of the list the number of tokens that it has in common with the one before.
+        For each prompt, how many tokens it shares with the one before it.
     """
 
     def __init__(self, prompts: Iterable[tuple[Tokens, str]], min_tokens: int) -> None:
@@ -78,7 +78,7 @@ class Plan:
             if len(tokens) < min_tokens:
                 self.short += 1
             else:
-                # big-endian bytes are in the order of the tokens
+                # big-endian bytes sort in the order of the tokens
                 kept.setdefault(tokens.astype(">i4").tobytes(), where)
         self._keys: list[bytes] = []
         self._where: list[str] = []
@@ -104,7 +104,7 @@ class Plan:
         return np.frombuffer(self._keys[i], ">i4")
 
     def tokens(self, i: int) -> Tokens:
-        """The tokens of prompt `i` of the list."""
+        """The tokens of prompt `i`."""
         return self._raw(i).astype("<i4")
 
     def length(self, i: int) -> int:
@@ -117,19 +117,19 @@ class Plan:
 
     @property
     def unique_tokens(self) -> int:
-        """The number of nodes of the trie: what a walk evaluates that finds nothing stored."""
+        """The number of nodes of the trie: what a job evaluates if nothing is stored yet."""
         return sum(self.length(i) - self.shared[i] for i in range(len(self)))
 
     def stops(self, i: int, start: int, end: int) -> tuple[int, ...]:
-        """Positions of prompt `i` between `start` and `end`, ascending, at which other prompts leave it or end.
+        """Positions of prompt `i` between `start` and `end`, ascending, at which other prompts branch off or end.
 
-        A walk that cannot cut its context has to stop there, and keep what it has.
+        A job that cannot cut its context must take a snapshot at each of them.
         """
         found = set(self._ends[i])
         for others in (range(i + 1, len(self)), range(i - 1, -1, -1)):
             common = end
             for j in others:
-                # what is shared with a prompt further on is shared with all between
+                # a prefix shared with a prompt is shared with all prompts between
                 common = min(common, self.shared[j + (j < i)])
                 if common <= start:
                     break
@@ -139,10 +139,10 @@ class Plan:
     # -- dividing -----------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
-        """The work in parts; jobs with the same list get the same ones.
+        """Divide the work into parts; jobs with the same list get the same parts.
 
-        A part is a run of prompts. What the last prompt of one run has in common with the first of the next is a part
-        of its own, a stem, before both: nothing is computed in two parts.
+        A part is a run of prompts. A prefix that the last prompt of one run shares with the first of the next is a part
+        of its own, a stem, which both need: nothing is computed in two parts.
         """
         if not len(self):
             return []
@@ -174,7 +174,7 @@ class Plan:
             held += self.length(i) - self.shared[i]
 
     def _stems(self, starts: list[int], longer_by: int) -> list[bytes]:
-        """What prompts at these places have in common with the one before, shortest first."""
+        """The prefixes that prompts at these indices share with the prompt before, shortest first."""
         found = {self._keys[i][: self.shared[i] * TOKEN_BYTES] for i in starts}
         stems: list[bytes] = []
         for stem in sorted(found, key=len):

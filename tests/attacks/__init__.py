@@ -1,1 +1,1 @@
-"""Attacks: what prefixstore has to survive. A bounded form runs in `make test`, a long one in `make torture`."""
+"""Attacks: what prefixstore has to survive. `make attack` runs a bounded form, `make torture` a long one."""

@@ -1,4 +1,4 @@
-"""One process of a crowd: threads that do anything at random to one location; told by JSON on the command line."""
+"""One process of a crowd: threads that act at random on one location; the arguments are JSON on the command line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore import PrefixStore, StorageError
-from prefixstore.engine.catalog import NewPage
+from prefixstore.engine.pending import PendingPage
+from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, export_pack, import_pack
+from prefixstore.maintenance.transfer import export_store, import_store
 
 P = 4
 SIZES = (0, 1, 900, 20_000, 90_000)
@@ -42,7 +43,7 @@ def open_store(location: str, max_bytes: int, salt: str | None, **options) -> Pr
 
 
 class Member:
-    """One thread, with what it finds out."""
+    """One thread, and what it found."""
 
     def __init__(self, seed: int, stores: list[PrefixStore], location: str, max_bytes: int) -> None:
         self.chance = random.Random(seed)
@@ -63,7 +64,7 @@ class Member:
                 act(self.chance.choice(self.stores))
                 self.done[act.__name__] += 1
             except StorageError as error:
-                # somebody holds the lock for too long, or there is no room: no fault, but seldom
+                # another process holds the lock for too long, or there is no room: rare, and not a fault
                 self.done[f"{act.__name__}: {type(error).__name__}"] += 1
                 self.done[str(error)[:200]] += 1
             except BaseException as error:  # noqa: BLE001 - reported
@@ -74,7 +75,7 @@ class Member:
         return [self.chance.choice([1, 1, 1, 1, 2, 3]) for _ in range(n)]
 
     def capture(self, store: PrefixStore) -> None:
-        engine, writer, namespace = store.engine, store._writer, store.namespace
+        engine, namespace = store.engine, store.namespace
         raw = as_tokens(self.tokens()).tobytes()
         engine.match(namespace.key, as_tokens(np.frombuffer(raw, "<i4")), P)
         parent = namespace.key
@@ -85,12 +86,12 @@ class Member:
             key = page_key(parent, piece, form)
             if not engine.has(key):
                 state = state_of(key)
-                buffer = writer.acquire(len(state))
+                buffer = engine.acquire(len(state))
                 if buffer is None:
                     return
                 buffer.view[:] = state
-                new = NewPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
-                writer.submit(new)
+                new = PendingPage.of(namespace.key, namespace.canonical, parent, start // 4, piece, buffer, start, form)
+                engine.submit(new)
             parent = key
 
     def fetch(self, store: PrefixStore) -> None:
@@ -112,13 +113,13 @@ class Member:
                     raise AssertionError("a page of other tokens was found")
                 loaded.append(page)
         engine.touch(namespace, loaded)
-        store._writer.nudge()
+        engine.nudge()
 
     def pin(self, store: PrefixStore) -> None:
         store.pin(self.tokens()[:8])
 
     def unpin(self, store: PrefixStore) -> None:
-        # more than are pinned, or all of the room would be in the end
+        # more often than pages are pinned, or all room would be pinned in the end
         for start in ([1], [2], self.tokens()):
             store.unpin(start * 8)
 
@@ -132,7 +133,7 @@ class Member:
         stats = store.stats()
         if stats.bytes_used > self.max_bytes:
             raise AssertionError(f"{stats.bytes_used} bytes of {self.max_bytes}")
-        if len(store.engine._catalog.index.pages) > 20_000:
+        if len(store.engine._catalog._index.pages) > 20_000:
             raise AssertionError("the index grows")
 
     def note(self, store: PrefixStore) -> None:
@@ -149,10 +150,10 @@ class Member:
     def move(self, _: PrefixStore) -> None:
         with Archive(self.location, max_bytes=self.max_bytes) as archive:
             file = io.BytesIO()
-            export_pack(archive, file)
+            export_store(archive, file)
             file.seek(0)
             archive.evict_to(self.max_bytes // 2)
-            import_pack(PackReader(file, "memory"), archive)
+            import_store(ExportReader(file, "memory"), archive)
 
     def check(self, store: PrefixStore) -> None:
         if problems := store.engine.check():
@@ -164,15 +165,15 @@ def handles() -> int:
 
 
 def fork_once(stores: list[PrefixStore], kind: int) -> bool:
-    """A child in the middle of it all, that works, or closes, or is gone at once; whether it ended well."""
+    """Fork in the middle of the work: the child works, closes or exits at once; whether it ended well."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
             if kind == 0:
                 os._exit(0)
-            # says where it stands
-            faulthandler.dump_traceback_later(30, exit=True)
+            # shows where it hangs
+            faulthandler.dump_traceback_later(90, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
                 member.capture(stores[0])
@@ -185,7 +186,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             sys.stderr.write(f"child: {error!r}\n")
         finally:
             os._exit(code)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 120
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -201,7 +202,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
 def crowd(  # noqa: C901 - one thing after the other
     location: str, seed: int, threads: int, seconds: float, max_bytes: int, forks: int
 ) -> dict:
-    """Threads do anything for some seconds; what they did, and what was wrong."""
+    """Threads act at random for some seconds; what they did, and what was wrong."""
     before_threads = threading.active_count()
     stores = [
         open_store(
@@ -238,21 +239,25 @@ def crowd(  # noqa: C901 - one thing after the other
         problems += member.problems
     for store in stores:
         store.flush()
-        if store._writer.queued_bytes:
-            problems.append(f"{store._writer.queued_bytes} bytes are leased and not queued")
+        if store.engine.queued_bytes:
+            problems.append(f"{store.engine.queued_bytes} bytes are leased and not queued")
         catalog = store.engine._catalog
-        left = {name: len(getattr(catalog, name)) for name in ("pending", "writing", "touched", "damaged", "thinned")}
+        left = {"pending": len(catalog._pending), "writing": len(catalog._writing), "deferred": catalog.deferred()}
         if any(left.values()):
             problems.append(f"left in the catalog: {left}")
-        if store._counters["corrupt"] or store._counters.group("unreadable").keys() - {"vanished", "unavailable"}:
-            problems.append(f"damage: {store._counters.group('unreadable')}, {store._counters['corrupt']}")
-        done += Counter({f"dropped {k}": n for k, n in store._counters.group("dropped").items()})
-        done["evictions"] += store._counters["evictions"]
-        done["expired"] += store._counters["expired"]
-        done["outages"] += store._counters["outages"]
+        counters = store.engine.counters
+        if counters["corrupt"] or counters.group("unreadable").keys() - {
+            "vanished",
+            "unavailable",
+        }:
+            problems.append(f"damage: {counters.group('unreadable')}, {counters['corrupt']}")
+        done += Counter({f"dropped {k}": n for k, n in counters.group("dropped").items()})
+        done["evictions"] += counters["evictions"]
+        done["expired"] += counters["expired"]
+        done["outages"] += counters["outages"]
         with suppress(StorageError):
             store.close()
-    wait_until = time.monotonic() + 5
+    wait_until = time.monotonic() + 30
     while threading.active_count() > before_threads and time.monotonic() < wait_until:
         time.sleep(0.05)
     if threading.active_count() > before_threads:

@@ -20,7 +20,7 @@ from tests.support.places import contents, fill, space
 MIB = 1 << 20
 SETTINGS = space()
 PAGE = 4096
-SECONDS = 20
+SECONDS = 60
 
 
 def location(scheme: str, directory: Path) -> tuple[str, Path]:
@@ -43,10 +43,10 @@ def build(scheme: str, directory: Path) -> None:
 
 
 def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
-    """One of the ways in which a file goes bad."""
+    """Damage bytes in one of the ways in which a file goes bad."""
     n = len(data)
     page = rng.randrange(n // PAGE) * PAGE
-    # of a page the head is what others trust
+    # the head of a page is what other code trusts
     at = min(page + rng.choice([rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]), n - 8)
     how = rng.choice(["bit", "byte", "ones", "sector", "page", "copy", "cut", "cut at a page", "grow"])
     bad = bytearray(data)
@@ -73,7 +73,7 @@ def damage(data: bytes, rng: random.Random) -> tuple[str, bytes]:
 
 
 def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
-    """All states that can be had."""
+    """All states that can be read."""
     with backend.view() as view:
         for key, _, _ in view.scan():
             try:
@@ -85,7 +85,7 @@ def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
 
 
 def use(place: str, good: dict[bytes, bytes]) -> str:
-    """What somebody does who knows nothing of the damage; what came of it."""
+    """Use the store as a process does that does not know of the damage; the outcome."""
     try:
         with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
             for key, state in states(backend):
@@ -105,7 +105,7 @@ def use(place: str, good: dict[bytes, bytes]) -> str:
 
 
 def main(scheme: str, directory: Path, seed: int, cases: int) -> dict[str, int]:
-    """Damage a store in so many ways, and use it."""
+    """Damage a store in this many ways, and use it each time."""
     build(scheme, directory)
     place, file = location(scheme, directory)
     with closing(open_backend(place, max_bytes=64 * MIB)) as backend:

@@ -1,4 +1,4 @@
-"""Processes that die: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
+"""Processes that are killed: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
 
 A child does what its order says, and reports to a file what it is about to commit, what is committed and what is
 durable. It ends by SIGKILL at the point that its order names: before an operation of the backend, a statement of the
@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.attacks.working import TASKS, Points, Report
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 # beginnings of statements that change something
 CHANGES = ("INSERT", "UPDATE", "DELETE", "CREATE", "ALTER", "DROP", "COMMIT", "VACUUM", "PRAGMA wal_", "SET")
 
@@ -56,7 +57,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 
 def _serve() -> None:
-    """Read orders, one a line; fork a child for each, and say how it ended."""
+    """Read orders, one a line; fork a child for each, and report how it ended."""
     for module in ("lmdb.backend", "sql.backend", "sql.sqlite", "sql.postgresql"):
         # once here, instead of in each child
         importlib.import_module(f"prefixstore.backends.{module}")
@@ -111,9 +112,16 @@ class Mortals:
         """Whether the child was killed. If it failed instead, the test does."""
         code = self._process.stdout.readline().strip()
         if code not in ("0", "-9"):
-            self._errors.seek(0)
-            raise AssertionError(f"exit code {code}: {self._errors.read()}")
+            raise AssertionError(f"exit code {code}: {self.errors()}")
         return code == "-9"
+
+    def has_ended(self) -> bool:
+        """Whether the child has ended by itself, which `end` will report."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
     def run(self, task: str, **order: Any) -> bool:
         self.begin(task, **order)
@@ -134,7 +142,7 @@ class Mortals:
 def allowed(report: Iterable[str], before: str) -> set[str]:
     """The digests of the states that a store may be in, whose only writer died after this report.
 
-    Each transaction finds what the one before it has left: all, or nothing of it if nobody heard of its commit.
+    Each transaction finds what the previous one left: all of it, or nothing if its commit was not reported.
     """
     possible = {before}
     for line in report:

@@ -1,4 +1,4 @@
-"""Export files, real ones and forged ones: sealed as `transfer` seals them, whatever is in them."""
+"""Export files, real ones and forged ones: with the checksums that `transfer` computes, whatever is in them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from contextlib import closing
 
 import xxhash
 
+from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC
 from prefixstore.format.record import Record, Usage
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, export_pack
+from prefixstore.maintenance.transfer import export_store
 from tests.support.places import fill, space
 
 
@@ -21,7 +22,7 @@ def an_export() -> bytes:
         for settings in (space(), space("tenant")):
             fill(archive.backend, settings, [list(range(12)), [0, 1, 2, 3, 9, 9, 9, 9]], size=40)
         file = io.BytesIO()
-        export_pack(archive, file)
+        export_store(archive, file)
         archive.purge(everything=True)
     return file.getvalue()
 
@@ -38,7 +39,7 @@ def with_key(record: Record) -> tuple[bytes, Record]:
 def export_of(settings: bytes, pages: Iterable[tuple[bytes, Record, Usage, bytes]]) -> bytes:
     """A file with pages of one namespace; its end is missing."""
     space = xxhash.xxh3_128_digest(settings) + settings
-    data = HEADER.pack(MAGIC, PACK_VERSION, 1) + sealed_entry(b"NAME", space, 0)
+    data = HEADER.pack(MAGIC, EXPORT_VERSION, 1) + sealed_entry(b"NAME", space, 0)
     for key, record, usage, payload in pages:
         data += sealed_entry(b"PAGE", key + usage.pack() + record.pack(), len(payload)) + payload
     return data

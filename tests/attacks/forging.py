@@ -22,8 +22,8 @@ from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
 from prefixstore.format.whole_state import HEADER, MAGIC
 from prefixstore.llama.parse import parse_context, parse_sequence
-from prefixstore.llama.rate import ComputeRate
-from tests.support.models import answer, load, prompt
+from tests.support.models import answer, forget, load, prompt
+from tests.support.patience import wait_patiently
 
 SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
 VALUES = (0, 1, 2, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
@@ -48,7 +48,7 @@ def structure(state: bytes) -> list[int]:
         if not heads:
             continue
         cells = heads[0] - 8 - 12 * len(section.positions)
-        # counts before the cells, the first and the last cell, and what is behind them
+        # counts before the cells, the first and the last cell, and what follows them
         words.update(range(cells - 8, cells + 12, 4))
         words.update(range(heads[0] - 20, heads[0], 4))
     if blob.recurrent is not None:
@@ -104,7 +104,6 @@ def forge(
     *, model: str, location: str, portable: bool, options: dict[str, Any], first: int, step: int
 ) -> dict[str, Any]:
     """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
-    ComputeRate.is_worth = lambda *_: True  # on a busy machine some restores would be left out for being slow
     llm = load(model, n_ctx=512, n_batch=64, **options)
     bound = None if portable else llm
     with PrefixStore(location, bound, **SETTINGS) as store:
@@ -144,12 +143,6 @@ def forge(
     return {"ran": ran, "wrong": wrong, "unreadable": stats.unreadable, "check": problems, "last": last}
 
 
-def forget(llm: Any) -> None:
-    """An empty context."""
-    llm.reset()
-    llm._ctx.kv_cache_clear()
-
-
 if __name__ == "__main__":
-    ComputeRate.is_worth = lambda *_: True  # however busy the machine is
+    wait_patiently()
     print(json.dumps(forge(**json.loads(sys.argv[1]))))

@@ -1,7 +1,7 @@
 """What reads bytes of others, to be fuzzed: ``python -m tests.attacks.fuzz_targets NAME SEEDS -atheris_runs=N ...``.
 
-Out comes a valid object, or an error of ours; whatever else is raised ends the process, and the input is in its output.
-Bytes that are sealed are sealed anew where a target says so: what is behind a checksum is the point.
+The result is a valid object or an error of ours; any other exception ends the process, with the input in its output.
+Checksums are computed again where a target says so: the point is the code that runs after the check.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ import atheris
 import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
-    from prefixstore import PrefixStoreError, prompts
+    from prefixstore import PrefixStoreError
     from prefixstore.config import load_config
     from prefixstore.format.codec import PACKINGS, decode
+    from prefixstore.format.export import (
+        END_HEAD,
+        ENTRY,
+        EXPORT_VERSION,
+        HEADER,
+        MAGIC,
+        PAGE_HEAD,
+        ExportReader,
+    )
     from prefixstore.format.keys import page_key
     from prefixstore.format.namespace import Namespace
     from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
@@ -29,17 +38,8 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore.llama.shape import shape_of, shape_of_sequence
     from prefixstore.llama.state import assemble
     from prefixstore.maintenance.archive import Archive
-    from prefixstore.maintenance.transfer import (
-        END_HEAD,
-        ENTRY,
-        HEADER,
-        MAGIC,
-        PACK_VERSION,
-        PAGE_HEAD,
-        PackReader,
-        export_pack,
-        import_pack,
-    )
+    from prefixstore.maintenance.transfer import export_store, import_store
+    from prefixstore.warming import prompts
 
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export
@@ -53,7 +53,7 @@ MEMORY = 4 << 30
 
 
 def sealed(body: bytes) -> tuple[bytes, bytes]:
-    """A record whose seal and key are right, whatever is in it: key and stored form."""
+    """A record with a right checksum and key, whatever is in it: key and stored form."""
     fields = RECORD.unpack_from(body.ljust(RECORD.size, b"\0"))
     form, parent = fields[2], fields[11]
     key = page_key(parent, body[RECORD.size :], form)
@@ -61,7 +61,7 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
 
 
 def record(data: bytes) -> None:
-    """A usage, or a record under its own key: it comes back as it was, and tells of a page that can be."""
+    """A usage, or a record under its own key: packing returns the same bytes, and the page is possible."""
     if len(data) == USAGE.size:
         usage = Usage.unpack(data)
         assert Usage.unpack(usage.pack()) == usage
@@ -127,13 +127,13 @@ def export(data: bytes) -> None:
     file.seekable = lambda: seekable
     with closing(Archive("memory:", create=True)) as archive:
         try:
-            import_pack(PackReader(file, "fuzzed"), archive)
+            import_store(ExportReader(file, "fuzzed"), archive)
         finally:
             # what a codec makes of a page is seen when it is used
             assert {problem.rule for problem in archive.check()} <= {"payload"}
             assert all(holding.namespace is not None for holding in archive.holdings())
             with suppress(PrefixStoreError):
-                export_pack(archive, io.BytesIO())
+                export_store(archive, io.BytesIO())
             archive.purge(everything=True)
 
 
@@ -230,7 +230,7 @@ def seeds(name: str) -> list[bytes]:
     return {
         "record": [*(record[: -RECORD_SEAL.size] for record in records), Usage(1, 2, True, 3, 4).pack()],
         "packed": [bytes([one.number]) + bytes(one.pack(raw)) for one in PACKINGS.values() for raw in states],
-        "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, PACK_VERSION, 1)],
+        "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, EXPORT_VERSION, 1)],
         "state": [
             sequence,
             struct.pack("<I", 5) + b"llama" + sequence[8:],

@@ -1,4 +1,4 @@
-"""What is looked at after each death."""
+"""What is verified after each kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefixstore.engine.check import violations
 from prefixstore.format.codec import decode
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import export_pack
+from prefixstore.maintenance.transfer import export_store
 from prefixstore.testing import make_page
 from tests.attacks.working import BUDGET, SPACES, digest, pages_of, state_of
 
@@ -28,9 +28,9 @@ COUNTED = """
 
 
 def look_at(location: str) -> str:
-    """Open a store, verify all that must hold of one, whatever has happened to it, and say what it holds.
+    """Open a store, verify all that must hold after any attack, and return a digest of what it holds.
 
-    Where none is, one is made, as for any user.
+    If there is none, one is created, as for any user.
     """
     with closing(open_backend(location, max_bytes=BUDGET.max_bytes)) as backend:
         with backend.view() as view:
@@ -38,7 +38,7 @@ def look_at(location: str) -> str:
             assert problems == [], problems
             pages = 0
             for key, record, _ in view.scan():
-                # past the store: the bytes are those of the key, whatever the record says
+                # read past the store: the bytes follow from the key, whatever the record says
                 assert bytes(decode(record, view.payload(key))) == state_of(key)
                 pages += 1
             assert view.used.entries == pages
@@ -61,7 +61,7 @@ def look_at(location: str) -> str:
 
 
 def look_without_writing(location: str) -> None:
-    """Verify a store that nobody has opened for writing since whatever happened to it."""
+    """Verify a store that no process has opened for writing since the attack."""
     with (
         closing(open_backend(location, max_bytes=BUDGET.max_bytes, read_only=True)) as backend,
         backend.view() as view,
@@ -84,7 +84,7 @@ def pack() -> str:
                     some = memoryview(page.tokens).cast("i").tolist()
                     key, record = make_page(state, some, parent=page.parent, start=page.start, namespace=page.namespace)
                     transaction.put(key, record, Usage(page.last_used), state)
-        export_pack(archive, file)
+        export_store(archive, file)
     return file.getvalue().hex()
 
 

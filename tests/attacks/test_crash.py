@@ -1,4 +1,4 @@
-"""A process that is killed, at every point where it writes and at any other; and a server that is."""
+"""Processes killed at every point where they write and at any other, and a server killed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tests.attacks.surviving import contents_of_old, look_at, look_without_writi
 from tests.attacks.working import BUDGET
 from tests.backends.test_sql_schema import write_old
 from tests.support.models import TORTURE
+from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
 from tests.support.postgres import database
 
@@ -31,21 +32,21 @@ EACH = TORTURE > 1
 
 @pytest.fixture(scope="module")
 def mortals(tmp_path_factory) -> Iterator[Mortals]:
-    """Children that die at operations, at statements, or whenever."""
+    """Children that are killed at operations, at statements, or at any moment."""
     with closing(Mortals(tmp_path_factory.mktemp("mortals"))) as started:
         yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def others(tmp_path_factory) -> Iterator[Mortals]:
-    """Children that live meanwhile."""
+    """Children that survive; for one test each, because after a failure the child is still at work."""
     with closing(Mortals(tmp_path_factory.mktemp("others"))) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
 def shimmed(tmp_path_factory) -> Iterator[Mortals]:
-    """Children that die at system calls."""
+    """Children that are killed at system calls."""
     directory = tmp_path_factory.mktemp("mortals")
     with closing(Mortals(directory, shim=shim(directory))) as started:
         yield started
@@ -62,7 +63,7 @@ def lines(report: Path) -> list[str]:
 
 
 class Life:
-    """One location through many deaths."""
+    """One location through many kills."""
 
     def __init__(self, mortals: Mortals, location: str, directory: Path) -> None:
         self.location = location
@@ -73,7 +74,7 @@ class Life:
         self.deaths = 0
 
     def goes_on(self, task: str, **order) -> bool:
-        """Another process works there; whether it was killed. What it has left is looked at."""
+        """Another process works there; whether it was killed. What it left is verified."""
         self.begins(task, **order)
         return self.ends()
 
@@ -98,7 +99,7 @@ class Life:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_whole_after_a_death_at_each_write(mortals, tmp_path, request, scheme):
+def test_a_store_is_sound_after_a_kill_at_each_write(mortals, tmp_path, request, scheme):
     life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
     level = "operations" if scheme == "lmdb" else "statements"
     # at length, each statement
@@ -110,7 +111,7 @@ def test_a_store_is_whole_after_a_death_at_each_write(mortals, tmp_path, request
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_store_is_whole_after_a_death_at_each_system_call(shimmed, tmp_path, request, scheme):
+def test_a_store_is_sound_after_a_kill_at_each_system_call(shimmed, tmp_path, request, scheme):
     life = Life(shimmed, place(scheme, tmp_path.resolve(), request), tmp_path)
     journal = tmp_path / "journal"
     for seed, die_at in enumerate(itertools.count(1, 1 if EACH else 8)):
@@ -122,37 +123,39 @@ def test_a_store_is_whole_after_a_death_at_each_system_call(shimmed, tmp_path, r
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_whole_after_a_death_at_any_moment(mortals, tmp_path, request, scheme):
+def test_a_store_is_sound_after_a_kill_at_any_moment(mortals, tmp_path, request, scheme):
     life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
     rng = random.Random(scheme)
     for seed in range(10 * TORTURE if EACH else 4):
-        assert life.goes_on("work_for_ever", seed=10 * seed, kill_after=rng.uniform(0.02, 0.3))
-    # and whoever comes next can do it all
+        assert life.goes_on("work_forever", seed=10 * seed, kill_after=rng.uniform(0.02, 0.3))
+    # and the next process can do everything
     assert not life.goes_on("work", seed=0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_others_go_on_when_one_of_them_dies(mortals, others, tmp_path, request, scheme):
+def test_others_continue_when_one_process_is_killed(mortals, others, tmp_path, request, scheme):
     location, rng = place(scheme, tmp_path, request), random.Random(scheme)
     empty(location)
     survivor, victim, enough = tmp_path / "survivor", tmp_path / "victim", tmp_path / "enough"
     deaths = 3 * TORTURE if EACH else 2
     order = {"location": location, "pack": pack()}
-    others.begin("work_for_ever", seed=1, report=str(survivor), kill_when=str(enough), **order)
+    others.begin("work_forever", seed=1, report=str(survivor), kill_when=str(enough), **order)
     for n in range(deaths):
-        assert mortals.run("work_for_ever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
+        assert mortals.run("work_forever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
         before = lines(survivor).count("committed")
-        until = time.monotonic() + 20
-        while lines(survivor).count("committed") < before + 3:
-            assert time.monotonic() < until, "the one that lives waits for the dead one"
-            time.sleep(0.005)
+
+        def goes_on() -> bool:
+            assert not others.has_ended(), others.errors()
+            return lines(survivor).count("committed") >= before + 3  # noqa: B023 - called at once
+
+        wait_for(goes_on, "the survivor, which waits for the killed one")
     enough.touch()
     assert others.end()
     look_at(location)
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_death_while_a_store_is_made_leaves_none_or_a_whole_one(shimmed, tmp_path, scheme):
+def test_a_kill_while_a_store_is_created_leaves_none_or_a_sound_one(shimmed, tmp_path, scheme):
     for die_at in itertools.count(1, 1 if EACH or scheme == "lmdb" else 4):
         root = tmp_path.resolve() / str(die_at)
         root.mkdir()
@@ -166,7 +169,7 @@ def test_a_death_while_a_store_is_made_leaves_none_or_a_whole_one(shimmed, tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "postgresql"])
-def test_a_death_in_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp_path, request, scheme):
+def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp_path, request, scheme):
     if scheme == "postgresql":
         location = request.getfixturevalue("new_database")(empty=True)
         write_old(location, "0001")
@@ -190,31 +193,26 @@ def test_a_death_in_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp
         assert archive.used().entries == 3
 
 
-def test_a_server_that_is_killed_has_all_that_it_committed_and_its_clients_come_back(
-    mortals, tmp_path, postgres_server
-):
+def test_a_killed_server_has_all_it_committed_and_its_clients_reconnect(mortals, tmp_path, postgres_server):
     rng = random.Random(3)
     with database(postgres_server.url, None) as location:
         migrate.upgrade(location)
         life = Life(mortals, location, tmp_path)
         enough = tmp_path / "enough"
-        life.begins("work_for_ever", seed=0, kill_when=str(enough))
+        life.begins("work_forever", seed=0, kill_when=str(enough))
         committed = 0
         for _ in range(5 * TORTURE if EACH else 2):
             time.sleep(rng.uniform(0.05, 0.4))
             postgres_server.kill()
             postgres_server.start()
-            until = time.monotonic() + 20
-            while life.report.count("committed") <= committed:
-                assert time.monotonic() < until, "the client does not come back"
-                time.sleep(0.02)
+            wait_for(lambda: life.report.count("committed") > committed, "the work of the client")  # noqa: B023
             committed = life.report.count("committed")
         enough.touch()
-        # the report says whether each transaction found what the one before had left
+        # the report shows whether each transaction found what the previous one left
         assert life.ends()
 
 
-def test_a_server_that_goes_while_a_store_is_opened_is_not_taken_for_another_application(new_database):
+def test_a_server_that_fails_during_opening_is_not_taken_for_another_application(new_database):
     location = new_database()
 
     def cut(connection, cursor, statement, *_) -> None:

@@ -1,4 +1,4 @@
-"""Many threads of many processes do anything at random to one location, for as long as it takes."""
+"""Many threads of many processes act at random on one location."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
-from tests.attacks.weather import wait_for
+from tests.support import ROOT
 from tests.support.models import TORTURE, prompt
+from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
 from tests.support.worker import command, in_process
 
-ROOT = Path(__file__).parent.parent.parent
 MAX_BYTES = 3 << 20
 PROCESSES, THREADS, SECONDS = (8, 4, 100.0) if TORTURE > 1 else (3, 4, 2.0)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_crowd_leaves_a_store_without_a_fault(scheme, tmp_path, request):
+def test_a_crowd_leaves_a_sound_store(scheme, tmp_path, request):
     location = place(scheme, tmp_path, request)
     arguments = {
         "location": location,
@@ -59,7 +58,7 @@ def test_a_crowd_leaves_a_store_without_a_fault(scheme, tmp_path, request):
     with open_store(location, MAX_BYTES, None) as store:
         assert store.check() == []
         assert store.cache_size <= MAX_BYTES
-        # each change of the note was made by one with nobody in between
+        # each change of the note was atomic
         assert int(store.engine.note(NOTE)) == noted
         member = Member(1, [store], location, MAX_BYTES)
         for _ in range(100):
@@ -69,7 +68,7 @@ def test_a_crowd_leaves_a_store_without_a_fault(scheme, tmp_path, request):
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "memory"])
-def test_a_store_that_is_opened_and_closed_leaves_nothing_behind(scheme, tmp_path, request):
+def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
     if sys.platform != "linux":
         pytest.skip("open files are counted in /proc, which only Linux has")
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
@@ -83,7 +82,7 @@ def test_a_store_that_is_opened_and_closed_leaves_nothing_behind(scheme, tmp_pat
             if i % 3 == 0:
                 store.flush()
         if i % 4 == 1:
-            # one that nobody closes
+            # one that is never closed
             member.capture(open_store(location, MAX_BYTES, "two"))
             gc.collect()
 
@@ -100,7 +99,7 @@ def test_a_store_that_is_opened_and_closed_leaves_nothing_behind(scheme, tmp_pat
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_processes_with_real_models_in_the_crowd_answer_as_if_they_were_alone(scheme, models, tmp_path, request):
+def test_processes_with_real_models_in_a_crowd_answer_as_if_alone(scheme, models, tmp_path, request):
     location = place(scheme, tmp_path, request)
     model = str(models("llama"))
     seeds = list(range(4 * min(TORTURE, 5)))

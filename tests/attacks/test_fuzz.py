@@ -17,18 +17,19 @@ from prefixstore.backends import open_backend
 from prefixstore.buffers import BufferPool
 from prefixstore.config import load_config
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.format.export import ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import SNAPSHOT, Record, Usage, checksum
 from prefixstore.llama.prompt import text_tokens
 from prefixstore.llama.shape import shape_of_sequence
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, import_pack
+from prefixstore.maintenance.transfer import import_store
 from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export, export_of, with_key
+from tests.support import ROOT
 from tests.support.models import TORTURE, state_bytes
 from tests.support.places import place, space
 
-ROOT = Path(__file__).parent.parent.parent
 TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")
 # a minute for each, at length
 BOUND = "-max_total_time=60" if TORTURE > 1 else "-atheris_runs=2000"
@@ -37,7 +38,7 @@ SPACE = space()
 
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: it is for Linux on x86-64 only")
 @pytest.mark.parametrize("target", TARGETS)
-def test_whatever_is_read_is_valid_or_an_error_of_ours(tmp_path, target):
+def test_any_input_is_valid_or_raises_our_error(tmp_path, target):
     done = subprocess.run(
         [sys.executable, "-m", "tests.attacks.fuzz_targets", target, str(tmp_path), BOUND],
         cwd=ROOT,
@@ -65,13 +66,13 @@ def first_page(**fields: object) -> tuple[bytes, Record]:
     [{"tokens": b""}, {"raw_bytes": 2**63}, {"stored_bytes": 2**64 - 1}, {"created": 2**63}],
     ids=["no tokens", "raw bytes", "stored bytes", "created"],
 )
-def test_a_sealed_record_of_what_no_page_is_is_refused(fields):
+def test_a_sealed_record_of_an_impossible_page_is_refused(fields):
     key, record = first_page(**fields)
     with pytest.raises(CorruptError, match="no page"):
         Record.unpack(key, record.pack())
 
 
-def test_a_record_of_a_form_that_is_not_known_is_left_to_those_who_know_it():
+def test_a_record_of_an_unknown_form_is_left_to_versions_that_know_it():
     key, record = first_page(form=2)
     with pytest.raises(IncompatibleError, match="form 2"):
         Record.unpack(key, record.pack())
@@ -80,14 +81,14 @@ def test_a_record_of_a_form_that_is_not_known_is_left_to_those_who_know_it():
 
 
 @pytest.mark.parametrize("fields", [{"last_used": 2**63}, {"last_used": 0, "expires": 2**64 - 1}])
-def test_a_time_that_no_database_has_a_number_for_is_no_usage(fields):
+def test_a_time_too_large_for_a_database_is_not_a_valid_usage(fields):
     with pytest.raises(CorruptError, match="usage"):
         Usage.unpack(Usage(**fields).pack())
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("start", [1, 2**31, 2**32 - 1])
-def test_a_page_that_does_not_stand_where_the_one_before_ends_is_not_found_and_goes(tmp_path, request, scheme, start):
+def test_a_page_that_does_not_start_where_its_parent_ends_is_not_found_and_is_deleted(tmp_path, request, scheme, start):
     location = place(scheme, tmp_path, request)
     payload = b"x" * 100
     key, record = first_page(start=start)
@@ -109,17 +110,17 @@ def imported(tmp_path: Path, data: bytes) -> tuple[list[str], int]:
     """What a location complains of after an import, and how many pages it has."""
     with Archive(f"sqlite:///{tmp_path / 'kv.db'}", create=True) as archive:
         with pytest.raises(CorruptError):
-            import_pack(PackReader(io.BytesIO(data), "forged"), archive)
+            import_store(ExportReader(io.BytesIO(data), "forged"), archive)
         return [str(problem) for problem in archive.check()], len(archive.pages())
 
 
 @pytest.mark.parametrize("usage", [Usage(2**64 - 1), Usage(1, expires=2**63)])
-def test_times_that_do_not_fit_a_database_are_refused_before_they_get_there(tmp_path, usage):
+def test_times_that_do_not_fit_a_database_are_refused_before_they_reach_it(tmp_path, usage):
     key, record = first_page()
     assert imported(tmp_path, export_of(SPACE.canonical, [(key, record, usage, b"x" * 100)])) == ([], 0)
 
 
-def test_a_page_that_stands_elsewhere_is_not_imported(tmp_path):
+def test_a_page_at_the_wrong_position_is_not_imported(tmp_path):
     pages = [(*first_page(start=4), Usage(1), b"x" * 100), (*first_page(), Usage(1), b"x" * 100)]
     problems, n_pages = imported(tmp_path, export_of(SPACE.canonical, pages))
     assert problems == []
@@ -139,13 +140,13 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_settings_that_are_no_canonical_ones_are_refused_and_stop_nobody(tmp_path, settings):
+def test_settings_that_are_not_canonical_are_refused_and_block_no_one(tmp_path, settings):
     with pytest.raises(CorruptError, match="settings of a namespace"):
         Namespace.parse(settings)
     key = xxhash.xxh3_128_digest(settings)
     page = make_page(b"x" * 100, [1, 2], parent=key, namespace=key)
     with pytest.raises(CorruptError, match="settings of a namespace"):
-        PackReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
+        ExportReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
     # where they are in a store already
     location = f"lmdb://{tmp_path / 'kv'}"
     with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
@@ -158,7 +159,7 @@ def test_settings_that_are_no_canonical_ones_are_refused_and_stop_nobody(tmp_pat
 # -- sizes that are claims --------------------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_cannot_be_had_takes_no_room_of_those_that_can():
+def test_a_buffer_that_cannot_be_allocated_takes_no_space_from_others():
     buffers = BufferPool(1000)
     with pytest.raises((MemoryError, ValueError)):
         buffers.acquire(2**62, wait=True)
@@ -166,7 +167,7 @@ def test_a_buffer_that_cannot_be_had_takes_no_room_of_those_that_can():
     assert buffers.acquire(1000, wait=False) is not None
 
 
-def test_a_payload_that_claims_more_than_there_is_memory_is_an_error_of_ours(tmp_path):
+def test_a_payload_that_claims_more_than_the_memory_raises_our_error(tmp_path):
     key, record = first_page(stored_bytes=2**61, checksum=checksum(b"x"))
     with closing(open_backend(f"sqlite:///{tmp_path / 'kv.db'}", max_bytes=64 << 20)) as backend:
         with backend.update() as transaction:
@@ -179,7 +180,7 @@ def test_a_payload_that_claims_more_than_there_is_memory_is_an_error_of_ours(tmp
 # -- states, prompts, configurations ----------------------------------------------------------------------------------
 
 
-def test_a_page_behind_the_last_position_there_is_has_no_shape(llama):
+def test_a_page_after_the_last_possible_position_has_no_shape(llama):
     llm = llama()
     llm.eval([1, 2, 3])
     data = state_bytes(llm)
@@ -189,20 +190,20 @@ def test_a_page_behind_the_last_position_there_is_has_no_shape(llama):
         assert not shape.fits(data, start, 3)
 
 
-def test_text_that_is_half_a_character_is_refused(llama):
+def test_text_with_half_a_character_is_refused(llama):
     with pytest.raises(InvalidParameterError, match="UTF-8"):
         text_tokens(llama(), "a \ud83d")
 
 
 @pytest.mark.parametrize("location", ["lmdb://[x", "sqlite://[", "lmdb://]"])
-def test_a_location_that_is_no_url_is_refused(tmp_path, location):
+def test_a_location_that_is_not_a_url_is_refused(tmp_path, location):
     path = tmp_path / "prefix.toml"
     path.write_text(f'[store]\nlocation = "{location}"\n')
     with pytest.raises(InvalidParameterError):
         load_config(path).open_store(None)
 
 
-def test_a_model_whose_path_is_no_text_is_refused(tmp_path):
+def test_a_model_whose_path_is_not_a_string_is_refused(tmp_path):
     path = tmp_path / "prefix.toml"
     path.write_text("[model]\npath = 3\n")
     with pytest.raises(InvalidParameterError, match="no file"):
@@ -210,5 +211,5 @@ def test_a_model_whose_path_is_no_text_is_refused(tmp_path):
 
 
 def test_the_seeds_of_the_fuzzers_are_real():
-    reader = PackReader(io.BytesIO(an_export()), "seed")
+    reader = ExportReader(io.BytesIO(an_export()), "seed")
     assert len(list(reader.entries(lambda _: True))) == 8

@@ -1,4 +1,4 @@
-"""Bytes that somebody else has made: whatever they say, they are refused, and nothing else happens."""
+"""Forged bytes: whatever they claim, they are refused, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import tracemalloc
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -27,15 +26,15 @@ from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import PACKINGS, decode
+from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
 from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
-from prefixstore.maintenance.transfer import ENTRY, HEADER, MAGIC, PACK_VERSION, PackReader
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
-from tests.attacks.forging import forget, moved
-from tests.support.models import TORTURE, answer, prompt
+from tests.attacks.forging import moved
+from tests.support import ROOT
+from tests.support.models import TORTURE, answer, forget, prompt
 from tests.support.places import contents, fill, place, space
 
-ROOT = Path(__file__).parent.parent.parent
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
 
 
@@ -69,7 +68,7 @@ def in_child(module: str, arguments: list[str], *, seconds: int) -> str:
     ids=["llama", "llama q8_0", "gemma3", "gemma3 that forgets", "mamba", "lfm2"],
 )
 @pytest.mark.parametrize("portable", [False, True], ids=["attached", "portable"])
-def test_a_state_that_lies_under_a_right_checksum_changes_no_answer(models, tmp_path, arch, options, portable):
+def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path, arch, options, portable):
     case = {
         "model": str(models(arch)),
         "location": f"sqlite:///{tmp_path}/kv.db",
@@ -88,9 +87,7 @@ def test_a_state_that_lies_under_a_right_checksum_changes_no_answer(models, tmp_
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_stored_anew(
-    llama, tmp_path, request, scheme
-):
+def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama, tmp_path, request, scheme):
     llm = llama(n_ctx=1024)
     tokens = prompt(500)
     cold = answer(llm, tokens, 4)
@@ -123,7 +120,7 @@ def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_
         # nothing of this context is known yet: the page stays
         assert complete(tokens) == (cold, 128)
         assert complete(prompt(300, seed=1))[1] == 0
-        # what is condemned is deleted with what is behind it, and computed anew
+        # a condemned page is deleted with its descendants, and computed again
         assert complete(tokens) == (cold, 128)
         assert complete(tokens)[0] == cold
         assert store.stats().unreadable == {"shape": 2}
@@ -134,7 +131,7 @@ def test_a_page_of_another_shape_goes_when_the_shape_is_known_and_the_prefix_is_
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_condemned_page_that_somebody_has_replaced_stays(tmp_path, request, scheme):
+def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
     with closing(open_backend(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
         engine = Engine(backend, Budget(64 << 20), Ordering(lru), pick("raw"), Counters())
         paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
@@ -151,7 +148,7 @@ def test_a_condemned_page_that_somebody_has_replaced_stays(tmp_path, request, sc
         assert contents(backend).keys() == set(paths[1])
 
 
-# -- records, packed pages and export files, sealed by whoever forged them --------------------------------------------
+# -- forged records, packed pages and export files with right checksums -----------------------------------------------
 
 EXAMPLES = settings(max_examples=200 * TORTURE, deadline=None)
 KEY, RECORD_OF_KEY = make_page(b"x" * 100, [1, 2, 3, 4])
@@ -172,7 +169,7 @@ def test_a_sealed_record_is_the_one_of_its_key_or_refused(garbage, at, patch):
 
 @EXAMPLES
 @given(st.data())
-def test_a_packed_page_that_lies_is_the_state_or_refused_in_bounded_memory(data):
+def test_a_forged_packed_page_is_the_state_or_refused_in_bounded_memory(data):
     state = bytes(range(256)) * 8
     name = data.draw(st.sampled_from(sorted(PACKINGS)))
     stored = bytearray(PACKINGS[name].pack(state))
@@ -207,12 +204,12 @@ def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
     st.binary(max_size=50),
     st.booleans(),
 )
-def test_a_sealed_export_file_of_anything_is_refused(entries, rest, seekable):
-    data = HEADER.pack(MAGIC, PACK_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
+def test_a_sealed_export_file_with_any_content_is_refused(entries, rest, seekable):
+    data = HEADER.pack(MAGIC, EXPORT_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
     file = io.BytesIO(data)
     file.seekable = lambda: seekable
     with pytest.raises(PrefixStoreError):
-        list(PackReader(file, "forged").entries(lambda _: True))
+        list(ExportReader(file, "forged").entries(lambda _: True))
 
 
 @pytest.mark.parametrize("seekable", [True, False])
@@ -223,7 +220,9 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     huge = Record(**{name: getattr(record, name) for name in record.__slots__} | {"stored_bytes": 2**35})
     head = page + Usage(1).pack() + huge.pack()
     path = tmp_path / "forged.pstore"
-    path.write_bytes(HEADER.pack(MAGIC, PACK_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35))
+    path.write_bytes(
+        HEADER.pack(MAGIC, EXPORT_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35)
+    )
     tracemalloc.start()
     try:
         with path.open("rb") as file:
@@ -231,7 +230,7 @@ def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
             if not seekable:
                 reading.seekable = lambda: False
             with pytest.raises(CorruptError):
-                list(PackReader(reading, "forged").entries(lambda _: True))
+                list(ExportReader(reading, "forged").entries(lambda _: True))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

@@ -31,7 +31,7 @@ def location_in(directory: Path, scheme: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """What one process has done to the files below a directory, which was empty before."""
+    """What one process did to the files below a directory that was empty before."""
 
     scheme: str
     root: Path
@@ -41,7 +41,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path) -> Iterator[Callable[..., Run]]:
-    """Has a process work, and says what it did."""
+    """Runs a task in a process; what it did to the files."""
     (tmp_path / "mortals").mkdir()
     numbers = itertools.count()
     with closing(Mortals(tmp_path / "mortals", shim=shim(tmp_path))) as mortals:
@@ -60,10 +60,10 @@ def run(tmp_path) -> Iterator[Callable[..., Run]]:
 
 
 class Promise:
-    """What has to be there, as far as a report goes: one of the last states, and the bounds are the promise."""
+    """What must survive, as far as a report goes: one of the last states, within the bounds that are promised."""
 
     def __init__(self, scheme: str) -> None:
-        self._behind = 1 if scheme == "lmdb" else None
+        self._late = 1 if scheme == "lmdb" else None
         self.states: list[str] = []
         self._committed = self._durable = 0
 
@@ -85,13 +85,13 @@ class Promise:
     def kept(self) -> list[str]:
         """The states of which one has to be found, oldest first."""
         oldest = self._durable
-        if self._behind is not None:
-            oldest = max(oldest, self._committed - self._behind)
+        if self._late is not None:
+            oldest = max(oldest, self._committed - self._late)
         return self.states[oldest:]
 
 
 def losses(run: Run, target: Path, step: int, modes: tuple[str, ...], seed: int = 0) -> Iterator[tuple[str, Promise]]:
-    """Lose the power behind entries of the journal; each time what is left is in `target`, and this is promised."""
+    """Lose the power after entries of the journal; each time what is left is in `target`, with what was promised."""
     rng = random.Random(seed)
     disk, promise = Disk(run.root, run.root_inode), Promise(run.scheme)
     for n, entry in enumerate(run.journal):
@@ -101,7 +101,7 @@ def losses(run: Run, target: Path, step: int, modes: tuple[str, ...], seed: int 
         elif (n + seed) % step == 0:
             for mode in modes:
                 disk.after_power_loss(target, mode, rng)
-                yield f"{mode}, behind entry {n}", promise
+                yield f"{mode}, after entry {n}", promise
 
 
 def lost(run: Run, target: Path, modes: tuple[str, ...], *, step: int = 1, seed: int = 0) -> list[str]:
@@ -127,7 +127,7 @@ def names_of(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("scheme", FILES)
-def test_what_is_promised_is_there_when_the_power_fails_at_any_moment(run, tmp_path, scheme):
+def test_what_is_promised_survives_a_power_loss_at_any_moment(run, tmp_path, scheme):
     # SQLite makes more system calls, and takes longer to open
     seeds, step = {"lmdb": (TORTURE, 6), "sqlite": (-(-TORTURE // 8), 10)}[scheme]
     for seed in range(seeds):
@@ -135,14 +135,14 @@ def test_what_is_promised_is_there_when_the_power_fails_at_any_moment(run, tmp_p
         assert lost(done, tmp_path / "left", MODES, step=1 if EACH else step, seed=seed) == []
 
 
-def test_the_power_fails_while_a_store_is_scrubbed_into_which_others_write(run, tmp_path):
+def test_a_scrub_among_writers_survives_a_power_loss(run, tmp_path):
     for seed in range(TORTURE):
         done = run("lmdb", "scrub_among_writers", seed=seed, pack="")
         assert lost(done, tmp_path / "left", ("some", "torn"), step=1 if EACH else 2, seed=seed) == []
 
 
 @pytest.mark.parametrize("scheme", FILES)
-def test_the_journal_has_all_that_happens_to_the_files(run, tmp_path, scheme):
+def test_the_journal_records_every_change_to_the_files(run, tmp_path, scheme):
     done = run(scheme, seed=0, pack=pack())
     disk = Disk(done.root, done.root_inode)
     for entry in done.journal:
@@ -155,14 +155,14 @@ def test_the_journal_has_all_that_happens_to_the_files(run, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", FILES)
-def test_a_flush_that_did_not_sync_would_be_seen(run, tmp_path, scheme):
+def test_a_flush_without_a_sync_would_be_noticed(run, tmp_path, scheme):
     """A control of the test itself: the child leaves out what makes a flush durable, and says that it is."""
     done = run(scheme, seed=1, pack=pack(), durable=False)
     assert len(lost(done, tmp_path / "left", ("none",), step=1 if scheme == "lmdb" else 8)) > 8
 
 
 @pytest.mark.parametrize("scheme", FILES)
-def test_more_is_lost_without_a_flush_than_the_last_transaction_in_sqlite_only(run, tmp_path, scheme):
+def test_only_sqlite_loses_more_than_the_last_transaction_without_a_flush(run, tmp_path, scheme):
     """What a plain commit promises: the table of promises claims no more than there is, and no less."""
     done = run(scheme, seed=1, pack=pack())
     location, most = location_in(tmp_path / "left", scheme), 0
@@ -174,7 +174,7 @@ def test_more_is_lost_without_a_flush_than_the_last_transaction_in_sqlite_only(r
     assert most == 1 if scheme == "lmdb" else most > 1
 
 
-def test_an_exported_file_is_there_when_the_power_fails_afterwards(run, tmp_path):
+def test_an_exported_file_survives_a_later_power_loss(run, tmp_path):
     out = tmp_path.resolve() / "place-0" / "night.pstore"
     done = run("lmdb", "export", out=str(out))
     disk = Disk(done.root, done.root_inode)
@@ -184,7 +184,7 @@ def test_an_exported_file_is_there_when_the_power_fails_afterwards(run, tmp_path
     assert (tmp_path / "left" / out.name).read_bytes() == out.read_bytes()
 
 
-def test_a_store_is_recognized_whose_file_grew_while_the_power_failed(tmp_path):
+def test_a_store_whose_file_grew_during_a_power_loss_is_recognized(tmp_path):
     """The header, in the first page, says how long the file will be when the log was moved into it."""
     location, copy = f"sqlite:///{tmp_path}/kv.db", tmp_path / "copy.db"
     with closing(open_backend(location, max_bytes=1 << 24)) as backend:
@@ -200,7 +200,7 @@ def test_a_store_is_recognized_whose_file_grew_while_the_power_failed(tmp_path):
         assert view.used.entries == 1
 
 
-def test_opening_a_store_to_look_does_not_let_its_file_grow(tmp_path):
+def test_opening_a_store_read_only_does_not_grow_its_file(tmp_path):
     with closing(open_backend(str(tmp_path), max_bytes=1 << 24)) as backend:
         before = backend._environment.env.info()["map_size"]
         open_backend(str(tmp_path), max_bytes=1 << 30, read_only=True).close()
@@ -211,7 +211,7 @@ def ask(connection, question: str) -> list[str]:
     return [str(value) for value in connection.exec_driver_sql(question).one()]
 
 
-def test_a_session_leaves_what_the_server_promises_as_it_is(new_database):
+def test_a_session_keeps_the_durability_of_the_server(new_database):
     location = new_database()
     engine = create_engine(location)
     with closing(open_backend(location, max_bytes=1 << 24)) as backend:

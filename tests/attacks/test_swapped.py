@@ -1,4 +1,4 @@
-"""Rows and payloads that are exchanged or changed where they lie: never a wrong state, and all of it is found."""
+"""Rows and payloads swapped or changed in place: never a wrong state, and all of them are found."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def states(location: str) -> dict[bytes, bytes]:
 
 
 def mend(location: str, good: dict[bytes, bytes], lost: set[bytes]) -> None:
-    """What is damaged gives no state, is told of, and goes; the rest stays."""
+    """What is damaged gives no state, is reported and deleted; the rest stays."""
     assert states(location).items() <= good.items()
     assert not states(location).keys() & lost
     with Archive(location) as archive:
@@ -48,7 +48,7 @@ def mend(location: str, good: dict[bytes, bytes], lost: set[bytes]) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("size", [1000, 2_200_000] if TORTURE > 1 else [1000])
-def test_payloads_under_each_others_keys_are_no_states(tmp_path, request, scheme, size):
+def test_payloads_swapped_between_keys_are_not_restored(tmp_path, request, scheme, size):
     location = place(scheme, tmp_path, request)
     with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
         paths = fill(backend, space(), [list(range(8)), [9] * 8], size=size)
@@ -64,7 +64,7 @@ def test_payloads_under_each_others_keys_are_no_states(tmp_path, request, scheme
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_record_under_the_key_of_another_page_is_none(tmp_path, request, scheme):
+def test_a_record_under_the_key_of_another_page_is_refused(tmp_path, request, scheme):
     location = place(scheme, tmp_path, request)
     with closing(open_backend(location, max_bytes=64 * MIB)) as backend:
         (path, other) = fill(backend, space(), [list(range(8)), [9] * 4])

@@ -9,7 +9,7 @@ from collections import Counter
 from prefixstore.errors import UnavailableError
 from prefixstore.testing.faults import Operation, SlowBackend
 
-__all__ = ["Weather", "wait_for"]
+__all__ = ["Weather"]
 
 
 class Weather(SlowBackend):
@@ -47,16 +47,9 @@ class Weather(SlowBackend):
         if self.fails:
             raise UnavailableError(f"{operation} fails on purpose")
 
-    def asked_by_completions(self) -> int:
-        """How often a completion has waited for the location."""
+    def asked_by_completions(self, operation: Operation | None = None) -> int:
+        """How often a completion has waited for the location, or for one of its operations."""
         mine = ("MainThread", "prefixstore-read")
-        return sum(n for (thread, _), n in self.asked.items() if thread.startswith(mine))
-
-
-def wait_for(condition, what, seconds=30.0):
-    """Wait until a condition holds; how long it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.01)
-    return time.monotonic() - started
+        return sum(
+            n for (thread, done), n in self.asked.items() if thread.startswith(mine) and operation in (None, done)
+        )

@@ -1,4 +1,4 @@
-"""What is done to a store by processes that die: through the engine and the archive, with pages made of their keys."""
+"""What processes do to a store before they are killed: through engine and archive, with pages made from their keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import xxhash
@@ -20,23 +21,23 @@ from prefixstore.backends.base import Backend, View
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.queue import Writer
+from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
+from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.record import PAGE, SNAPSHOT
 from prefixstore.maintenance.archive import Archive
-from prefixstore.maintenance.transfer import PackReader, import_pack
+from prefixstore.maintenance.transfer import import_store
 from prefixstore.stats import Counters
 from tests.support.places import space
 
 BUDGET = Budget(700 << 10)
 SPACES = [space("one"), space("two")]
 P = 4
-# methods of a transaction that do
+# methods of a transaction that write
 WRITES = {"put", "delete", "touch", "put_namespace", "drop_namespace", "put_note"}
 
 
@@ -72,7 +73,7 @@ class Report:
 
 
 class Points:
-    """The points at which a child may die."""
+    """The points at which a child may be killed."""
 
     def __init__(self, die_at: int) -> None:
         self._left = die_at
@@ -97,7 +98,7 @@ class _Writing:
 
 
 class Watched:
-    """A backend that says what it does, with a point before and behind all that writes."""
+    """A backend that reports what it does, with a point before and after each write."""
 
     def __init__(self, backend: Backend, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
         self._backend = backend
@@ -143,8 +144,10 @@ class Watched:
         return freed
 
 
-def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], form: int = PAGE) -> Iterator[NewPage]:
-    """The pages of a sequence, or a view at its end, as captured now."""
+def pages_of(
+    settings: Any, tokens: list[int], acquire: Callable[[int], Any], form: int = PAGE
+) -> Iterator[PendingPage]:
+    """The pages of a sequence, or a snapshot at its end, as captured now."""
     raw, parent = as_tokens(tokens).tobytes(), settings.key
     for start in range(0, len(raw), 4 * P):
         piece = raw[start : start + 4 * P]
@@ -153,29 +156,28 @@ def pages_of(settings: Any, tokens: list[int], acquire: Callable[[int], Any], fo
         state = state_of(key)
         view = acquire(len(state))
         view.view[:] = state
-        yield NewPage.of(
+        yield PendingPage.of(
             settings.key, settings.canonical, parent, start // 4, piece, view, form=form if is_last else PAGE
         )
         parent = key
 
 
 class Work:
-    """The engine and the archive of one location, which never fail, in one process."""
+    """The engine and the archive of one location in one process; neither may fail."""
 
     def __init__(self, location: str, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
         self._location = location
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
-        counters = Counters()
         backend = open_backend(location, max_bytes=BUDGET.max_bytes)
         with backend.view() as view:
             say("found", digest(view))
-        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), counters)
-        self._writer = Writer(self.engine, 1 << 24, False, counters, read_only=False)
+        options = {"queue_bytes": 1 << 24, "write_behind": False}
+        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), Counters(), **options)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
-        """All that is not there of a sequence, in one batch."""
+        """Store what is missing of a sequence, in one batch."""
         self.engine.match(settings.key, as_tokens(tokens), P)
-        news = list(pages_of(settings, tokens, self._writer.acquire, form))
+        news = list(pages_of(settings, tokens, self.engine.acquire, form))
         self.engine.commit([new for new in news if self.engine.announce(new)])
         for new in news:
             new.buffer.release()
@@ -189,26 +191,30 @@ class Work:
 
     @contextmanager
     def _archive(self) -> Iterator[Archive]:
-        with Archive(self._location, max_bytes=BUDGET.max_bytes, create=True) as archive:
-            archive.backend = self._watch(archive.backend)
+        def opened(*given: Any, **options: Any) -> Backend:
+            return self._watch(open_backend(*given, **options))
+
+        with patch("prefixstore.maintenance.archive.open_backend", opened):
+            archive = Archive(self._location, max_bytes=BUDGET.max_bytes, create=True)
+        with archive:
             yield archive
 
     def all(self, seed: int, pack: bytes) -> None:
-        """A little of all that changes a store."""
+        """A little of everything that changes a store."""
         one, two, three, four = np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist()
-        engine, writer = self.engine, self._writer
+        engine = self.engine
         self.capture(SPACES[0], one)
-        writer.flush()
+        engine.flush()
         self.use(SPACES[0], one)
         self.capture(SPACES[1], two)
         engine.pin(SPACES[1].key, as_tokens(two[:4]), P, pinned=True)
         for n in (6, 9):
             self.capture(SPACES[1], three[:n], SNAPSHOT)
         engine.thin(SPACES[1].key, as_tokens(three), P, 1, P)
-        writer.flush()
+        engine.flush()
         engine.change_note(b"note", lambda _: str(seed).encode())
         with self._archive() as archive:
-            import_pack(PackReader(io.BytesIO(pack), "pack"), archive)
+            import_store(ExportReader(io.BytesIO(pack), "pack"), archive)
             archive.purge(tokens=one[:4])
             archive.evict_to(archive.used().bytes * 3 // 4)
             if seed % 8 == 0:
@@ -218,10 +224,9 @@ class Work:
         if seed % 8 == 4:
             engine.clear(SPACES[seed // 8 % 2].key)
         self.capture(SPACES[0], four)
-        writer.flush()
+        engine.flush()
 
     def close(self) -> None:
-        self._writer.close()
         self.engine.close()
 
 
@@ -230,8 +235,8 @@ def work(location: str, seed: int, pack: str, say: Report, point: Points, *, dur
         one.all(seed, bytes.fromhex(pack))
 
 
-def work_for_ever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Until killed. A server that is gone drops pages, and fails what is not a completion: both go on later."""
+def work_forever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Work until killed. While the server is down, pages are dropped and other calls fail; both work again later."""
     one, parent = None, os.getppid()
     while os.getppid() == parent:
         try:
@@ -243,7 +248,7 @@ def work_for_ever(location: str, seed: int, pack: str, say: Report, point: Point
 
 
 def scrub_among_writers(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Somebody deletes pages in the middle of a scrub, which then finds them free."""
+    """Pages are deleted in the middle of a scrub, which then finds them free."""
     del pack
     with closing(Work(location, say, point)) as one:
         for tokens in np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist():
@@ -281,4 +286,4 @@ def upgrade(location: str, say: Report, point: Points) -> None:
     say("upgraded")
 
 
-TASKS = {task.__name__: task for task in (work, work_for_ever, scrub_among_writers, create, export, upgrade)}
+TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, create, export, upgrade)}

@@ -25,10 +25,10 @@ from prefixstore.backends.location import cache_directory
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import (
     FullError,
     InvalidParameterError,
@@ -537,7 +537,7 @@ def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_
             buffer = buffers.acquire(size)
             at = chance.randrange(100_000)
             buffer.view[:] = noise[at : at + size]
-            new = NewPage.of(bytes(16), b"{}", parent, start, tokens, buffer)
+            new = PendingPage.of(bytes(16), b"{}", parent, start, tokens, buffer)
             assert engine.announce(new)
             assert engine.commit([new]) == 1
             buffer.release()

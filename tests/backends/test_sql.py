@@ -22,10 +22,10 @@ from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.backends.sql.schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import NewPage
 from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -572,7 +572,7 @@ def new_engine(backend, max_bytes=64 * MIB, **terms):
 def new_page(buffers, number, size, parent=NAMESPACE, start=0):
     buffer = buffers.acquire(size)
     buffer.view[:] = np.random.default_rng(number).bytes(size)
-    return NewPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, buffer)
+    return PendingPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, buffer)
 
 
 def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new_database):

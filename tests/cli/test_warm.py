@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from prefixstore import PrefixStore
 from prefixstore.cli import progress as shown_module
 from prefixstore.cli.progress import shown
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
+from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
 
@@ -26,7 +27,7 @@ UNIQUE = unique_tokens(PROMPTS)
 
 @pytest.fixture
 def warm(models, tmp_path):
-    """Runs the command in this process, on a store of its own."""
+    """Runs the command in this process, on its own store."""
 
     def run(*arguments, defaults=True, **more):
         given = ["--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 4096, "--threads", 1]
@@ -40,7 +41,7 @@ def file(tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in PROMPTS])
 
 
-def test_it_warms_and_tells_one_object(warm, file, tmp_path, models):
+def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     result = warm(file, "--json")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
@@ -54,7 +55,7 @@ def test_it_warms_and_tells_one_object(warm, file, tmp_path, models):
     assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
 
 
-def test_it_ends_with_a_table_and_tells_on_stderr_how_far_it_is(warm, file):
+def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
     result = warm(file)
     assert result.exit_code == 0
     lines = {" ".join(line.split()) for line in result.stdout.splitlines()}
@@ -63,19 +64,88 @@ def test_it_ends_with_a_table_and_tells_on_stderr_how_far_it_is(warm, file):
     assert f"of {UNIQUE:,} tokens" in result.stderr
 
 
-def test_problems_are_told_with_file_and_line_and_the_rest_goes_on(warm, tmp_path):
+def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, tmp_path):
     bad = tmp_path / "bad.jsonl"
     lines = [{"prompt": ""}, {"tokens": [1] * 4096}, {"tokens": prompt(300)}]
     bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
     result = warm(bad, tmp_path / "nowhere.txt", "--json")
     assert result.exit_code == 1
-    assert f"{bad}:1: is no JSON" in result.stderr
-    assert f"{bad}:2: there are no tokens in it" in result.stderr
+    assert f"{bad}:1: not valid JSON" in result.stderr
+    assert f"{bad}:2: the prompt has no tokens" in result.stderr
     assert f"{bad}:3: 4,096 tokens do not fit the context" in result.stderr
-    assert f"{tmp_path / 'nowhere.txt'}: there is no such file" in result.stderr
+    assert f"{tmp_path / 'nowhere.txt'}: file not found" in result.stderr
     told = json.loads(result.stdout)
     assert (told["prompts"], told["evaluated_tokens"], len(told["problems"])) == (1, 300, 4)
     assert "problems" in warm(bad).stdout
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_path, source):
+    text = "It restores what another process has computed. " * 40
+    lines = [{"prompt": text}, {"prompt": text * 3}, {"tokens": prompt(40_000)}]
+    file = write_jsonl(tmp_path / "prompts.jsonl", lines)
+    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
+    piped = {"input": file.read_text()} if source == "stdin" else {}
+    name, where = ("<stdin>", "-") if source == "stdin" else (file, file)
+    result = warm(*given, where, "--json", defaults=False, **piped)
+    assert result.exit_code == 1
+    assert (
+        f"{name}:3: 40,000 tokens do not fit the context of 32,768 tokens that the model was trained" in result.stderr
+    )
+    told = json.loads(result.stdout)
+    assert (told["prompts"], len(told["problems"])) == (2, 1)
+    longest = load(models("llama")).tokenize((text * 3).encode())
+    assert told["n_ctx"] == -(-(len(longest) + 1) // 256) * 256
+    assert told["evaluated_tokens"] == told["unique_tokens"] > 512
+    again = warm(*given, where, defaults=False, **piped)
+    rows = {" ".join(line.split()) for line in again.stdout.splitlines()}
+    assert f"n_ctx {told['n_ctx']:,} (for the longest prompt, {len(longest):,} tokens; servers need as much)" in rows
+    assert "evaluated 0" in rows
+    expected = json.loads(warm(*given, where, "--dry-run", "--json", defaults=False, **piped).stdout)
+    assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
+
+
+def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixstore.cli.warm.original_context", lambda _: 1024)
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
+    given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
+    note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024"
+    for arguments in ([file], [file, "--dry-run"], [file, "--check"]):
+        assert note in warm(*given, *arguments, defaults=False).stderr
+    note = "pages for n_ctx=512 are found only by servers with an n_ctx of at most 1,024"
+    assert note in warm(*given, "--check", defaults=False).stderr
+    assert "n_ctx=" not in warm(*given, "--n-ctx", 2048, file, defaults=False).stderr
+
+
+def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
+    # llama.cpp warns about a context longer than the training context, and about one without weights
+    for more in (["--n-ctx", 512], []):
+        command = [
+            "warm",
+            "--model",
+            models("llama", n_ctx_train=400),
+            "--store",
+            tmp_path / "kv",
+            "--json",
+            *more,
+            file,
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "prefixstore", *map(str, command)],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["reading prompts", "evaluating"]
+
+
+def test_every_summary_names_the_location(warm, file, tmp_path):
+    location = f"lmdb://{tmp_path / 'kv'}"
+    for more in (["--dry-run"], [], ["--check"]):
+        assert json.loads(warm(file, "--json", *more).stdout)["location"] == location
+        assert location in warm(file, *more).stdout
 
 
 def test_lines_may_come_from_standard_input(warm):
@@ -83,13 +153,13 @@ def test_lines_may_come_from_standard_input(warm):
     assert json.loads(result.stdout)["evaluated_tokens"] == 300
 
 
-def test_what_does_not_fit_is_told(warm, file):
+def test_prompts_that_do_not_fit_are_reported(warm, file):
     result = warm(file, "--max-bytes", "4MB")
     assert result.exit_code == 1
-    assert "not wholly in the store" in result.stderr
+    assert "not completely stored" in result.stderr
 
 
-def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
+def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
     config = tmp_path / "warm.toml"
     config.write_text(
         f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\ntype_k = "q8_0"\n'
@@ -102,10 +172,10 @@ def test_options_and_file_give_one_namespace(warm, file, tmp_path, models):
     assert "note" not in second.stderr
     other = warm(file, "--config", config, "--type-k", "f16", "--json", defaults=False)
     assert json.loads(other.stdout)["evaluated_tokens"] == UNIQUE
-    assert "note: nothing is stored for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
+    assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
 
 
-def test_a_check_tells_why_a_namespace_differs(warm, file):
+def test_a_check_explains_why_a_namespace_differs(warm, file):
     empty = warm("--check")
     assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
     warm(file)
@@ -119,7 +189,7 @@ def test_a_check_tells_why_a_namespace_differs(warm, file):
     assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
 
 
-def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_path):
+def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()
     assert (told["dry_run"], told["unique_tokens"], told["missing_tokens"]) == (True, UNIQUE, UNIQUE)
@@ -134,21 +204,21 @@ def test_a_dry_run_tells_what_it_would_take_and_stores_nothing(warm, file, tmp_p
     ("arguments", "message"),
     [
         ([], "no prompts are given"),
-        (["--type-k", "q9", "p.txt"], "unknown to llama.cpp"),
-        (["--model", "nowhere.gguf", "p.txt"], "is no file"),
+        (["--type-k", "q9", "p.txt"], "not a value that llama.cpp knows"),
+        (["--model", "nowhere.gguf", "p.txt"], "model file not found"),
         (["--config", "nowhere.toml", "p.txt"], "No such file"),
-        (["--ttl", "soon", "p.txt"], "is no time"),
+        (["--ttl", "soon", "p.txt"], "not a valid duration"),
         (["--page-tokens", "0", "p.txt"], "page_tokens=0"),
     ],
 )
-def test_misuse_is_told_and_ends_with_2(warm, arguments, message):
+def test_misuse_is_reported_and_ends_with_2(warm, arguments, message):
     result = warm(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
 def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
-    (tmp_path / "kv").write_text("no directory")
+    (tmp_path / "kv").write_text("not a directory")
     assert warm(file).exit_code == 3
 
 
@@ -162,6 +232,7 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=default_signals,  # noqa: PLW1509 - it only sets handlers
     )
     for line in process.stderr:
         if "evaluating" in line:
@@ -178,7 +249,7 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         assert store.check() == []
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch):
+def test_on_a_terminal_progress_is_a_bar(monkeypatch):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=140)
     monkeypatch.setattr(shown_module, "Console", lambda **_: terminal)
@@ -192,7 +263,7 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch):
     assert "1.0 MiB stored" in text
 
 
-def test_where_there_is_no_terminal_lines_come_now_and_then(monkeypatch, capsys):
+def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, capsys):
     times = iter([100.0, 101.0, 102.0, 112.0, 113.0])
     monkeypatch.setattr(shown_module.time, "monotonic", lambda: next(times))
     with shown() as show:

@@ -231,8 +231,8 @@ def bounded(machine, examples, steps=25):
     return case
 
 
-TestMemoryWithoutLimit = bounded(Machine, 150)
-TestMemoryWithinABudget = bounded(SmallMemory, 150)
-TestLMDBWithoutLimit = bounded(LMDB, 60)
-TestTwoEnginesOnOneLocation = bounded(TwoOnLMDB, 60)
-TestTwoEnginesWithinABudget = bounded(TwoSmallOnLMDB, 60)
+TestMemoryWithoutLimit = bounded(Machine, 50)
+TestMemoryWithinABudget = bounded(SmallMemory, 50)
+TestLMDBWithoutLimit = bounded(LMDB, 25)
+TestTwoEnginesOnOneLocation = bounded(TwoOnLMDB, 25)
+TestTwoEnginesWithinABudget = bounded(TwoSmallOnLMDB, 25)

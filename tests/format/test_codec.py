@@ -1,4 +1,4 @@
-"""Packed states: what was written comes back, and what was not written never does."""
+"""Packed states: what was written is read back, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ states = st.one_of(
 @pytest.mark.parametrize("name", [*CODECS, "auto", "zstd:9", "planes:3", "zstd:22"])
 @settings(max_examples=50)
 @given(raw=states)
-def test_a_page_comes_back_from_every_codec(name, raw):
+def test_every_codec_returns_the_page(name, raw):
     number, stored = pick(name)(NS, raw)
     assert bytes(decode(record_of(stored, len(raw), number), stored)) == raw
     assert len(stored) <= len(raw)
@@ -64,7 +64,7 @@ def test_a_page_comes_back_from_every_codec(name, raw):
 @example(raw=b"x")
 @example(raw=b"xy")
 @example(raw=b"xyz")
-def test_what_a_packing_makes_can_be_unpacked_even_where_it_does_not_shrink(name, raw):
+def test_packed_bytes_can_be_unpacked_even_where_they_did_not_shrink(name, raw):
     stored = memoryview(PACKINGS[name].pack(raw))
     out = bytearray(b"?" * len(raw))
     assert PACKINGS[name].claimed(stored) == len(raw)
@@ -74,7 +74,7 @@ def test_what_a_packing_makes_can_be_unpacked_even_where_it_does_not_shrink(name
 
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("more", [-3, -2, -1, 0, 1, 2, 3])
-def test_pages_around_the_size_of_a_block_come_back(name, more):
+def test_pages_around_the_size_of_a_block_survive_packing(name, more):
     raw = floats(2 * BLOCK + 4)[: 4 * BLOCK + more]
     number, stored = encode(raw, name)
     assert number == CODECS[name]
@@ -96,7 +96,7 @@ def test_a_raw_page_is_not_copied():
     assert bytes(state) == b"Page"
 
 
-def test_planes_save_most_of_floats_and_a_level_is_not_part_of_the_number():
+def test_planes_save_most_on_floats_and_the_level_is_not_part_of_the_codec_number():
     raw = floats()
     sizes = {name: len(encode(raw, name)[1]) for name in CODECS}
     assert sizes["planes"] < 0.95 * sizes["zstd"] < 0.9 * sizes["raw"]
@@ -106,7 +106,7 @@ def test_planes_save_most_of_floats_and_a_level_is_not_part_of_the_number():
     assert len(smaller) < len(small)
 
 
-def test_a_page_is_decoded_into_the_memory_it_is_given_and_lent_buffers_go_back():
+def test_a_page_is_decoded_into_the_given_memory_and_lent_buffers_are_returned():
     raw, buffers = floats(), BufferPool(1 << 20)
     for name in CODECS:
         number, stored = encode(raw, name)
@@ -135,7 +135,7 @@ def test_a_flipped_bit_of_a_page_is_found(name, raw, data):
 @pytest.mark.parametrize("name", PACKED)
 @settings(max_examples=200)
 @given(data=st.data())
-def test_a_page_that_is_damaged_and_sealed_anew_writes_nothing_outside_its_memory(name, data):
+def test_a_damaged_page_with_a_new_checksum_writes_nothing_outside_its_memory(name, data):
     # the checksum fits: only the codec is left to notice, and it may not, but it stays within bounds
     raw = floats(500)
     wrong = bytearray(PACKINGS[name].pack(raw))
@@ -191,7 +191,7 @@ def test_a_forged_size_is_refused_before_memory_is_taken_for_it(name, monkeypatc
         decode(record_of(stored, 1000, CODECS[name]), stored)
 
 
-def test_an_unknown_number_is_a_newer_versions():
+def test_an_unknown_codec_number_is_taken_for_a_newer_version():
     with pytest.raises(IncompatibleError, match="codec 9"):
         decode(dataclasses.replace(record_of(b"x", 1), codec=9), b"x")
     with pytest.raises(CorruptError, match="checksum"):
@@ -202,7 +202,7 @@ def test_an_unknown_number_is_a_newer_versions():
 
 
 @pytest.mark.parametrize("name", ["lzma", "", "ZSTD", "zstd ", "planes2", "blosc2:3", None, 3, b"zstd"])
-def test_an_unknown_codec_is_refused_with_what_there_is(name):
+def test_an_unknown_codec_is_refused_and_the_known_ones_are_listed(name):
     with pytest.raises(
         InvalidParameterError, match=r"codec=.* is unknown; choose one of 'auto', 'raw', 'zstd', 'planes'"
     ):
@@ -210,12 +210,12 @@ def test_an_unknown_codec_is_refused_with_what_there_is(name):
 
 
 @pytest.mark.parametrize("name", ["zstd:0", "zstd:23", "zstd:", "zstd:-1", "zstd:x", "zstd:1.5", "planes:99", "zstd:²"])
-def test_a_level_is_a_number_within_bounds(name):
+def test_a_level_outside_its_bounds_is_refused(name):
     with pytest.raises(InvalidParameterError, match="the level must be a number from 1 to 22"):
         pick(name)
 
 
-def test_what_has_no_levels_takes_none():
+def test_a_codec_without_levels_takes_none():
     with pytest.raises(InvalidParameterError, match="'raw' has no levels"):
         pick("raw:1")
     with pytest.raises(InvalidParameterError, match="is unknown"):
@@ -252,12 +252,12 @@ def test_auto_stores_raw_until_it_knows_that_the_location_is_slow():
     assert numbers_of(auto, floats(), 10) == {CODECS["raw"]}
 
 
-def test_auto_goes_by_the_first_pages_and_looks_again():
+def test_auto_decides_by_the_first_pages_and_measures_again():
     auto, turn = slow(), AutoCodec.PAGES_MEASURED + AutoCodec.PAGES_BETWEEN
     assert numbers_of(auto, chance(), turn - 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), turn) == {CODECS["planes"]}
-    # until the next look these are packed for nothing, and stored raw as they do not shrink
+    # until the next measurement these are packed for nothing, and stored raw as they do not shrink
     assert numbers_of(auto, chance(), 2 * turn) == {CODECS["raw"]}
     assert auto(NS, floats())[0] == CODECS["planes"]
     assert auto(NS, floats())[0] == CODECS["planes"]
@@ -278,28 +278,28 @@ def test_auto_measures_pages_of_any_size():
 FIGURES = {"zstd": Figures(1000, 930, 1e-6), "planes": Figures(1000, 850, 2e-6)}
 
 
-def test_the_slower_the_location_the_more_unpacking_is_worth():
+def test_unpacking_pays_more_on_slower_locations():
     assert choose(FIGURES, None) == "raw"
     assert choose(FIGURES, 1e-10) == "raw"
     assert choose(FIGURES, 4e-9 / UNPACKERS) == "zstd"
     assert choose(FIGURES, 1e-7) == "planes"
 
 
-def test_what_saves_next_to_nothing_is_worth_it_nowhere():
+def test_a_codec_that_saves_almost_nothing_never_pays():
     assert choose({"zstd": Figures(1000, 995, 0.0)}, 1e-3) == "raw"
 
 
-def test_what_costs_nothing_is_worth_it_everywhere():
+def test_a_codec_that_costs_nothing_always_pays():
     assert choose({"zstd": Figures(1000, 900, 0.0)}, None) == "zstd"
 
 
-def test_of_two_that_save_the_same_the_faster_one_is_taken():
+def test_of_two_codecs_that_save_the_same_the_faster_is_taken():
     assert choose({"zstd": Figures(1000, 500, 2e-12), "planes": Figures(1000, 505, 1e-12)}, None) == "planes"
     assert choose({"zstd": Figures(1000, 505, 1e-12), "planes": Figures(1000, 500, 2e-12)}, None) == "zstd"
     assert choose({}, None) == "raw"
 
 
-def test_a_read_rate_is_the_best_of_the_last_reads_and_small_ones_say_nothing():
+def test_a_read_rate_is_the_best_of_the_last_reads_and_ignores_small_ones():
     rate = ReadRate()
     rate.observe(ReadRate.MIN_BYTES - 1, 1.0)
     assert rate.seconds_per_byte is None

@@ -16,7 +16,7 @@ few = st.lists(st.integers(0, 1), max_size=12)
 
 
 @given(token_lists)
-def test_tokens_are_the_same_in_whatever_they_come(tokens):
+def test_tokens_are_the_same_from_any_container(tokens):
     expected = b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)
     strided = np.zeros(2 * len(tokens), "<i4")
     strided[::2] = tokens
@@ -27,7 +27,7 @@ def test_tokens_are_the_same_in_whatever_they_come(tokens):
         assert array.flags.c_contiguous
 
 
-def test_an_array_that_is_right_already_is_not_copied():
+def test_an_array_of_the_right_type_is_not_copied():
     array = np.arange(5, dtype="<i4")
     assert as_tokens(array) is array
 
@@ -41,12 +41,12 @@ def test_an_array_that_is_right_already_is_not_copied():
     ],
     ids=repr,
 )
-def test_what_is_no_sequence_of_tokens_is_refused(wrong):
+def test_anything_but_a_sequence_of_tokens_is_refused(wrong):
     with pytest.raises(InvalidParameterError, match="tokens must"):
         as_tokens(wrong)
 
 
-def test_the_keys_are_those_that_were_released():
+def test_the_keys_are_the_released_ones():
     # stored keys: another value would lose everything that anybody has stored
     assert page_key(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
     assert [key.hex() for key in page_keys(b"n" * 16, as_tokens(range(5)), 2)] == [
@@ -56,7 +56,7 @@ def test_the_keys_are_those_that_were_released():
 
 
 @given(few, few, st.integers(1, 4))
-def test_keys_are_equal_exactly_as_far_as_the_tokens_are(a, b, page_tokens):
+def test_keys_are_equal_exactly_as_far_as_the_tokens_are_equal(a, b, page_tokens):
     keys_a, keys_b = (page_keys(bytes(16), as_tokens(tokens), page_tokens) for tokens in (a, b))
     assert len(keys_a) == len(a) // page_tokens
     for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False), 1):

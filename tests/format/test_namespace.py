@@ -15,7 +15,7 @@ settings = st.dictionaries(st.text(max_size=5), scalars, max_size=5)
 
 
 @given(settings)
-def test_a_namespace_comes_back_from_its_canonical_form(values):
+def test_a_namespace_can_be_read_from_its_canonical_form(values):
     namespace = Namespace(values)
     again = Namespace.parse(namespace.canonical)
     assert again.canonical == namespace.canonical
@@ -40,7 +40,7 @@ def test_other_settings_are_another_namespace(one, other):
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, "1"), (1, 1.0), (0.0, -0.0), (None, "null"), ("", None)])
-def test_values_that_python_calls_alike_are_kept_apart(one, other):
+def test_values_that_python_considers_equal_are_kept_apart(one, other):
     assert Namespace({"a": one}).key != Namespace({"a": other}).key
 
 
@@ -50,7 +50,7 @@ def test_differences_are_named():
     assert here.differences(here) == {}
 
 
-def test_the_canonical_form_is_the_one_that_was_released():
+def test_the_canonical_form_is_the_released_one():
     namespace = Namespace({"b": "ü", "a": 1})
     assert namespace.canonical == '{"a":1,"b":"ü"}'.encode()
     assert json.loads(namespace.canonical) == {"a": 1, "b": "ü"}

@@ -1,4 +1,4 @@
-"""Records and usage: what was written comes back, and what was not written never does."""
+"""Records and usage: what was written is read back, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def record_of(stored):
 
 
 @given(records)
-def test_a_record_comes_back(record):
+def test_a_record_survives_packing(record):
     assert Record.unpack(record.key, record.pack()) == record
     assert len(record.pack()) == RECORD.size + len(record.tokens) + RECORD_SEAL.size
 
 
 @settings(max_examples=150)
 @given(records, st.data())
-def test_a_flipped_byte_is_never_a_record(record, data):
+def test_a_record_with_a_flipped_byte_is_refused(record, data):
     stored = bytearray(record.pack())
     at = data.draw(st.integers(0, len(stored) - 1))
     stored[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(CorruptError):
         Record.unpack(record.key, bytes(stored))
     if at:
-        # of the future: it may look like anything behind its version
+        # a future version: anything may follow the version
         stored[0] = FORMAT_VERSION + 1
         with pytest.raises(IncompatibleError):
             Record.unpack(record.key, bytes(stored))
 
 
 @given(records, st.data())
-def test_a_record_of_another_length_is_never_a_record(record, data):
+def test_a_record_of_another_length_is_refused(record, data):
     stored = record.pack()
     n = data.draw(st.integers(0, len(stored) - 1))
     for wrong in (stored[:n], stored + b"\0", stored + stored):
@@ -68,13 +68,13 @@ def test_a_record_of_another_length_is_never_a_record(record, data):
 
 
 @given(records, records)
-def test_a_record_is_good_under_its_own_key_only(one, other):
+def test_a_record_is_valid_only_under_its_own_key(one, other):
     if one.key != other.key:
         with pytest.raises(CorruptError, match="another page"):
             Record.unpack(other.key, one.pack())
 
 
-def test_a_record_that_is_sealed_but_counts_its_tokens_wrong_is_refused():
+def test_a_sealed_record_with_a_wrong_token_count_is_refused():
     record = record_of(b"x")
     body = bytearray(record.pack()[: -RECORD_SEAL.size])
     body[4] += 1
@@ -82,14 +82,14 @@ def test_a_record_that_is_sealed_but_counts_its_tokens_wrong_is_refused():
         Record.unpack(record.key, bytes(body) + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(bytes(body))))
 
 
-def test_what_is_too_large_for_its_field_is_cut_and_not_an_error():
+def test_a_value_too_large_for_its_field_is_clamped():
     record = dataclasses.replace(record_of(b"x"), compute_us=2**40)
     assert Record.unpack(record.key, record.pack()).compute_us == 2**32 - 1
     assert Usage.unpack(Usage(1, 2**40).pack()).hits == 2**32 - 1
 
 
 @given(u63, u32, st.booleans())
-def test_a_usage_comes_back(last_used, hits, pinned):
+def test_a_usage_survives_packing(last_used, hits, pinned):
     usage = Usage(last_used, hits, pinned)
     assert Usage.unpack(usage.pack()) == usage
     for wrong in (usage.pack()[:-1], usage.pack() + b"\0", b""):
@@ -97,7 +97,7 @@ def test_a_usage_comes_back(last_used, hits, pinned):
             Usage.unpack(wrong)
 
 
-def test_the_layout_is_what_was_released():
+def test_the_layout_is_the_released_one():
     # a change of these is a new format: raise FORMAT_VERSION, and read the old one still
     assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (1, 88, 8, 24)
     record = Record(b"n" * 16, b"p" * 16, 512, b"\1\0\0\0\2\0\0\0", 1, 1000, 900, b"c" * 16, 77, 2**40)
@@ -113,7 +113,7 @@ def test_the_layout_is_what_was_released():
     assert usage.pack().hex() == "00000000000100000300000001" + "00feff" + "0000000000020000"
 
 
-def test_garbage_is_refused_as_what_it_is():
+def test_garbage_is_refused():
     chance = random.Random(2)
     for size in (*range(120), 1000):
         with pytest.raises(StorageError):

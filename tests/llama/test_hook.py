@@ -11,7 +11,7 @@ import pytest
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
 from prefixstore import MisuseError, PrefixStore
-from tests.support.models import answer, prompt, state_bytes
+from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 MESSAGES = [
     {"role": "system", "content": "You answer questions about the standard library. " * 30},
@@ -25,25 +25,6 @@ def store():
     with PrefixStore("memory:") as store:
         yield store
         assert store.check() == []
-
-
-def evaluated(store, work) -> int:
-    """How many tokens go through eval while `work` runs."""
-    before = store.stats().tokens_computed
-    work()
-    return store.stats().tokens_computed - before
-
-
-def forget(llm) -> None:
-    """An empty context, as a restarted process has it."""
-    llm.reset()
-    llm._ctx.kv_cache_clear()
-
-
-def attached(store, llm):
-    store.attach(llm)
-    llm.set_cache(store)
-    return llm
 
 
 def test_a_completion_is_computed_once(llama, store):
@@ -325,7 +306,7 @@ def test_generation_from_a_restored_context_goes_on_as_from_a_computed_one(llama
 
 def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
     llm = attached(store, llama())
-    monkeypatch.setattr(store._writer, "_start", lambda: None)  # a writer that never gets its turn
+    monkeypatch.setattr(store.engine._queue, "_start", lambda: None)  # a writer that never gets its turn
     answer(llm, prompt(1000), 1)
     assert store.stats().entries == 0
     forget(llm)
@@ -374,12 +355,14 @@ def test_a_read_only_store_restores_and_writes_nothing(llama, tmp_path):
 
 
 def test_logprobs_are_the_same_as_without_a_store(llama, store):
+    # three batches and a part of one; each token's row of logits costs a sort in Python
     options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}
+    batches = {"logits_all": True, "n_batch": 64, "n_ctx": 512}
     for echo in (False, True):
-        tokens = prompt(1300, seed=int(echo))
+        tokens = prompt(200, seed=int(echo))
         text = llama().detokenize(tokens).decode(errors="ignore") if echo else tokens
-        plain = llama(logits_all=True)(text, echo=echo, **options)["choices"][0]
-        llm = attached(store, llama(logits_all=True))
+        plain = llama(**batches)(text, echo=echo, **options)["choices"][0]
+        llm = attached(store, llama(**batches))
         llm(text, echo=echo, **options)
         forget(llm)
         # first without logprobs, so that restored rows are live when they are asked for

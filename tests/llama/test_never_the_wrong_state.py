@@ -40,7 +40,7 @@ def write_lora(path, scale: float) -> None:
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", 8.0)
-    llm = {"n_embd": 64, "n_out": 128}
+    llm = {"n_embd": 64, "n_out": 64}
     for name, shape in (("lora_a", (4, llm["n_embd"])), ("lora_b", (llm["n_out"], 4))):
         writer.add_tensor(f"blk.0.attn_q.weight.{name}", (scale * rng.standard_normal(shape)).astype(np.float32))
     writer.write_header_to_file()

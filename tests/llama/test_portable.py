@@ -22,8 +22,8 @@ from prefixstore.format.whole_state import WholeState
 from prefixstore.llama import portable, portable_restore, portable_target
 from prefixstore.llama.portable_lookup import OWN_HITS
 from prefixstore.testing import FaultyBackend
-from tests.support.models import TORTURE, answer, load, logits, prompt
-from tests.support.portable_worker import in_portable_process
+from tests.support.models import TORTURE, answer, forget, load, logits, prompt
+from tests.support.worker import in_process
 
 Q8_0 = llama_cpp.GGML_TYPE_Q8_0
 KINDS = {
@@ -36,6 +36,13 @@ KINDS = {
     "mamba": ("mamba", {}),
     "lfm2": ("lfm2", {}),
 }
+READERS = {
+    "small batches": {"n_batch": 64, "n_ubatch": 32},
+    "short context": {"n_ctx": 700},
+    "large batches": {"n_ctx": 4096, "n_batch": 1024, "n_ubatch": 1024},
+}
+# around the boundary of a page
+LENGTHS = (17, 255, 256, 257, 700)
 PAGED = ("llama", "llama with flash attention", "llama with q8_0", "gemma3")
 
 
@@ -65,12 +72,6 @@ def held(llm) -> list[int]:
     return llm.input_ids[: llm.n_tokens].tolist()
 
 
-def forget(llm) -> None:
-    """An empty context, as a restarted process has it."""
-    llm.reset()
-    llm._ctx.kv_cache_clear()
-
-
 def evaluated(llm, work) -> int:
     """How many tokens go through eval while `work` runs."""
     counts, original = [], llm.eval
@@ -83,8 +84,18 @@ def evaluated(llm, work) -> int:
 # -- what the next completion finds -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", PAGED)
-@pytest.mark.parametrize("n", [17, 255, 256, 257, 700])
+@pytest.mark.parametrize(
+    ("kind", "n"),
+    [
+        *(("llama", n) for n in LENGTHS),
+        ("llama with flash attention", 255),
+        ("llama with flash attention", 257),
+        ("llama with q8_0", 17),
+        ("llama with q8_0", 700),
+        ("gemma3", 256),
+        ("gemma3", 700),
+    ],
+)
 def test_the_same_prompt_evaluates_one_token_the_second_time(llm_of, store, kind, n):
     first = answer(llm_of(kind, store), prompt(n), 6)
     again = llm_of(kind, store)
@@ -113,12 +124,22 @@ def test_a_fork_reuses_the_common_prefix_to_the_token(llm_of, store, kind):
     assert evaluated(llm, lambda: answer(llm, fork, 1)) == 100
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "options", [{"n_batch": 64, "n_ubatch": 32}, {"n_ctx": 700}, {"n_ctx": 4096, "n_batch": 1024, "n_ubatch": 1024}]
+    ("kind", "reader"),
+    [
+        *itertools.product(["llama", "gemma3 without swa_full"], READERS),
+        ("llama with flash attention", "small batches"),
+        ("llama with q8_0", "short context"),
+        ("llama with logits_all", "short context"),
+        ("gemma3", "large batches"),
+        ("mamba", "small batches"),
+        ("mamba", "short context"),
+        ("lfm2", "short context"),
+        ("lfm2", "large batches"),
+    ],
 )
-def test_a_reader_may_have_another_n_batch_and_n_ctx(llm_of, store, kind, options):
-    first = llm_of(kind, store)
+def test_a_reader_may_have_another_n_batch_and_n_ctx(llm_of, store, kind, reader):
+    options, first = READERS[reader], llm_of(kind, store)
     answer(first, prompt(600), 8)
     tokens = held(first) + prompt(20, seed=1)
     llm = llm_of(kind, store, **options)
@@ -225,15 +246,13 @@ def test_another_model_with_the_same_name_is_a_miss(models, store):
 def test_what_one_process_stores_another_restores(llm_of, models, tmp_path, kind):
     arch, options = KINDS[kind]
     arguments = {"model": str(models(arch)), "location": str(tmp_path / "store")}
-    first = in_portable_process("complete", tokens=prompt(600), options={"n_ctx": 2048, **options}, **arguments)
+    first = in_process("complete", tokens=prompt(600), options={"n_ctx": 2048, **options}, **arguments)
     assert first["check"] == []
     assert first["captured"] > 0
     cold = llm_of(kind)
     assert answer(cold, prompt(600), 8) == first["text"]
     tokens = held(cold) + prompt(30, seed=1)
-    again = in_portable_process(
-        "complete", tokens=tokens, options={"n_ctx": 1024, "n_batch": 128, **options}, **arguments
-    )
+    again = in_process("complete", tokens=tokens, options={"n_ctx": 1024, "n_batch": 128, **options}, **arguments)
     assert (again["hits"], again["restored"]) == (1, len(tokens) - 30)
     assert again["check"] == []
     assert again["text"] == answer(llm_of(kind), tokens, 8)

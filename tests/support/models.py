@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 
+from prefixstore import PrefixStore
 from prefixstore.testing.models import TINY, write_model
 
 N_CTX = 4096
@@ -18,13 +21,16 @@ N_CTX = 4096
 TORTURE = 20 if os.environ.get("PREFIXSTORE_TORTURE") else 1
 # the models are tiny, and llama.cpp's threads wait for each other by spinning: two processes would starve each other
 ONE_THREAD = {"n_threads": 1, "n_threads_batch": 1}
+# Attention is most of what they compute: two heads take half of the time of four, and the state is the same. Heads that
+# share a row of K and V are in olmo2 and lfm2.
+SHAPES = TINY | {arch: replace(TINY[arch], n_head=2) for arch in ("llama", "gemma3")}
 
 
 def write(directory: Path, arch: str, **options: Any) -> Path:
     name = "-".join([arch, *(f"{key}{value}" for key, value in sorted(options.items()))])
     path = directory / f"{name}.gguf"
     if not path.exists():
-        write_model(path, TINY[arch], **options)
+        write_model(path, SHAPES[arch], **options)
     return path
 
 
@@ -60,3 +66,23 @@ def logits(llm: llama_cpp.Llama) -> np.ndarray:
 def answer(llm: llama_cpp.Llama, tokens: list[int], n: int = 12, **options: Any) -> str:
     """A greedy completion."""
     return llm(tokens, max_tokens=n, temperature=0, **options)["choices"][0]["text"]
+
+
+def forget(llm: llama_cpp.Llama) -> None:
+    """An empty context, as a restarted process has it."""
+    llm.reset()
+    llm._ctx.kv_cache_clear()
+
+
+def attached(store: PrefixStore, llm: llama_cpp.Llama) -> llama_cpp.Llama:
+    """The `Llama`, with the store as its cache."""
+    store.attach(llm)
+    llm.set_cache(store)
+    return llm
+
+
+def evaluated(store: PrefixStore, work: Callable[[], object]) -> int:
+    """How many tokens go through eval while `work` runs."""
+    before = store.stats().tokens_computed
+    work()
+    return store.stats().tokens_computed - before

@@ -28,7 +28,7 @@ def server_program(name: str) -> str | None:
 
 
 class Server:
-    """A server of our own, that listens on a socket in its own directory and nowhere else."""
+    """A private server that listens only on a socket in its own directory."""
 
     def __init__(self, directory: Path) -> None:
         self.data = directory / "data"
@@ -66,7 +66,7 @@ class Server:
         )
 
     def start(self) -> None:
-        """Return when it answers. It ends with this process, however that ends."""
+        """Start it, and return when it answers. It ends with this process, however that ends."""
         # of one that was killed
         (self.data / "postmaster.pid").unlink(missing_ok=True)
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
@@ -115,7 +115,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _end_with_parent() -> None:
-    """In the child, as its own user: a test run that is killed leaves no server behind."""
+    """In the child, as its own user: a test run that is killed leaves no server running."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGQUIT)  # PR_SET_PDEATHSIG
 
@@ -168,7 +168,7 @@ def postgres_template(postgres_url: str) -> Iterator[tuple[str, str]]:
 
 @pytest.fixture
 def new_database(postgres_template: tuple[str, str]) -> Iterator[Callable[..., str]]:
-    """Makes a database with an empty store, or an empty one, and says its URL."""
+    """Creates a database with an empty store, or an empty one; its URL."""
     from contextlib import ExitStack
 
     server, template = postgres_template

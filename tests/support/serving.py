@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixstore import PrefixStore
 from tests.support.models import answer, load, prompt
+from tests.support.patience import wait_patiently
 
 
 def tokens_of(job: dict[str, Any]) -> list[int]:
@@ -17,7 +18,7 @@ def tokens_of(job: dict[str, Any]) -> list[int]:
     return prompt(job["common"]) + prompt(job["own"], job["seed"])
 
 
-def told(store: PrefixStore) -> dict[str, Any]:
+def counters(store: PrefixStore) -> dict[str, Any]:
     stats = store.stats()
     return {
         "restored": stats.tokens_restored,
@@ -35,13 +36,13 @@ def serve(model: str, location: str, options: dict[str, Any]) -> None:
         print(json.dumps({"ready": os.getpid()}), flush=True)
         for line in sys.stdin:
             job = json.loads(line)
-            # as for the next user: what is live is of no use
+            # as for the next user: nothing in the context can be reused
             llm.reset()
             before = store.stats().tokens_restored
             text = answer(llm, tokens_of(job), job.get("max_tokens", 6))
             if job.get("flush", True):
                 store.flush()
-            result = told(store)
+            result = counters(store)
             print(json.dumps({**result, "text": text, "gained": result["restored"] - before}), flush=True)
 
 
@@ -80,4 +81,5 @@ def fork(model: str, location: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    wait_patiently()
     globals()[sys.argv[1]](sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))

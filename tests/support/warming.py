@@ -1,4 +1,4 @@
-"""Lists of prompts, and warming jobs in processes of their own: the command, and one that tells every step."""
+"""Lists of prompts, and warming jobs in processes of their own: the command, and one that reports every step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import numpy as np
 import typer
 
 from prefixstore import PrefixStore
+from prefixstore.cli.output import guarded
 from prefixstore.cli.warm import warm as command_warm
 from prefixstore.warming.job import warm
-from prefixstore.warming.walk import Progress
+from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
+from tests.support.patience import wait_patiently
 
 app = typer.Typer()
-app.command("warm")(command_warm)
+app.command("warm")(guarded(command_warm))
 
 
 @app.command()
@@ -26,12 +28,12 @@ def job(arguments: str) -> None:
     given = json.loads(arguments)
     llm = load(given["model"], n_batch=64)
 
-    def tell(progress: Progress) -> None:
+    def show(progress: Progress) -> None:
         print(json.dumps({"phase": progress.phase, "evaluated": progress.evaluated_tokens}), flush=True)
         time.sleep(given.get("pause", 0.0))
 
     with PrefixStore(given["location"], llm) as store:
-        report = warm(llm, store, [Path(given["prompts"])], progress=tell, lease_seconds=given.get("lease_seconds", 30))
+        report = warm(llm, store, [Path(given["prompts"])], progress=show, lease_seconds=given.get("lease_seconds", 30))
     print(json.dumps({"phase": "end", "evaluated": report.evaluated_tokens, "unstored": report.unstored}), flush=True)
 
 
@@ -60,4 +62,5 @@ def write_jsonl(path: Path, lines: list[object]) -> Path:
 
 
 if __name__ == "__main__":
+    wait_patiently()
     app()

@@ -1,31 +1,97 @@
-"""Runs a function of this module in a process of its own: ``in_process("capture", location=...)``."""
+"""Processes for tests: ``in_process("complete", location=...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+import traceback
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from prefixstore import PrefixStore
+from tests.support import ROOT
 from tests.support.models import answer, load, logits, prompt, state_digest
-
-ROOT = Path(__file__).parents[2]
+from tests.support.patience import wait_patiently
 
 
 def command(function: str, **arguments: Any) -> list[str]:
+    """The command that runs a function in a process of its own, which prints what it returns."""
     return [sys.executable, "-m", "tests.support.worker", function, json.dumps(arguments)]
 
 
+class Worker:
+    """A process that runs one function after the other."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.worker"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, function: str, arguments: dict[str, Any]) -> Any:
+        """What the function returns; if it fails, so does this."""
+        print(json.dumps([function, arguments]), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, f"the process ended with {self._process.wait()} in {function}"
+        answered = json.loads(line)
+        assert "error" not in answered, answered["error"]
+        return answered["result"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.kill()
+        self._process.wait()
+
+
+# Starting Python with llama.cpp costs more than most of what is done in it.
+_workers: deque[Worker] = deque()
+
+
 def in_process(function: str, **arguments: Any) -> Any:
-    done = subprocess.run(
-        command(function, **arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """Run a function of this module in another process: never in the one that ran the previous function."""
+    if len(_workers) < 2:
+        _workers.append(Worker())
+    else:
+        _workers.rotate(1)
+    return _workers[-1].run(function, arguments)
+
+
+def in_fork(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child; what it raises fails the test."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError("the forked child hangs")
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def evaluate_and_store(
@@ -125,6 +191,39 @@ def answer_turns(*, model: str, location: str, turns: list[list[int]]) -> dict:
     }
 
 
+def complete(*, model: str, location: str, tokens: list[int], options: dict) -> dict:
+    """One completion through a store that is not attached; what it says and what it did."""
+    llm = load(model, **options)
+    with PrefixStore(location, namespace="n") as cache:
+        llm.set_cache(cache)
+        text = answer(llm, tokens, 8)
+        cache.flush()
+        stats = cache.stats()
+        problems = [str(violation) for violation in cache.check()]
+    return {
+        "text": text,
+        "hits": stats.hits,
+        "restored": stats.tokens_restored,
+        "captured": stats.pages_captured,
+        "check": problems,
+    }
+
+
+def serve() -> None:
+    """Run the functions that are named on standard input, one a line, until it ends."""
+    for line in sys.stdin:
+        function, arguments = json.loads(line)
+        try:
+            answered = {"result": globals()[function](**arguments)}
+        except Exception:  # noqa: BLE001 - reported to the caller
+            answered = {"error": traceback.format_exc()}
+        gc.collect()
+        print(json.dumps(answered), flush=True)
+
+
 if __name__ == "__main__":
-    result = globals()[sys.argv[1]](**json.loads(sys.argv[2]))
-    print(json.dumps(result))
+    wait_patiently()
+    if sys.argv[1:]:
+        print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))
+    else:
+        serve()

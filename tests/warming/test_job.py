@@ -1,4 +1,4 @@
-"""Warming: every shared prefix once, whatever happens on the way."""
+"""Warming: every shared prefix is computed once, whatever goes wrong."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import prefixstore
-from prefixstore import PrefixStore, plan
+from prefixstore import PrefixStore
 from prefixstore.errors import MisuseError
+from prefixstore.stats import Kind
+from prefixstore.warming import trie
 from prefixstore.warming.estimate import estimate
-from prefixstore.warming.job import warm
+from prefixstore.warming.job import Job, warm
 from prefixstore.warming.leases import PREFIX, Leases, Owner
-from prefixstore.warming.walk import Progress, Survey, Walk
+from prefixstore.warming.report import Progress
+from prefixstore.warming.survey import Survey
 from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -26,8 +29,8 @@ UNIQUE = unique_tokens(PROMPTS)
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Many parts, as a list of a million tokens has."""
-    monkeypatch.setattr(plan, "SMALLEST_PART", 64)
+    """Many parts, as for a list of a million tokens."""
+    monkeypatch.setattr(trie, "SMALLEST_PART", 64)
 
 
 def holds_all(store, prompts=PROMPTS):
@@ -68,7 +71,7 @@ def test_as_many_tokens_are_evaluated_as_the_trie_has(llama, tmp_path, arch, opt
 
 
 @pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("gemma3", {"swa_full": False})])
-def test_what_was_warmed_is_what_would_have_been_computed(llama, tmp_path, arch, options):
+def test_warmed_states_equal_computed_states(llama, tmp_path, arch, options):
     llm = llama(arch, **options)
     with PrefixStore(tmp_path, llm) as store:
         warm(llm, store, PROMPTS)
@@ -79,12 +82,12 @@ def test_what_was_warmed_is_what_would_have_been_computed(llama, tmp_path, arch,
         with PrefixStore(tmp_path, fresh) as store:
             assert store.restore(tokens) == len(tokens) - 1
             fresh.eval(tokens[-1:])
-            # other batches round differently; another state would be far off
+            # other batches round differently; a wrong state would be far off
             assert np.abs(logits(fresh) - logits(cold)).max() < 0.25 < np.abs(logits(cold)).max() / 10
             assert answer(fresh, tokens, 1) == answer(cold, tokens, 1)
 
 
-def test_prompts_may_be_of_every_kind(llama, tmp_path):
+def test_prompts_of_every_kind_can_be_warmed(llama, tmp_path):
     llm = llama()
     (tmp_path / "text.txt").write_text("The standard library of Python has modules for many things, in many ways.")
     given = [
@@ -113,13 +116,13 @@ def test_prompts_may_be_of_every_kind(llama, tmp_path):
         ):
             llm.reset()
             before = store.stats()
-            store._hook.context.rate.token_seconds = 1.0  # so short a prompt of so small a model is computed otherwise
+            store._hook.context.rate.token_seconds = 1.0  # otherwise a prompt this short would be computed
             call()
             assert store.stats().tokens_restored >= before.tokens_restored + 15
             assert store.stats().tokens_computed <= before.tokens_computed + 16
 
 
-def test_what_an_earlier_run_has_stored_to_the_middle_of_a_page_counts_to_the_token(llama, tmp_path):
+def test_pages_of_an_earlier_run_are_used_to_the_token_even_in_the_middle_of_a_page(llama, tmp_path):
     llm = llama()
     start = prompt(700)
     with PrefixStore(tmp_path, llm) as store:
@@ -130,7 +133,7 @@ def test_what_an_earlier_run_has_stored_to_the_middle_of_a_page_counts_to_the_to
         assert holds_all(store, [start, start + prompt(50, 1), start[:650] + prompt(60, 2)])
 
 
-def test_it_restores_even_where_computing_is_faster(llama, tmp_path):
+def test_it_restores_even_if_computing_is_faster(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
         warm(llm, store, [prompt(700)])
@@ -141,7 +144,7 @@ def test_it_restores_even_where_computing_is_faster(llama, tmp_path):
 
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
 @pytest.mark.usefixtures("small_parts")
-def test_where_memory_cannot_step_back_it_is_kept_where_prompts_branch_and_end(llama, tmp_path, arch):
+def test_snapshots_are_taken_where_prompts_branch_and_end(llama, tmp_path, arch):
     llm = llama(arch)
     prompts = [*PROMPTS, PROMPTS[0][:500], PROMPTS[0][:900]]
     with PrefixStore(tmp_path, llm, max_snapshots=64) as store:
@@ -153,7 +156,7 @@ def test_where_memory_cannot_step_back_it_is_kept_where_prompts_branch_and_end(l
 
 
 @pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
-def test_a_queue_that_is_full_loses_nothing(llama, tmp_path, options):
+def test_a_full_queue_loses_nothing(llama, tmp_path, options):
     llm = llama(**options)
     with PrefixStore(tmp_path, llm, queue_bytes=1) as store:
         write = store._engine.commit
@@ -162,7 +165,7 @@ def test_a_queue_that_is_full_loses_nothing(llama, tmp_path, options):
         assert holds_all(store, PROMPTS[:20])
 
 
-def test_what_does_not_fit_into_the_budget_is_told_and_the_job_ends(llama, tmp_path):
+def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
         report = warm(llm, store, PROMPTS)
@@ -171,14 +174,14 @@ def test_what_does_not_fit_into_the_budget_is_told_and_the_job_ends(llama, tmp_p
         assert store.check() == []
 
 
-def test_prompts_that_are_too_short_to_be_kept_are_counted(llama, tmp_path):
+def test_prompts_too_short_to_store_are_counted(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
         report = warm(llm, store, [[5] * 15, [6] * 16])
         assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 16, 16, ())
 
 
-def test_pinned_prompts_stay(llama, tmp_path):
+def test_pinned_prompts_are_not_evicted(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
         warm(llm, store, [prompt(900, 1)])
@@ -187,7 +190,7 @@ def test_pinned_prompts_stay(llama, tmp_path):
         assert holds_all(store, [prompt(900, 1), prompt(900, 2)])
 
 
-def test_a_prompt_that_is_warmed_again_lives_longer(llama, tmp_path):
+def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, ttl=1.5) as store:
         warm(llm, store, [prompt(600)])
@@ -200,7 +203,7 @@ def test_a_prompt_that_is_warmed_again_lives_longer(llama, tmp_path):
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_job_that_is_stopped_again_and_again_computes_nothing_twice(llama, tmp_path):
+def test_a_job_stopped_many_times_computes_nothing_twice(llama, tmp_path):
     total, runs = 0, 0
     interrupted = True
     while interrupted:
@@ -218,7 +221,7 @@ def test_a_job_that_is_stopped_again_and_again_computes_nothing_twice(llama, tmp
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("after", [130, 2000])
-def test_an_exception_leaves_what_was_computed_and_no_lease(llama, tmp_path, error, after):
+def test_an_exception_keeps_what_was_computed_and_leaves_no_lease(llama, tmp_path, error, after):
     llm = llama(n_batch=64)
 
     def tell(progress):
@@ -235,7 +238,7 @@ def test_an_exception_leaves_what_was_computed_and_no_lease(llama, tmp_path, err
             assert [name for name in notes if bytes(name).startswith(b"note:" + PREFIX)] == []
 
 
-def test_it_may_be_stopped_while_it_reads(llama, tmp_path):
+def test_it_can_be_stopped_while_it_reads(llama, tmp_path):
     llm = llama()
     read = []
 
@@ -253,7 +256,7 @@ def test_it_may_be_stopped_while_it_reads(llama, tmp_path):
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_progress_goes_forward_to_the_end(llama, tmp_path):
+def test_progress_only_grows_and_reaches_the_end(llama, tmp_path):
     llm = llama()
     told: list[Progress] = []
     with PrefixStore(tmp_path, llm) as store:
@@ -271,14 +274,14 @@ def test_progress_goes_forward_to_the_end(llama, tmp_path):
     assert last.walked_tokens <= report.prompt_tokens
 
 
-def test_what_is_not_known_yet_is_not_told():
+def test_progress_without_data_has_no_estimate():
     assert Progress(missing_tokens=5).seconds_left is None
     assert Progress(missing_tokens=5, done_tokens=1, seconds=2.0).seconds_left == 8.0
     assert Progress().seconds_left == 0.0
     assert (Progress().rate, Progress().hit_share) == (0.0, 0.0)
 
 
-def test_an_estimate_tells_what_the_job_will_take_and_stores_nothing(llama, tmp_path):
+def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store:
         llm.set_cache(store)
@@ -299,14 +302,14 @@ def test_an_estimate_tells_what_the_job_will_take_and_stores_nothing(llama, tmp_
 # -- misuse -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_attached_to_nothing_is_attached_for_the_job(llama, tmp_path):
+def test_an_unattached_store_is_attached_for_the_job(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, namespace="x") as store:
         assert prefixstore.warm(llm, store, [prompt(300)]).evaluated_tokens == 300
         assert store.llm is None
 
 
-def test_a_store_of_another_llama_or_for_reading_is_refused(llama, tmp_path):
+def test_a_store_of_another_llama_or_a_read_only_one_is_refused(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm) as store, pytest.raises(MisuseError, match="another Llama"):
         warm(llama(), store, [prompt(300)])
@@ -314,10 +317,13 @@ def test_a_store_of_another_llama_or_for_reading_is_refused(llama, tmp_path):
         warm(llm, store, [prompt(300)])
 
 
-def test_a_model_of_which_nothing_can_be_stored_is_refused(llama, monkeypatch):
+def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
     llm = llama()
-    monkeypatch.setattr(PrefixStore, "kind", "none: recurrent")
-    with PrefixStore("memory:", llm) as store, pytest.raises(MisuseError, match="nothing can be stored of this model"):
+    monkeypatch.setattr(PrefixStore, "kind", Kind.ENCODER)
+    with (
+        PrefixStore("memory:", llm) as store,
+        pytest.raises(MisuseError, match="states of this model cannot be stored: encoder"),
+    ):
         warm(llm, store, [prompt(300)])
 
 
@@ -336,7 +342,7 @@ def location_in(tmp_path, scheme: str) -> str:
 
 
 def told(process) -> list[dict]:
-    """All that a job tells, to its end."""
+    """All output lines of a job, to its end."""
     lines = process.communicate(timeout=120)[0].splitlines()
     assert process.returncode == 0
     return [json.loads(line) for line in lines]
@@ -348,20 +354,20 @@ def one_system_prompt() -> list[list[int]]:
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("prompts", [PROMPTS, one_system_prompt()], ids=["documents", "one system prompt"])
-def test_two_jobs_on_one_list_divide_it(models, llama, tmp_path, prompts, scheme):
+def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, scheme):
     running = [start(models, tmp_path, prompts, scheme, pause=0.01) for _ in range(2)]
     ends = [told(process)[-1] for process in running]
     evaluated = [end["evaluated"] for end in ends]
     unique = unique_tokens(prompts)
     assert unique <= sum(evaluated) <= 1.1 * unique
-    # both did their share, whichever came first
+    # both did a share, whichever started first
     assert min(evaluated) > 0.1 * unique
     assert [end["unstored"] for end in ends] == [[], []]
     with PrefixStore(location_in(tmp_path, scheme), llama()) as store:
         assert holds_all(store, prompts)
 
 
-def test_the_work_of_a_job_that_is_killed_is_taken_over(models, llama, tmp_path):
+def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
     one, other = (start(models, tmp_path, pause=0.02) for _ in range(2))
     lost = 0
     for line in one.stdout:
@@ -372,7 +378,7 @@ def test_the_work_of_a_job_that_is_killed_is_taken_over(models, llama, tmp_path)
     one.communicate()
     started = time.monotonic()
     rest = told(other)[-1]
-    # it did not wait for the lease to run out: the process is known to be gone
+    # it did not wait for the lease to expire: the process is known to be dead
     assert time.monotonic() - started < 25
     assert rest["unstored"] == []
     assert UNIQUE <= lost + 128 + rest["evaluated"] <= 1.1 * UNIQUE + 128
@@ -380,28 +386,28 @@ def test_the_work_of_a_job_that_is_killed_is_taken_over(models, llama, tmp_path)
         assert holds_all(store)
 
 
-def test_a_lease_of_another_machine_is_waited_for_until_it_ends(llama, tmp_path):
+def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path):
     llm = llama()
     phases = []
     with PrefixStore(tmp_path, llm) as store:
-        survey = plan.Plan([(np.array(prompt(600), "<i4"), "here")], 16)
-        walk = Walk(llm, store, survey, lambda _: None, lambda: False, pin=False)
+        prompts = trie.PromptTrie([(np.array(prompt(600), "<i4"), "here")], 16)
+        job = Job(llm, store, prompts, lambda _: None, lambda: False, pin=False)
         gone = Leases(store.engine, seconds=1.0, owner=Owner(machine="another"))
-        assert gone.acquire(walk.name(survey.parts()[0]))
+        assert gone.acquire(job.name(prompts.parts()[0]))
         report = warm(llm, store, [prompt(600)], progress=lambda progress: phases.append(progress.phase))
         assert report.evaluated_tokens == 600
         assert report.seconds > 0.8
         assert "waiting" in phases
-        assert Survey(store, survey).missing_tokens == 0
+        assert Survey(store, prompts).missing_tokens == 0
 
 
-def test_what_another_job_has_finished_meanwhile_is_not_computed(llama, tmp_path):
+def test_parts_finished_by_another_job_are_not_computed(llama, tmp_path):
     llm, other_llm = llama(), llama()
     prompts = sorted(prompt(900, seed) for seed in range(6))
     with PrefixStore(tmp_path, llm) as store, PrefixStore(tmp_path, other_llm) as other:
 
         def tell(progress):
-            # after the first batch of this job another does all but the first prompt
+            # after the first batch of this job another job does all but the first prompt
             if progress.evaluated_tokens and not other.stats().tokens_computed:
                 warm(other_llm, other, prompts[1:])
 

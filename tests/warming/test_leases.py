@@ -27,7 +27,7 @@ def elsewhere(pid: int = 1) -> Owner:
     return Owner(machine="another machine", pid=pid)
 
 
-def test_a_lease_belongs_to_one_until_it_is_given_back(notes):
+def test_a_lease_has_one_owner_until_it_is_released(notes):
     with Leases(notes) as one, Leases(notes) as other:
         assert one.is_free(b"a")
         assert one.acquire(b"a")
@@ -43,14 +43,14 @@ def test_a_lease_belongs_to_one_until_it_is_given_back(notes):
         assert other.acquire(b"a")
 
 
-def test_all_are_given_back_at_the_end(notes):
+def test_all_leases_are_released_at_the_end(notes):
     with Leases(notes) as one:
         one.acquire(b"a")
         one.acquire(b"b")
     assert [notes.note(PREFIX + name) for name in (b"a", b"b")] == [None, None]
 
 
-def test_a_lease_ends_when_nobody_renews_it(notes):
+def test_a_lease_expires_if_it_is_not_renewed(notes):
     gone = Leases(notes, seconds=0.3, owner=elsewhere())
     assert gone.acquire(b"a")
     with Leases(notes) as other:
@@ -59,7 +59,7 @@ def test_a_lease_ends_when_nobody_renews_it(notes):
         assert other.acquire(b"a")
 
 
-def test_a_lease_is_renewed_as_long_as_its_block_lasts(notes):
+def test_a_lease_is_renewed_while_its_block_runs(notes):
     with Leases(notes, seconds=0.3, owner=elsewhere()) as one, Leases(notes) as other:
         one.acquire(b"a")
         for _ in range(8):
@@ -67,7 +67,7 @@ def test_a_lease_is_renewed_as_long_as_its_block_lasts(notes):
             assert not other.is_free(b"a")
 
 
-def test_the_lease_of_a_dead_process_of_this_machine_is_free_at_once(notes):
+def test_the_lease_of_a_dead_process_on_this_machine_is_free_at_once(notes):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     assert Leases(notes, owner=replace(Owner(), pid=child.pid)).acquire(b"a")
@@ -77,14 +77,14 @@ def test_the_lease_of_a_dead_process_of_this_machine_is_free_at_once(notes):
         assert not other.acquire(b"b")
 
 
-def test_nothing_is_known_of_a_process_on_another_machine():
+def test_a_process_on_another_machine_is_never_known_to_be_dead():
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
     assert replace(Owner(), pid=child.pid).is_dead()
     assert not elsewhere(child.pid).is_dead()
 
 
-def test_one_that_was_taken_over_is_not_taken_back_by_renewing_or_releasing(notes):
+def test_renewing_or_releasing_does_not_touch_a_lease_that_another_job_took_over(notes):
     late = Leases(notes, seconds=0.2, owner=elsewhere())
     late.acquire(b"a")
     time.sleep(0.25)
@@ -96,21 +96,21 @@ def test_one_that_was_taken_over_is_not_taken_back_by_renewing_or_releasing(note
 
 
 @pytest.mark.parametrize("value", [b"", b"no json", b"[]", b'{"owner": 1}', b"\xff"])
-def test_a_note_that_is_no_lease_is_no_obstacle(notes, value):
+def test_a_note_that_is_not_a_lease_does_not_block(notes, value):
     notes.change_note(PREFIX + b"a", lambda _: value)
     with Leases(notes) as one:
         assert one.is_free(b"a")
         assert one.acquire(b"a")
 
 
-def test_a_lease_from_a_clock_that_is_far_ahead_does_not_hold_for_ever(notes):
+def test_a_lease_from_a_clock_far_ahead_does_not_last_forever(notes):
     value = {"owner": "x", "machine": "another", "pid": 1, "until": time.time() + 1e6}
     notes.change_note(PREFIX + b"a", lambda _: json.dumps(value).encode())
     with Leases(notes) as one:
         assert one.acquire(b"a")
 
 
-def test_of_many_who_want_it_at_the_same_time_one_gets_it(tmp_path):
+def test_one_of_many_simultaneous_requests_gets_the_lease(tmp_path):
     with PrefixStore(tmp_path, namespace="x") as store:
         got: list[bool] = []
         owners = [Leases(store.engine, owner=elsewhere(i)) for i in range(8)]
@@ -122,7 +122,7 @@ def test_of_many_who_want_it_at_the_same_time_one_gets_it(tmp_path):
     assert sorted(got) == [False] * 7 + [True]
 
 
-def test_in_a_store_that_forgets_notes_everybody_gets_what_he_asks_for():
+def test_a_store_that_keeps_no_notes_grants_every_lease():
     class Forgetful:
         def note(self, name):
             return None
@@ -135,7 +135,7 @@ def test_in_a_store_that_forgets_notes_everybody_gets_what_he_asks_for():
         assert other.acquire(b"a")
 
 
-def test_a_store_that_fails_while_a_lease_is_renewed_or_given_back_does_no_harm(notes):
+def test_a_store_failure_while_a_lease_is_renewed_or_released_is_harmless(notes):
     class Failing:
         down = False
 

@@ -16,20 +16,20 @@ from tests.support.warming import write_jsonl
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}]
 TEMPLATES = {
-    # turns must alternate, and words of the user stand in the middle of a line
+    # turns must alternate, and the user's text is in the middle of a line
     "alternating": (
         "{{ bos_token }}{% for m in messages %}"
         "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate!') }}{% endif %}"
         "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ m['content'] }}{% endif %}"
         "{% endfor %}"
     ),
-    # the tools stand before the last user turn, so what comes before depends on what comes after
+    # the tools come before the last user turn, so earlier text depends on later turns
     "tools": (
         "{% for m in messages %}{% if loop.last and tools %}{{ '[TOOLS] ' + (tools | tojson) }}{% endif %}"
         "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     ),
-    # what an assistant thought is left out once the user goes on
+    # the assistant's thoughts are dropped once the user answers
     "thinking": (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
         "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -44,7 +44,7 @@ def llm(models):
 
 @pytest.fixture
 def evaluated(llm, monkeypatch):
-    """What a completion would evaluate, found out by asking for one."""
+    """The tokens that a real completion passes on for evaluation."""
 
     class AskedError(Exception):
         pass
@@ -76,14 +76,14 @@ def test_text_becomes_the_tokens_of_a_completion(llm, evaluated, text):
     assert encode(llm, {"prompt": text}).tolist() == encode(llm, text).tolist()
 
 
-def test_a_model_that_wants_a_first_token_gets_it_once(llm, evaluated, monkeypatch):
+def test_a_model_that_needs_a_first_token_gets_it_once(llm, evaluated, monkeypatch):
     monkeypatch.setattr(llm._model, "add_bos_token", lambda: True)
     tokens = encode(llm, "some text").tolist()
     assert tokens[0] == llm.token_bos()
     assert tokens == evaluated(lambda: llm.create_completion("some text", max_tokens=1))
 
 
-def test_tokens_are_taken_as_they_are(llm):
+def test_tokens_are_used_unchanged(llm):
     assert encode(llm, {"tokens": [5, 4, 3]}).tolist() == [5, 4, 3]
     assert encode(llm, [5, 4, 3]).tolist() == [5, 4, 3]
 
@@ -91,29 +91,29 @@ def test_tokens_are_taken_as_they_are(llm):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "there are no tokens in it"),
-        ([], "there are no tokens in it"),
-        ({"tokens": []}, "there are no tokens in it"),
-        ({"prompt": ""}, "there are no tokens in it"),
-        ({"messages": []}, "no list of objects"),
-        ({"messages": "hello"}, "no list of objects"),
-        ({"messages": [{"content": "no role"}]}, "no list of objects"),
-        ({"prompt": 7}, '"prompt" is no text'),
+        ("", "the prompt has no tokens"),
+        ([], "the prompt has no tokens"),
+        ({"tokens": []}, "the prompt has no tokens"),
+        ({"prompt": ""}, "the prompt has no tokens"),
+        ({"messages": []}, "not a list of objects"),
+        ({"messages": "hello"}, "not a list of objects"),
+        ({"messages": [{"content": "no role"}]}, "not a list of objects"),
+        ({"prompt": 7}, '"prompt" is not a string'),
         ({"tokens": ["a"]}, "flat sequence of integers"),
-        ({"tokens": [1, 4096]}, "not one of the 4,096"),
-        ({"tokens": [-1]}, "not one of the 4,096"),
-        ({}, "has neither"),
-        ({"text": "hello"}, "has neither"),
+        ({"tokens": [1, 4096]}, "the vocabulary of the model, which has 4,096 tokens"),
+        ({"tokens": [-1]}, "the vocabulary of the model, which has 4,096 tokens"),
+        ({}, "has none of them"),
+        ({"text": "hello"}, "has none of them"),
         ({"prompt": "a", "tokens": [1]}, "has prompt and tokens"),
-        ({"tokens": [1] * 512}, "512 tokens do not fit the context: n_ctx=512"),
+        ({"tokens": [1] * 512}, r"512 tokens do not fit the context \(n_ctx=512\)"),
     ],
 )
-def test_what_is_no_prompt_is_refused_with_a_reason(llm, content, message):
+def test_an_invalid_prompt_is_refused_with_a_reason(llm, content, message):
     with pytest.raises(InvalidParameterError, match=message):
         encode(llm, content)
 
 
-def test_a_prompt_that_just_fits_is_taken(llm):
+def test_a_prompt_that_just_fits_is_accepted(llm):
     assert len(encode(llm, {"tokens": [1] * 511})) == 511
 
 
@@ -134,21 +134,21 @@ def test_messages_end_where_any_next_user_turn_begins(llm, evaluated, words):
         b"<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user", add_bos=False, special=True
     )
     assert tokens[: len(header)] == header
-    # a newline at the start of the words may become one token with that before it
+    # a newline at the start of the text may merge into one token with the newline before it
     shared = len(tokens) - words.startswith("\n")
     assert full[:shared] == tokens[:shared]
 
 
-def test_messages_may_end_where_the_assistant_answers(llm, evaluated):
+def test_messages_can_end_where_the_assistant_answers(llm, evaluated):
     messages = [*said("You are terse."), {"role": "user", "content": "Hello"}]
     wanted = evaluated(lambda: llm.create_chat_completion(messages, max_tokens=1))
     assert encode(llm, {"messages": messages}, generation_prompt=True).tolist() == wanted
-    # a line may say so for itself
+    # a line may set it for itself
     assert encode(llm, {"messages": messages, "generation_prompt": True}).tolist() == wanted
     assert encode(llm, {"messages": messages, "generation_prompt": False}, generation_prompt=True).tolist() != wanted
 
 
-def test_tools_stand_where_the_template_puts_them(llm, evaluated, monkeypatch):
+def test_tools_are_placed_by_the_template(llm, evaluated, monkeypatch):
     messages = said("You are terse.")
     following = [*messages, {"role": "user", "content": "What time is it?"}]
     with_template(llm, monkeypatch, "tools")
@@ -158,7 +158,7 @@ def test_tools_stand_where_the_template_puts_them(llm, evaluated, monkeypatch):
     assert b"clock" in llm.detokenize(tokens, special=True)
 
 
-def test_what_is_left_out_of_earlier_turns_is_not_warmed(llm, monkeypatch):
+def test_text_that_the_template_drops_from_earlier_turns_is_not_warmed(llm, monkeypatch):
     with_template(llm, monkeypatch, "thinking")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>hm</think>Hello"}]
     text = llm.detokenize(encode(llm, {"messages": messages}).tolist(), special=True)
@@ -166,7 +166,7 @@ def test_what_is_left_out_of_earlier_turns_is_not_warmed(llm, monkeypatch):
     assert b"hm" not in text
 
 
-def test_where_turns_must_alternate_an_answer_comes_between(llm, monkeypatch):
+def test_where_turns_must_alternate_an_answer_is_inserted(llm, monkeypatch):
     with_template(llm, monkeypatch, "alternating")
     question = [{"role": "user", "content": "Hi"}]
     assert llm.detokenize(encode(llm, {"messages": question}).tolist(), special=True).endswith(b"[INST] Hi [/INST]")
@@ -174,7 +174,7 @@ def test_where_turns_must_alternate_an_answer_comes_between(llm, monkeypatch):
     assert b"Hello[INST]" in llm.detokenize(encode(llm, {"messages": answered}).tolist(), special=True)
 
 
-def test_what_the_template_refuses_is_refused_in_its_words(llm, monkeypatch):
+def test_messages_that_the_template_refuses_are_refused_with_its_message(llm, monkeypatch):
     with_template(llm, monkeypatch, "alternating")
     with pytest.raises(InvalidParameterError, match="alternate!"):
         encode(llm, {"messages": [{"role": "assistant", "content": "a"}]})
@@ -191,7 +191,7 @@ def test_registered_formats_work_as_well(llm, evaluated, monkeypatch, chat_forma
     assert full[: len(tokens)] == tokens
 
 
-def test_a_handler_that_brings_images_is_refused(llm, monkeypatch):
+def test_a_multimodal_chat_handler_is_refused(llm, monkeypatch):
     class Multimodal:
         clip_model_path = "clip.gguf"
 
@@ -203,7 +203,7 @@ def test_a_handler_that_brings_images_is_refused(llm, monkeypatch):
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_lines_are_read_with_their_numbers_and_bad_ones_are_told(tmp_path):
+def test_lines_are_read_with_their_numbers_and_bad_ones_are_reported(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(
         b'\xef\xbb\xbf{"prompt": "a"}\n\n{"tokens": [1]}\nno json\n"text"\n{"prompt": "\xff"}\n{"prompt": "z"}'
@@ -212,8 +212,8 @@ def test_lines_are_read_with_their_numbers_and_bad_ones_are_told(tmp_path):
     assert [entry.where for entry in found] == [f"{file}:{line}" for line in (1, 3, 4, 5, 6, 7)]
     assert [type(entry) for entry in found] == [Prompt, Prompt, Problem, Problem, Problem, Prompt]
     assert found[0].content == {"prompt": "a"}
-    assert "no JSON" in str(found[2])
-    assert "no object" in str(found[3])
+    assert "not valid JSON" in str(found[2])
+    assert "not a JSON object" in str(found[3])
 
 
 def test_other_files_are_one_prompt_each(tmp_path):
@@ -221,7 +221,7 @@ def test_other_files_are_one_prompt_each(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"good\nbad \xff\n")
     one, other = read([tmp_path / "a.md", tmp_path / "b.txt"])
     assert one == Prompt(str(tmp_path / "a.md"), "one\ntwo\n")
-    assert str(other) == f"{tmp_path / 'b.txt'}:2: is no UTF-8 text"
+    assert str(other) == f"{tmp_path / 'b.txt'}:2: not valid UTF-8"
 
 
 def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
@@ -236,19 +236,19 @@ def test_folders_and_patterns_are_read_in_order(tmp_path, monkeypatch):
     assert [entry.where for entry in read([str(tmp_path / "in" / "*.txt")])] == [str(tmp_path / n) for n in names[:2]]
 
 
-def test_a_file_that_is_not_there_is_a_problem_and_the_rest_goes_on(tmp_path):
+def test_a_missing_file_is_a_problem_and_the_rest_is_read(tmp_path):
     (tmp_path / "a[1].txt").write_text("brackets")
     found = list(read([str(tmp_path / "nowhere.txt"), str(tmp_path / "*.md"), str(tmp_path / "a[1].txt")]))
     assert [type(entry) for entry in found] == [Problem, Problem, Prompt]
-    assert "no such file" in str(found[0])
+    assert "file not found" in str(found[0])
 
 
-def test_standard_input_is_lines():
+def test_standard_input_is_read_as_lines():
     found = list(read(["-"], stdin=io.BytesIO(b'{"prompt": "a"}\n{')))
     assert [entry.where for entry in found] == ["<stdin>:1", "<stdin>:2"]
 
 
-def test_a_line_is_not_read_before_its_turn():
+def test_lines_are_read_lazily():
     class Counting(io.BytesIO):
         read_lines = 0
 
@@ -264,7 +264,7 @@ def test_a_line_is_not_read_before_its_turn():
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_every_kind_become_tokens_and_the_rest_problems(llm, tmp_path):
+def test_prompts_become_tokens_and_everything_else_problems(llm, tmp_path):
     file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": [9, 8]}, {"prompt": ""}])
     problems: list[Problem] = []
     given = ["text", [1, 2], {"tokens": [3]}, file, Prompt("here", [4]), Problem("there", "broken"), {"tokens": [-1]}]
@@ -275,6 +275,6 @@ def test_prompts_of_every_kind_become_tokens_and_the_rest_problems(llm, tmp_path
 
 
 @pytest.mark.parametrize("prompts", ["one text", {"prompt": "one mapping"}])
-def test_one_prompt_in_the_place_of_a_list_is_refused(llm, prompts):
-    with pytest.raises(InvalidParameterError, match="not one prompt"):
+def test_a_single_prompt_instead_of_a_list_is_refused(llm, prompts):
+    with pytest.raises(InvalidParameterError, match="not a single prompt"):
         list(tokenized(llm, prompts, []))

@@ -1,4 +1,4 @@
-"""The trie of prompts: counted, walked and divided."""
+"""The trie of prompts: its counts, its order and its division."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.format.keys import as_tokens
-from prefixstore.warming import trie as plan
-from prefixstore.warming.trie import Plan
+from prefixstore.warming import trie as module
+from prefixstore.warming.trie import PromptTrie
 from tests.support.warming import shared_prompts, unique_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=14)
 
 
-def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> Plan:
-    return Plan(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
+def plan_of(prompts: list[list[int]], min_tokens: int = 0) -> PromptTrie:
+    return PromptTrie(((as_tokens(tokens), f"prompt {i}") for i, tokens in enumerate(prompts)), min_tokens)
 
 
-def evaluated(plan: Plan) -> int:
-    """Walk the parts, each as soon as it may be, and count what is not there yet."""
+def evaluated(trie: PromptTrie) -> int:
+    """Walk the parts, each as soon as its needs are stored, and count the new tokens."""
     known: set[bytes] = set()
     count = 0
     done: set[int] = set()
-    for i, part in enumerate(plan.parts()):
+    for i, part in enumerate(trie.parts()):
         assert done.issuperset(part.needs)
         for j in range(part.first, part.end):
-            raw = plan.tokens(j)[: part.depth].tobytes()
+            raw = trie.tokens(j)[: part.depth].tobytes()
             prefixes = {raw[:end] for end in range(4, len(raw) + 1, 4)}
             count += len(prefixes - known)
             known |= prefixes
@@ -37,7 +37,7 @@ def evaluated(plan: Plan) -> int:
 
 
 @given(PROMPTS)
-def test_it_counts_what_a_trie_of_tokens_has(prompts):
+def test_it_counts_the_nodes_of_the_trie(prompts):
     made = plan_of(prompts)
     assert made.prompts == len(prompts)
     assert made.prompt_tokens == sum(map(len, prompts))
@@ -46,15 +46,15 @@ def test_it_counts_what_a_trie_of_tokens_has(prompts):
 
 
 @given(PROMPTS)
-def test_however_finely_it_is_divided_no_token_is_in_two_parts(prompts):
+def test_no_token_is_in_two_parts_however_fine_the_division(prompts):
     made = plan_of(prompts)
-    with mock.patch.object(plan, "SMALLEST_PART", 1):
+    with mock.patch.object(module, "SMALLEST_PART", 1):
         assert sum(part.end - part.first for part in made.parts() if part.depth is None) == len(made)
         assert evaluated(made) == made.unique_tokens
 
 
 @given(PROMPTS)
-def test_a_prompt_that_another_begins_with_is_not_kept(prompts):
+def test_a_prefix_of_another_prompt_is_not_kept(prompts):
     made = plan_of(prompts)
     kept = [made.tokens(i).tolist() for i in range(len(made))]
     assert kept == sorted(kept)
@@ -65,7 +65,7 @@ def test_a_prompt_that_another_begins_with_is_not_kept(prompts):
 
 
 @given(PROMPTS, st.integers(0, 6), st.integers(1, 12))
-def test_stops_are_where_other_prompts_leave_a_prompt_or_end(prompts, start, end):
+def test_stops_are_where_other_prompts_branch_off_or_end(prompts, start, end):
     made = plan_of(prompts)
 
     def common(one, other):
@@ -78,17 +78,17 @@ def test_stops_are_where_other_prompts_leave_a_prompt_or_end(prompts, start, end
         assert made.stops(i, start, end) == tuple(sorted(n for n in shared if start < n < min(end, len(row))))
 
 
-def test_tokens_are_in_the_order_of_their_numbers():
+def test_prompts_are_sorted_by_token_number():
     made = plan_of([[256], [1], [70_000], [255]])
     assert [made.tokens(i).tolist() for i in range(4)] == [[1], [255], [256], [70_000]]
 
 
-def test_what_is_too_short_is_counted_and_left_out():
+def test_short_prompts_are_counted_and_left_out():
     made = plan_of([[1] * 15, [2] * 16], min_tokens=16)
     assert (made.short, len(made), made.prompts, made.unique_tokens) == (1, 1, 2, 16)
 
 
-def test_it_knows_where_a_prompt_comes_from():
+def test_it_keeps_the_origin_of_a_prompt():
     made = plan_of([[3], [1], [1]])
     assert [made.where(i) for i in range(2)] == ["prompt 1", "prompt 0"]
 
@@ -99,8 +99,8 @@ def test_parts_are_the_same_for_the_same_list_in_any_order():
     assert len({part.name for part in plan_of(prompts).parts()}) == len(plan_of(prompts).parts())
 
 
-def test_what_two_parts_begin_with_is_a_part_before_both(monkeypatch):
-    monkeypatch.setattr(plan, "SMALLEST_PART", 50)
+def test_a_prefix_shared_by_two_parts_is_a_part_that_both_need(monkeypatch):
+    monkeypatch.setattr(module, "SMALLEST_PART", 50)
     prompts = [[7] * 100 + [i] * 60 for i in range(4)]
     made = plan_of(prompts)
     stem, *runs = made.parts()
@@ -115,7 +115,7 @@ def test_what_two_parts_begin_with_is_a_part_before_both(monkeypatch):
 
 
 def test_stems_within_stems_need_each_other(monkeypatch):
-    monkeypatch.setattr(plan, "SMALLEST_PART", 20)
+    monkeypatch.setattr(module, "SMALLEST_PART", 20)
     prompts = [[1] * 50 + [document] * 40 + [question] * 30 for document in range(2, 5) for question in range(9, 12)]
     made = plan_of(prompts)
     parts = made.parts()
@@ -129,9 +129,9 @@ def test_a_conversation_that_branches_at_every_turn_has_few_parts():
     turns = [[i % 7 + 10] * 5 for i in range(600)]
     prompts = [[token for turn in turns[:n] for token in turn] + [1, 2, 3, n + 100] for n in range(1, 600)]
     made = plan_of(prompts)
-    assert len(made.parts()) <= 2 * plan.SHARE + 2
+    assert len(made.parts()) <= 2 * module.SHARE + 2
 
 
-def test_nothing_at_all_is_no_work():
+def test_an_empty_list_has_no_parts():
     made = plan_of([])
     assert (made.parts(), made.unique_tokens) == ([], 0)

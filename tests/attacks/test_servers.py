@@ -12,11 +12,11 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
+from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import SCHEMES, place
 from tests.support.serving import tokens_of
 
-ROOT = Path(__file__).parent.parent
 SERVERS = 4
 COMMON, OWN = 600, 200
 
@@ -78,7 +78,7 @@ def no_error_in(result):
     assert set(result["unreadable"]) <= {"vanished"}
 
 
-def test_each_finds_at_its_next_lookup_what_any_other_has_committed(servers, models, location, tmp_path):
+def test_each_server_finds_what_any_other_has_committed(servers, models, location, tmp_path):
     started = servers()
     for seed, author in enumerate(started):
         author.ask(seed)
@@ -103,7 +103,7 @@ def test_each_finds_at_its_next_lookup_what_any_other_has_committed(servers, mod
         assert archive.check() == []
 
 
-def test_all_at_once_they_answer_as_alone_and_leave_a_sound_store(servers, models, location, tmp_path):
+def test_servers_at_the_same_time_answer_as_alone_and_leave_a_sound_store(servers, models, location, tmp_path):
     started = servers(max_bytes="60MB")
     with warmer(models("llama"), location, tmp_path, range(20, 26), "--max-bytes", "60MB") as job:
         seeds = [[1, 2, 3, 20], [2, 3, 4, 21], [3, 4, 5, 22], [4, 5, 6, 23]]
@@ -131,7 +131,7 @@ def test_all_at_once_they_answer_as_alone_and_leave_a_sound_store(servers, model
             assert store.match(tokens).n_tokens == len(tokens)
 
 
-def test_budgets_hold_whoever_writes(servers, models, location, tmp_path):
+def test_budgets_hold_with_many_writers(servers, models, location, tmp_path):
     limit = 3 << 20
     started = servers(max_bytes=limit)
     with warmer(models("llama"), location, tmp_path, range(50, 58), "--max-bytes", str(limit)) as job:
@@ -142,7 +142,7 @@ def test_budgets_hold_whoever_writes(servers, models, location, tmp_path):
                 assert archive.used().bytes <= limit
         results = [[server.result() for _ in range(6)][-1] for server in started]
         job.communicate(timeout=200)
-        # there is no room for all of its prompts, and it says so
+        # there is no room for all of its prompts, which it reports
         assert job.returncode in (0, 1)
     for server, found in zip(started, results, strict=True):
         no_error_in(found)
@@ -155,7 +155,7 @@ def test_budgets_hold_whoever_writes(servers, models, location, tmp_path):
         assert size <= 1.25 * limit
 
 
-def test_workers_that_are_forked_after_opening_serve(models, location):
+def test_workers_forked_from_an_open_store_serve(models, location):
     jobs = [{"common": COMMON, "own": OWN, "seed": seed} for seed in range(4)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.serving", "fork", str(models("llama")), location, "{}"],

@@ -1,0 +1,97 @@
+"""How long a context a list of prompts needs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokenized
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
+
+__all__ = ["Fitted", "fit", "original_context"]
+
+# The default of llama-cpp-python; no context is made shorter.
+SMALLEST = 512
+# The limit of a model whose file does not say what it was trained with: more than any prompt has.
+UNLIMITED = 1 << 31
+# llama.cpp rounds the length of a context up to a multiple of this.
+STEP = 256
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Prompts as tokens, and a context that holds the longest of them.
+
+    Attributes
+    ----------
+    n_ctx
+        Length of the context.
+    longest
+        Tokens of the longest prompt; 0 if no prompt can be used.
+    trained
+        Length of the context that the model was trained with; None if its file does not say.
+    """
+
+    n_ctx: int
+    longest: int
+    trained: int | None
+    _prompts: deque[Prompt | Problem]
+
+    def prompts(self) -> Iterator[Prompt | Problem]:
+        """The prompts, once: each is released when the next one is taken."""
+        while self._prompts:
+            yield self._prompts.popleft()
+
+
+def fit(
+    tokenizer: Llama,
+    prompts: Iterable[PromptLike],
+    *,
+    generation_prompt: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> Fitted:
+    """Make tokens of prompts, and choose a context that holds the longest one.
+
+    The context is never longer than the one that the model was trained with: a prompt that needs more is a problem.
+
+    Parameters
+    ----------
+    tokenizer
+        The model; its weights are not needed.
+    prompts, generation_prompt
+        As for `prefixstore.warm`.
+    stop
+        Called after each prompt; return True to read no more.
+    """
+    trained = _number(tokenizer, "context_length")
+    longest = 0
+    problems: list[Problem] = []
+    found: deque[Prompt | Problem] = deque()
+    for tokens, where in tokenized(
+        tokenizer, prompts, problems, generation_prompt=generation_prompt, trained=trained or UNLIMITED
+    ):
+        longest = max(longest, len(tokens))
+        found.append(Prompt(where, tokens))
+        if stop():
+            break
+    found.extendleft(reversed(problems))
+    n_ctx = max(SMALLEST, -(-(longest + 1) // STEP) * STEP)
+    return Fitted(min(n_ctx, trained or n_ctx), longest, trained, found)
+
+
+def original_context(llm: Llama) -> int | None:
+    """The context that the model had before its RoPE scaling; None if it was not scaled.
+
+    Contexts longer than that may use other RoPE factors, so they have namespaces of their own.
+    """
+    return _number(llm, "rope.scaling.original_context_length")
+
+
+def _number(llm: Llama, name: str) -> int | None:
+    """A number in the metadata of a model."""
+    value = llm.metadata.get(f"{llm.metadata.get('general.architecture', '')}.{name}", "")
+    return int(value) if value.isdigit() and int(value) else None

@@ -1,0 +1,42 @@
+"""Patience without end: on a busy machine a lookup or a restore that waits for a core is not taken for a slow one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prefixstore.engine import breaker
+from prefixstore.llama import rate
+
+# when the package takes something for slow, and values with which it never does
+ENDLESS = (
+    (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
+    (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
+    (rate, "LOSES_BY", 100.0),  # a restore that loses to computing: these models compute a prompt in milliseconds
+)
+
+
+def wait_patiently(set_value: Callable[[Any, str, float], None] = setattr, *, but: Any = None) -> None:
+    """Take nothing for slow, except where `but` does; a test undoes it, a process of its own need not.
+
+    Parameters
+    ----------
+    set_value
+        Sets an attribute: ``monkeypatch.setattr`` in a test.
+    but
+        The module that a test is about.
+    """
+    for module, name, value in ENDLESS:
+        if module is not but:
+            assert hasattr(module, name)
+            set_value(module, name, value)
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> float:
+    """Wait until a condition holds; how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < seconds, f"{what}: not within {seconds:.0f} s"
+        time.sleep(0.005)
+    return time.monotonic() - started

@@ -1,0 +1,72 @@
+"""How long a context a list of prompts needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixstore.config import Config
+from prefixstore.warming.context import fit, original_context
+from prefixstore.warming.prompts import Problem, Prompt
+from tests.support.models import prompt
+
+
+@pytest.fixture
+def tokenizer(models):
+    return Config(str(models("llama", n_ctx_train=2048))).open_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("longest", "n_ctx"),
+    [(1, 512), (511, 512), (512, 768), (767, 768), (768, 1024), (2047, 2048)],
+)
+def test_the_context_holds_the_longest_prompt_and_one_token_more(tokenizer, longest, n_ctx):
+    fitted = fit(tokenizer, [prompt(longest), prompt(1)])
+    assert (fitted.n_ctx, fitted.longest, fitted.trained) == (n_ctx, longest, 2048)
+
+
+def test_only_prompts_longer_than_the_model_was_trained_for_are_refused(tokenizer):
+    fitted = fit(tokenizer, [prompt(100), prompt(2048), prompt(700), ""])
+    assert (fitted.n_ctx, fitted.longest) == (768, 700)
+    found = list(fitted.prompts())
+    problems = [str(one) for one in found if isinstance(one, Problem)]
+    assert problems == [
+        (
+            "prompt 2: 2,048 tokens do not fit the context of 2,048 tokens that the model was trained with; shorten "
+            "the prompt, or set n_ctx to use a longer context"
+        ),
+        "prompt 4: the prompt has no tokens",
+    ]
+    assert [(one.where, len(one.content)) for one in found if isinstance(one, Prompt)] == [
+        ("prompt 1", 100),
+        ("prompt 3", 700),
+    ]
+    assert list(fitted.prompts()) == []
+
+
+def test_a_model_that_does_not_say_how_long_its_training_context_was_has_no_limit(tokenizer, monkeypatch):
+    monkeypatch.delitem(tokenizer.metadata, "llama.context_length")
+    fitted = fit(tokenizer, [prompt(5000)])
+    assert (fitted.n_ctx, fitted.trained) == (5120, None)
+
+
+def test_text_and_messages_get_the_tokens_that_the_whole_model_gives_them(tokenizer, models):
+    messages = {"messages": [{"role": "user", "content": "Which day is it?"}]}
+    given = ["The standard library", messages]
+    llm = Config(str(models("llama")), {"n_ctx": 512}).open_llama()
+    for generation_prompt in (False, True):
+        ours, theirs = (
+            [list(one.content) for one in fit(one, given, generation_prompt=generation_prompt).prompts()]
+            for one in (tokenizer, llm)
+        )
+        assert ours == theirs
+
+
+def test_reading_stops_when_the_job_is_stopped(tokenizer):
+    fitted = fit(tokenizer, [prompt(600), prompt(900)], stop=lambda: True)
+    assert (fitted.longest, len(list(fitted.prompts()))) == (600, 1)
+
+
+def test_the_original_context_of_a_model_with_two_sets_of_rope_factors_is_known(tokenizer, monkeypatch):
+    assert original_context(tokenizer) is None
+    monkeypatch.setitem(tokenizer.metadata, "llama.rope.scaling.original_context_length", "1024")
+    assert original_context(tokenizer) == 1024
