@@ -1,4 +1,4 @@
-"""`PrefixStore`, the public face: the engine, and the hook into a ``Llama``."""
+"""`PrefixStore`, the public class: an engine, and the hook that connects it to a ``Llama``."""
 
 from __future__ import annotations
 
@@ -73,52 +73,54 @@ class PrefixStore:
         it set: it works on the ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of
         the same `namespace` and `salt`.
     salt
-        Separates pages like `namespace`, for tenants who must not see each other's.
+        Separates pages as `namespace` does, for tenants that must not share them.
     page_tokens
         Tokens in a page. A model with a shorter sliding window gets shorter pages.
     min_tokens
         Sequences shorter than this are neither stored nor restored.
     snapshot_interval
-        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, beside those
-        where messages begin, before the last token of a prompt, and at the end of a turn.
+        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, in addition to
+        those where messages begin, before the last token of a prompt, and at the end of a turn.
     max_snapshots
-        How many snapshots along one conversation are kept; older ones lie wider apart.
+        How many snapshots along one conversation are kept; older ones are spaced further apart.
     max_bytes
-        What the location may hold, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It holds for the
-        location as a whole; every process that writes keeps to its own figure.
+        What the location may hold, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It applies
+        to the whole location; each process that writes enforces its own limit.
     max_entries
         How many pages the location may hold; None for no limit.
     quota
         What one tenant may hold: a size, for each namespace and for all namespaces of a `salt` together, or
-        ``{"namespace": size, "salt": size}``. A tenant with a quota makes room among its own pages first, so it does
-        not evict the others' as long as it has any.
+        ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
+        others only when it has none left.
     ttl
-        How long a page is kept after a prompt began with it last: seconds, a `timedelta`, or text such as ``"30d"``. It
-        holds for the pages that this store writes; a page with others behind it stays as long as they do, and a pinned
-        one for good. None for no limit.
+        Time to live after the last use: seconds, a `timedelta`, or text such as ``"30d"``. It applies to the pages that
+        this store writes. A page stays as long as a page that continues it, and a pinned page never expires. None for
+        no limit.
     ram_bytes
-        Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None for none.
+        Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None to keep no
+        states in RAM.
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
-        apart, then zstd), or ``"auto"``, which looks at the first pages of a namespace, and again now and then: packed
-        where restores from this location are hardly slower for it (a slow disk, a server), raw in a local file that
-        memory has room for.
+        apart, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and again from time
+        to time: packed where restores from this location hardly become slower (a slow disk, a server), raw in a
+        local file that fits into memory.
     policy
-        Which pages go first when there is no room, always those that no other depends on: ``"adaptive"``, which learns
-        from this process's prompts what comes back; ``"lru"``, ``"lfu"``, ``"longest_first"``, or ``"priority"``.
+        Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
+        prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
+        ``"priority"``.
     priority
-        Of the pages that this store writes, for the policy ``"priority"``: from -32768, which goes first, to 32767.
+        Of the pages that this store writes, for the policy ``"priority"``: from -32768 (evicted first) to 32767.
     read_only
         Restore from an existing store, and never write to it.
     write_behind
-        Whether pages are packed and written by a thread of their own. If not, the completion waits for it.
+        Whether a background thread packs and writes pages. If not, the completion waits for it.
     queue_bytes
-        Memory for pages that wait to be written. What does not fit is captured later, or not at all.
+        Memory for pages that wait to be written. A page that does not fit is captured later, or not at all.
 
     Raises
     ------
     InvalidParameterError
-        If a parameter cannot be used; the message names it and the way out.
+        If a parameter is not valid; the message names it and says what to pass.
     LocationError, IncompatibleError
         If the location cannot be opened.
     ContextError
@@ -205,15 +207,15 @@ class PrefixStore:
     def __repr__(self) -> str:
         return f"PrefixStore({self.location!r}, kind={self.kind.value!r})"
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- lifetime -----------------------------------------------------------------------------------------------------
 
     def attach(self, llm: Llama) -> None:
-        """Bind the store to a ``Llama``: from now on its pages are captured as it evaluates tokens.
+        """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
 
         Raises
         ------
         MisuseError
-            If the store, or the Llama, is attached already.
+            If the store or the Llama is already attached.
         """
         self._alive()
         if self._hook is not None:
@@ -223,7 +225,7 @@ class PrefixStore:
         self._hook = hook
 
     def detach(self) -> None:
-        """Leave the ``Llama`` as it was, without this store as its cache. Does nothing if the store is not attached."""
+        """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook.detach(self)
@@ -282,10 +284,10 @@ class PrefixStore:
         if llm is not None and (self._hook is None or self._hook.llm is not llm):
             return self._make_hook(llm)
         if self._hook is None:
-            raise NotAttachedError("no Llama is attached; give one as llm=, or call attach(llm) first")
+            raise NotAttachedError("no Llama is attached; pass one as llm=, or call attach(llm) first")
         return self._hook
 
-    # -- what the store is asked --------------------------------------------------------------------------------------
+    # -- looking up, restoring, capturing -----------------------------------------------------------------------------
 
     @property
     def kind(self) -> Kind:
@@ -300,7 +302,7 @@ class PrefixStore:
 
     @property
     def engine(self) -> Engine:
-        """What works below on tokens and bytes, for jobs that walk pages or leave notes to each other."""
+        """The engine, for jobs that walk pages or leave notes for each other."""
         self._alive()
         return self._engine
 
@@ -316,32 +318,32 @@ class PrefixStore:
 
     @property
     def namespace(self) -> Namespace:
-        """The namespace in which the store looks.
+        """The namespace that the store uses.
 
         Raises
         ------
         NotAttachedError
-            If it is known neither from a Llama nor by name.
+            If neither a Llama nor a name determines it.
         """
         if self._hook is not None:
             return self._hook.namespace
         if self._portable is not None:
             return self._portable.namespace
         if self._options.label is None:
-            raise NotAttachedError("without a Llama the namespace is not known; attach(llm), or give namespace=")
+            raise NotAttachedError("the namespace is not known without a Llama; call attach(llm), or pass namespace=")
         return Namespace(
             {"label": self._options.label, "salt": self._options.salt, "page_tokens": self._options.page_tokens}
         )
 
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
-        """What the engine wants to know about a prompt."""
+        """Where to look a prompt up: namespace key, tokens, length of a page."""
         self._alive()
         hook = self._hook or self._portable
         page_tokens = hook.page_tokens if hook is not None else self._options.page_tokens
         return self.namespace.key, as_tokens(tokens), page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
-        """The longest stored prefix of `tokens`. Nothing changes, in the store or in the context.
+        """The longest stored prefix of `tokens`. Changes nothing, neither in the store nor in the context.
 
         Parameters
         ----------
@@ -357,7 +359,7 @@ class PrefixStore:
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
 
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
-        """Put what is stored of a prompt into the context, for a caller who goes on with ``eval`` or ``generate``.
+        """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
 
         Parameters
         ----------
@@ -371,15 +373,15 @@ class PrefixStore:
         Returns
         -------
         int
-            How many tokens of the prompt are live now: go on with ``llm.eval(tokens[n:])``.
+            How many tokens of the prompt are live now: continue with ``llm.eval(tokens[n:])``.
         """
         return self._hook_of(llm).restore(as_tokens(tokens), always=always)
 
     def capture(self, llm: Llama | None = None) -> int:
-        """Take all pages of the context that are not stored, the tail included; the number of pages.
+        """Capture all pages of the context that are not stored, the tail included; the number of pages.
 
-        They are written behind; `flush` waits for it. For an `llm` that the store is not attached to, the caller
-        vouches that the context holds what ``llm.input_ids`` says.
+        A background thread writes them; `flush` waits for it. For an `llm` that the store is not attached to, the
+        caller guarantees that the context holds what ``llm.input_ids`` says.
         """
         return self._hook_of(llm).capture()
 
@@ -388,7 +390,7 @@ class PrefixStore:
         return self._pin(tokens, pinned=True)
 
     def unpin(self, tokens: TokenSequence) -> int:
-        """Undo `pin`; the number of tokens that are not pinned any more."""
+        """Undo `pin`; the number of tokens that are no longer pinned."""
         return self._pin(tokens, pinned=False)
 
     def _pin(self, tokens: TokenSequence, *, pinned: bool) -> int:
@@ -398,24 +400,24 @@ class PrefixStore:
         return self._engine.pin(namespace, wanted, page_tokens, pinned=pinned)
 
     def flush(self) -> None:
-        """Return when all that was captured is durable.
+        """Return when everything captured so far is durable.
 
         Raises
         ------
         StorageError
-            If the location cannot make it so, or does nothing for half a minute.
+            If the location fails, or writes nothing for half a minute.
         """
         self._alive()
         self._engine.flush()
 
     def check(self) -> list[Violation]:
-        """Verify every invariant and every checksum of the location; what is wrong."""
+        """Verify every invariant and every checksum of the location; the violations found."""
         self._alive()
         self._engine.drain()
         return self._engine.check()
 
     def clear(self, *, everything: bool = False) -> int:
-        """Delete the pages of this store's namespace, pinned ones too; how many there were.
+        """Delete the pages of this store's namespace, pinned ones too; how many were deleted.
 
         Parameters
         ----------
@@ -441,7 +443,7 @@ class PrefixStore:
         try:
             used, stored, raw = self._engine.used()
         except StorageError:
-            # that is when the counters are wanted
+            # a failing location is when the counters are needed
             used, stored, raw = self._engine.last_used()
         return Stats(
             hits=count["hits"],
@@ -497,7 +499,7 @@ class PrefixStore:
         hook = self._bound(completion) if self._hook is not None else self._unbound()
         state = hook.lookup(tokens, completion)
         if state is None:
-            raise KeyError("nothing is stored of this prompt")
+            raise KeyError("no prefix of this prompt is stored")
         return state
 
     def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
@@ -511,12 +513,12 @@ class PrefixStore:
             self._unbound().save(state, completion)
 
     def _bound(self, completion: Any) -> Hook:
-        """The hook of the attached Llama, which is the one that asks."""
+        """The hook of the attached Llama, which must be the one that asks."""
         self._alive()
         assert self._hook is not None
         if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
             raise MisuseError(
-                "set_cache() was called on another Llama than the store is attached to; give each its own"
+                "set_cache() was called on another Llama than the store is attached to; open one store for each Llama"
             )
         return self._hook
 

@@ -17,7 +17,7 @@ import prefixstore
 from prefixstore import stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
-from prefixstore.format import record
+from prefixstore.format import record, whole_state
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
@@ -36,7 +36,9 @@ def table(title: str) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
+@pytest.mark.parametrize(
+    ("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE), ("A whole state", whole_state.HEADER)]
+)
 def test_the_byte_tables_match_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):

@@ -1,4 +1,4 @@
-"""Pages, their payloads in pieces, namespaces, and which keys have changed."""
+"""Pages, their payloads in pieces, namespaces, notes, and the keys that each generation changed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ def upgrade() -> None:
         sa.Column("magic", sa.String(16), nullable=False),
         sa.Column("format", sa.Integer(), nullable=False),
         sa.Column("generation", sa.BigInteger(), nullable=False),
+        sa.Column("entries", sa.BigInteger(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
     )
-    op.execute("INSERT INTO prefixstore_meta (id, magic, format, generation) VALUES (1, 'prefixstore', 1, 0)")
+    op.execute(
+        "INSERT INTO prefixstore_meta (id, magic, format, generation, entries, bytes) "
+        "VALUES (1, 'prefixstore', 1, 0, 0, 0)"
+    )
     op.create_table(
         "prefixstore_namespaces",
         sa.Column("key", sa.LargeBinary(), primary_key=True),
@@ -38,10 +43,13 @@ def upgrade() -> None:
         sa.Column("parent", sa.LargeBinary(), nullable=False),
         sa.Column("checksum", sa.LargeBinary(), nullable=False),
         sa.Column("tokens", sa.LargeBinary(), nullable=False),
+        sa.Column("form", sa.SmallInteger(), nullable=False),
         sa.Column("seal", sa.LargeBinary(), nullable=False),
         sa.Column("last_used", sa.BigInteger(), nullable=False),
         sa.Column("hits", sa.BigInteger(), nullable=False),
         sa.Column("pinned", sa.Boolean(), nullable=False),
+        sa.Column("priority", sa.SmallInteger(), nullable=False),
+        sa.Column("expires", sa.BigInteger(), nullable=False),
     )
     op.create_table(
         "prefixstore_pieces",
@@ -57,10 +65,15 @@ def upgrade() -> None:
         sa.Column("key", sa.LargeBinary(), nullable=False),
         sa.PrimaryKeyConstraint("generation", "number"),
     )
+    op.create_table(
+        "prefixstore_notes",
+        sa.Column("name", sa.LargeBinary(), primary_key=True),
+        sa.Column("value", sa.LargeBinary(), nullable=False),
+    )
     if op.get_context().dialect.name == "postgresql":
-        # payloads are packed already: the server shall not try again
+        # payloads are compressed already: the server need not try
         op.execute("ALTER TABLE prefixstore_pieces ALTER COLUMN data SET STORAGE EXTERNAL")
-        # by default a fifth of the table may be dead rows before the server cleans up
+        # by default the server cleans up only when a fifth of the table are dead rows
         op.execute(
             "ALTER TABLE prefixstore_pieces SET "
             "(autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02)"

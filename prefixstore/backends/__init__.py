@@ -31,7 +31,7 @@ SCHEMES = {
 
 
 def is_persistent(location: str | os.PathLike[str] | None) -> bool:
-    """Whether what is stored there outlives the process. Raises `InvalidParameterError` for an unknown scheme."""
+    """Whether the pages of a location outlive the process. Raises `InvalidParameterError` for an unknown scheme."""
     text = text_of(location)
     scheme = scheme_of(text)
     _find(scheme, text)

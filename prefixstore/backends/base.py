@@ -1,29 +1,28 @@
-"""The contract between the engine and whatever keeps the bytes.
+"""The contract between the engine and the place where bytes are kept.
 
 A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets live above it,
-once. It is used in two ways:
+once. It has two kinds of access:
 
-- a **view** reads. It sees everything that was committed before it opened (what is committed later may show or
-  not), never waits for a writer's work, and the memory behind a payload that it returned stays readable and unchanged
-  until the view closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
-- a **transaction** reads and writes, one at a time among all threads and processes that share the location. What it
-  wrote becomes visible to others as a whole when it closes, and not at all if it closes with an exception or its
-  process dies. A loss of power may take back what was committed since the last `Backend.sync`, the newest first, and
-  nothing else.
+- a **view** reads. It sees everything that was committed before it opened (later commits may or may not be visible),
+  never waits for a writer, and the memory of a payload that it returned stays readable and unchanged until the view
+  closes, even if the page is deleted meanwhile. The caller owns nothing and copies nothing.
+- an **update** is a transaction that reads and writes, one at a time among all threads and processes that share the
+  location. What it wrote becomes visible to others as a whole when it closes, and not at all if it closes with an
+  exception or its process dies. A loss of power may lose what was committed since the last `Backend.sync`, the newest
+  first, and nothing else.
 
-A thread holds one view or transaction of a backend at a time, and does not fork while it holds one.
+A thread holds one view or update of a backend at a time, and does not fork while it holds one.
 
 A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
 `IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` (or an entry
-point of another package) and one subclass of `prefixstore.testing.BackendContract`. The methods that are not abstract
-work as they are; a backend with a server behind it replaces those that would ask once for each page.
+point of another package) and one subclass of `prefixstore.testing.BackendContract`. The methods that are not
+abstract have working defaults; a backend on a server replaces those that would send one query for each page.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,7 +30,10 @@ from dataclasses import dataclass
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["Backend", "Transaction", "Used", "View"]
+__all__ = ["CHANGES_KEPT", "Backend", "Transaction", "Used", "View"]
+
+# generations for which our own backends remember what changed
+CHANGES_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,11 @@ class View(ABC):
     @property
     @abstractmethod
     def generation(self) -> int:
-        """How many transactions have put or deleted pages; equal generations hold equal pages."""
+        """Number of transactions that have put or deleted pages; equal generations hold equal pages."""
 
     @abstractmethod
     def changes(self, since: int) -> list[bytes] | None:
-        """Keys put or deleted after generation `since`, oldest first; None if that is too long ago to tell."""
+        """Keys put or deleted after generation `since`, oldest first; None if that is too long ago."""
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
@@ -71,7 +73,7 @@ class View(ABC):
         """The stored bytes of a page, valid until the view closes. They are not verified."""
 
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
-        """Records (or why they cannot be read) and usage of those of these pages that are there."""
+        """Records (or why they cannot be read) and usage of those of these pages that are stored."""
         found: dict[bytes, tuple[Record | StorageError, Usage]] = {}
         for key in keys:
             try:
@@ -83,7 +85,7 @@ class View(ABC):
         return found
 
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
-        """Record and payload of these pages, in order, up to the first that is not there. They are not verified.
+        """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
@@ -96,23 +98,16 @@ class View(ABC):
                 raise CorruptError(f"page {key.hex()} has no payload")
             yield record, payload
 
-    def deepest(self, keys: Sequence[bytes]) -> int:
-        """How many of these pages are there, each of which follows the one before.
-
-        A page is never there without the one before it, so a binary search finds out.
-        """
-        return bisect_left(range(len(keys)), 1, key=lambda i: self.usage(keys[i]) is None)
-
     @abstractmethod
     def payload_keys(self) -> Iterator[bytes]:
-        """Keys of all payloads, for checks."""
+        """Keys of all payloads, for `check`."""
 
     @abstractmethod
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
 
     def note(self, name: bytes) -> bytes | None:
-        """What `Transaction.put_note` has written under this name."""
+        """The note that `Transaction.put_note` wrote under this name."""
         return None
 
     @property
@@ -126,15 +121,15 @@ class Transaction(View):
 
     @abstractmethod
     def cost(self, record: Record, n_bytes: int) -> int:
-        """At most how many bytes `used` grows by if this record is put with a payload of `n_bytes`."""
+        """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""
 
     @abstractmethod
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        """Write a page. `payload` is copied before the call returns. Raises `FullError` if there is no room."""
+        """Write a page. `payload` is copied before the call returns. Raises `FullError` if it does not fit."""
 
     @abstractmethod
     def delete(self, key: bytes) -> bool:
-        """Delete a page, its usage and payload; whether there was anything of it."""
+        """Delete a page, its usage and payload; returns whether anything of it was stored."""
 
     @abstractmethod
     def touch(self, key: bytes, usage: Usage) -> None:
@@ -142,12 +137,12 @@ class Transaction(View):
 
     @abstractmethod
     def put_namespace(self, key: bytes, settings: bytes) -> None:
-        """Remember the canonical settings of a namespace."""
+        """Store the canonical settings of a namespace."""
 
     def put_note(self, name: bytes, value: bytes | None) -> None:
         """Write a short note for other processes; None deletes it. Does not change `generation`.
 
-        Warming jobs divide their work by notes. A backend that has none forgets them: then each job does all of it.
+        Warming jobs divide their work by notes. A backend without notes ignores them: then each job does all the work.
         """
 
     def drop_namespace(self, key: bytes) -> None:
@@ -175,18 +170,18 @@ class Backend(ABC):
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
 
     def reclaim(self) -> None:  # noqa: B027 - most backends have nothing to do
-        """Make room that deletions freed usable for the next transaction."""
+        """Make space that deletions freed usable for the next update."""
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
 
-        Raises `UnavailableError` if that cannot be had now, because somebody still reads it. What the location cannot
-        promise is said in ``docs/backends.md``.
+        Raises `UnavailableError` if that is not possible now, because a reader still sees it. What the location cannot
+        promise is described in ``docs/backends.md``.
         """
         self.reclaim()
 
     def compact(self) -> int:
-        """Give room that deletions have freed back to the disk; how many bytes. Raises `UnavailableError`."""
+        """Give space that deletions freed back to the disk; returns its bytes. Raises `UnavailableError`."""
         return 0
 
     @abstractmethod

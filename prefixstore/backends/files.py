@@ -1,4 +1,4 @@
-"""Files and names that are to survive a loss of power. A name does when the directory that has it was flushed."""
+"""Files and names that must survive a loss of power. A name does once its directory was flushed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["make_directory", "publish", "sync_path"]
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that only its owner reads, and those above it, if they are not there. Raises `OSError`."""
+    """Create a directory that only its owner can read, and its missing parents. Raises `OSError`."""
     missing = [one for one in (path, *path.parents) if not one.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     for made in missing:
         with suppress(PermissionError):
-            # one that may be written to and not be read cannot be flushed
+            # a directory that may be written but not read cannot be flushed
             sync_path(made.parent)
 
 
 def publish(new: Path, path: Path) -> None:
-    """Give a file that is whole, and flushed, its name, unless another one has it already. Raises `OSError`."""
+    """Give a complete and flushed file its name, unless another file has it. Raises `OSError`."""
     try:
         os.link(new, path)
     except FileExistsError:
@@ -34,7 +34,7 @@ def publish(new: Path, path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Flush a file or a directory that nobody locks."""
+    """Flush a file or a directory that is not locked."""
     if os.name != "posix" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

@@ -33,7 +33,7 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
     Raises
     ------
     InvalidParameterError
-        If it is empty, or no text.
+        If it is empty, or not a string.
     """
     if location is None:
         return str(cache_directory() / "kv")
@@ -42,7 +42,7 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
         location = os.path.abspath(os.fspath(location))  # noqa: PTH100 - a path that is bytes must not raise here
     if not isinstance(location, str) or not location.strip():
         raise InvalidParameterError(
-            'location is empty; give a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
+            'location is empty; pass a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
         )
     return location
 
@@ -59,7 +59,7 @@ def scheme_of(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """A location as it may be shown and logged."""
+    """A location as it may be shown and logged: without its password."""
     return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1:***@", text)
 
 
@@ -69,7 +69,7 @@ def path_of(text: str) -> str:
     Raises
     ------
     InvalidParameterError
-        If it is no URL, or one with options.
+        If it is not a valid URL, or has options.
     LocationError
         If it has no path.
     """
@@ -78,10 +78,10 @@ def path_of(text: str) -> str:
     try:
         parts = urlsplit(text)
     except ValueError as error:
-        raise InvalidParameterError(f"location={text!r} is no URL: {error}") from None
+        raise InvalidParameterError(f"location={text!r} is not a valid URL: {error}") from None
     if parts.query or parts.fragment:
-        raise InvalidParameterError(f"location={text!r}: options in the URL are not known; give them as parameters")
+        raise InvalidParameterError(f"location={text!r}: options in the URL are not supported; pass them as parameters")
     path = unquote(parts.netloc + parts.path)
     if not path:
-        raise LocationError(f'location={text!r} has no path; write for example "{parts.scheme}:///var/cache/kv"')
+        raise LocationError(f'location={text!r} has no path; pass for example "{parts.scheme}:///var/cache/kv"')
     return path

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
+from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
 
-# What Python holds for a page beside its tokens and payload: record, usage, dictionary slots (measured on 3.11).
+# What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
 ENTRY_BYTES = RECORD.size + USAGE.size + 700
-CHANGES_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +187,7 @@ class _Change(_View, Transaction):
 
 
 def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
-    """Values with those that are staged; None deletes."""
+    """Values updated by the staged ones; None deletes."""
     return {key: value for key, value in {**values, **staged}.items() if value is not None}
 
 
@@ -199,7 +197,7 @@ class MemoryBackend(Backend):
     def __init__(self) -> None:
         self._pages = _Pages()
         self.after_fork()
-        _backends.add(self)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     @property
     def location(self) -> str:
@@ -226,50 +224,23 @@ class MemoryBackend(Backend):
     def close(self) -> None:
         self._pages = _Pages()
 
-    def hold_still(self) -> None:
-        """Before a fork: the child must not inherit half a commit."""
+    def before_fork(self) -> None:
+        """The child must not inherit half a commit."""
         self._writing.acquire()
         self._reading.acquire()
 
-    def go_on(self) -> None:
-        """After a fork, in the parent."""
+    def after_fork_in_parent(self) -> None:
         self._reading.release()
         self._writing.release()
 
-
-_backends: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
-_held: list[MemoryBackend] = []
-# one thread forks at a time: another one must not let go what this one holds
-_forking = threading.Lock()
-
-
-def _before_fork() -> None:
-    _forking.acquire()
-    _held.extend(_backends)
-    for backend in _held:
-        backend.hold_still()
-
-
-def _after_fork_in_parent() -> None:
-    while _held:
-        _held.pop().go_on()
-    _forking.release()
-
-
-def _after_fork_in_child() -> None:
-    while _held:
-        _held.pop().after_fork()
-    _forking.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    def after_fork_in_child(self) -> None:
+        self.after_fork()
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
-    """A new store in memory; it has no path, and its budget is the engine's to keep."""
+    """A new store in memory; it has no path, and the engine keeps its budget."""
     if location not in ("memory:", "memory://"):
-        raise InvalidParameterError(f'location={location!r}: memory has no path; write "memory:"')
+        raise InvalidParameterError(f'location={location!r}: memory has no path; pass "memory:"')
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

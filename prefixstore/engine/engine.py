@@ -7,8 +7,6 @@ write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, ba
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -16,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Used, View
+from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.budget import Budget, Evictor
@@ -122,8 +121,9 @@ class Engine:
         self._write_behind = write_behind
         self._read_only = read_only
         self._used = Used(0, 0)
+        self._closed = False
         self._start()
-        _engines.add(self)
+        register_at_fork(self, ForkLevel.ENGINE)
 
     def _start(self) -> None:
         """Everything that has locks, threads or buffers of this process."""
@@ -143,11 +143,18 @@ class Engine:
             on_released=self._release,
         )
 
-    def after_fork(self) -> None:
-        """In a forked child, before anything else. What the parent has captured, the parent writes."""
-        self._backend.after_fork()
-        self.counters = self.counters.copy()
-        self._start()
+    def before_fork(self) -> None:
+        """Nothing to hold: the handles are held by the backends."""
+
+    def after_fork_in_parent(self) -> None:
+        """Nothing to release."""
+
+    def after_fork_in_child(self) -> None:
+        """Start over with new locks, threads and handles. What the parent has captured, the parent writes."""
+        if not self._closed:
+            self._backend.after_fork()
+            self.counters = self.counters.copy()
+            self._start()
 
     def close(self) -> None:
         """Write what is queued and deferred, make it durable, and release the backend.
@@ -167,7 +174,7 @@ class Engine:
                 self._release()
 
     def _release(self) -> None:
-        _engines.discard(self)
+        self._closed = True
         self._breaker.close()
         self._fetcher.close()
         self._ram.clear()
@@ -516,16 +523,3 @@ class Engine:
     def compact(self) -> int:
         """Return free space to the disk; how many bytes. Raises `UnavailableError`."""
         return self._backend.compact()
-
-
-# every open engine of this process, for the child of a fork
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for engine in list(_engines):
-        engine.after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

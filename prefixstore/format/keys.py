@@ -11,11 +11,13 @@ import xxhash
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["TOKEN_BYTES", "TokenSequence", "Tokens", "as_tokens", "common_prefix", "page_key", "page_keys"]
+__all__ = ["KEY_BYTES", "TOKEN_BYTES", "TokenSequence", "Tokens", "as_tokens", "common_prefix", "page_key", "page_keys"]
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 TOKEN_BYTES = 4
+# of page keys and namespace keys
+KEY_BYTES = 16
 
 
 def as_tokens(tokens: TokenSequence) -> Tokens:

@@ -1,1 +1,1 @@
-"""The way into a live ``llama_cpp.Llama``. Nothing outside this package imports llama_cpp."""
+"""How states get out of a live ``llama_cpp.Llama`` and back into it. No other package imports llama_cpp."""

@@ -153,7 +153,7 @@ class Context(Generic[M_co]):
         self.engine.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
-        """Tell the Llama that its context holds this prompt, and that it must decode a token before it samples one."""
+        """Set the Llama to a context that holds this prompt, and has to decode a token before it samples one."""
         llm, n = self.llm, len(prompt)
         llm.input_ids[:n] = prompt
         llm.n_tokens = n

@@ -1,4 +1,4 @@
-"""A live ``Llama`` to its namespace: the content of the model, and all settings that change its state."""
+"""The namespace of a live ``Llama``: the content of the model, and all settings that change its state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("prefixstore")
 BLOCK = 8 << 20
 SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf")
 
-# Fields of llama_context_params that change what a state holds, or how it is laid out.
+# Fields of llama_context_params that change the content or the layout of a state.
 CONTEXT_SETTINGS = (
     "type_k",
     "type_v",
@@ -58,9 +58,9 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
     page_tokens
         Length of its pages.
     salt
-        Separates what must not be shared, tenants for example.
+        The tenant, whose pages must not be shared with others.
     label
-        A name that the user gave the namespace.
+        The name that the user gave the namespace.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
         # llama.cpp promises nothing about states across its versions
         "llama_cpp_python": llama_cpp.__version__,
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
-        # what is stored of it is no part of a state, but whoever lists namespaces wants to know
+        # the kind does not change a state, but is of interest in a list of namespaces
         "kind": kind_of(llm).value,
         "page_tokens": page_tokens,
         "salt": salt,
@@ -88,7 +88,7 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
 
 
 def _is_long(llm: llama_cpp.Llama) -> bool:
-    """Whether the context is longer than the original one; some models then use other RoPE factors."""
+    """Whether the context is longer than in training; some models then use other RoPE factors."""
     architecture = llm.metadata.get("general.architecture", "")
     original = llm.metadata.get(f"{architecture}.rope.scaling.original_context_length")
     return original is not None and llm.n_ctx() > int(original)
@@ -106,8 +106,8 @@ def _parts(model_path: str) -> list[str]:
 def file_digest(path: str | os.PathLike[str]) -> str:
     """The xxh3-128 of a file's whole content, as 32 hexadecimal digits.
 
-    It is remembered in the user's cache directory by path, inode, size and times, so that a file is read once and not
-    at every start.
+    It is cached in the user's cache directory by path, inode, size and times, so that a file is read once and not at
+    every start.
 
     Raises
     ------
@@ -126,7 +126,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
             if _identity(os.fstat(file.fileno())) == identity:
                 _remember(str(real), identity, digest)
     except OSError as error:
-        raise ContextError(f"the model file {path} cannot be read for its fingerprint: {error}") from error
+        raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
     return digest
 
 
@@ -155,7 +155,7 @@ def _remembered() -> dict[str, Any]:
 
 
 def _remember(path: str, identity: list[int], digest: str) -> None:
-    """Replace the file as a whole; another process that does so at the same time costs one more reading later."""
+    """Replace the file as a whole; if another process does so at the same time, a model is read once more later."""
     target = _memory_file()
     known = _remembered() | {path: {"identity": identity, "digest": digest}}
     with contextlib.suppress(OSError):

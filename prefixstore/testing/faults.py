@@ -1,4 +1,4 @@
-"""Backends that fail or are slow on purpose: they wrap any other, so that what is above can be tested against it."""
+"""Backends that fail or are slow on purpose: they wrap any other, to test what is built on it."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ Operation: TypeAlias = Literal["view", "record", "payload", "update", "put", "de
 
 class _WrappedView(View):
     def __init__(self, inner: View, before: Callable[[Operation], None]) -> None:
-        self._snapshot = inner
+        self._view = inner
         self._before = before
 
     @property
     def generation(self) -> int:
-        return self._snapshot.generation
+        return self._view.generation
 
     def changes(self, since: int) -> list[bytes] | None:
-        return self._snapshot.changes(since)
+        return self._view.changes(since)
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        return self._snapshot.scan()
+        return self._view.scan()
 
     def record(self, key: bytes) -> Record | None:
         self._before("record")
-        return self._snapshot.record(key)
+        return self._view.record(key)
 
     def usage(self, key: bytes) -> Usage | None:
-        return self._snapshot.usage(key)
+        return self._view.usage(key)
 
     def payload(self, key: bytes) -> Buffer | None:
         self._before("payload")
-        return self._snapshot.payload(key)
+        return self._view.payload(key)
 
     def payload_keys(self) -> Iterator[bytes]:
-        return self._snapshot.payload_keys()
+        return self._view.payload_keys()
 
     def namespaces(self) -> Mapping[bytes, bytes]:
-        return self._snapshot.namespaces()
+        return self._view.namespaces()
 
     def note(self, name: bytes) -> bytes | None:
-        return self._snapshot.note(name)
+        return self._view.note(name)
 
     @property
     def used(self) -> Used:
-        return self._snapshot.used
+        return self._view.used
 
 
 class _WrappedTransaction(_WrappedView, Transaction):
@@ -111,7 +111,7 @@ class _WrappedBackend(Backend):
         self._before("update")
         with self._backend.update() as transaction:
             yield _WrappedTransaction(transaction, self._before)
-            # raised here, it takes the transaction back
+            # an error here rolls the transaction back
             self._before("commit")
 
     def sync(self) -> None:
@@ -149,7 +149,7 @@ class FaultyBackend(_WrappedBackend):
     at
         The first call that fails, counted from 1.
     times
-        How many calls fail; None for all from there on.
+        How many calls fail; None for all that follow.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from pathlib import Path
 from sqlalchemy import create_engine, text
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.lmdb.scrub import read_layout
+from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.engine.check import violations
 from prefixstore.format.codec import decode
 from prefixstore.format.record import Usage

@@ -71,9 +71,9 @@ def test_a_file_truncated_while_open_is_an_error_and_not_a_crash(tmp_path, where
         assert contents(backend)
         os.truncate(file, where)
         for _ in range(3):
-            with pytest.raises(CorruptError, match="was cut"):
+            with pytest.raises(CorruptError, match="was truncated"):
                 contents(backend)
-            with pytest.raises(CorruptError, match="was cut"):
+            with pytest.raises(CorruptError, match="was truncated"):
                 fill(backend, space(), [[1, 2, 3]])
 
 

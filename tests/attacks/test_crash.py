@@ -21,11 +21,11 @@ from tests.attacks.dying import Mortals, allowed
 from tests.attacks.power import shim
 from tests.attacks.surviving import contents_of_old, look_at, look_without_writing, pack
 from tests.attacks.working import BUDGET
-from tests.backends.test_sql_schema import write_old
 from tests.support.models import TORTURE
 from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
 from tests.support.postgres import database
+from tests.support.revisions import LATER, OLD, a_later_version, write_old
 
 EACH = TORTURE > 1
 
@@ -172,23 +172,24 @@ def test_a_kill_while_a_store_is_created_leaves_none_or_a_sound_one(shimmed, tmp
 def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp_path, request, scheme):
     if scheme == "postgresql":
         location = request.getfixturevalue("new_database")(empty=True)
-        write_old(location, "0001")
+        write_old(location)
     revisions = []
     for die_at in itertools.count(1):
         if scheme == "sqlite":
             location = f"sqlite:///{tmp_path}/{die_at}.db"
-            write_old(location, "0001")
-        report = str(tmp_path / "report")
-        killed = mortals.run("upgrade", location=location, report=report, die_at=die_at, level="statements")
-        revisions.append(migrate.check(location).revision)
+            write_old(location)
+        order = {"location": location, "later": str(tmp_path), "report": str(tmp_path / "report")}
+        with a_later_version(tmp_path):
+            killed = mortals.run("upgrade", die_at=die_at, level="statements", **order)
+            revisions.append(migrate.check(location).revision)
         if not killed:
             break
         assert contents_of_old(location) == [(0, 700, 0), (1, 900, 4), (2, 0, 8)]
     assert len(revisions) > 8
     assert revisions == sorted(revisions)
-    assert revisions[0] == "0001"
-    assert revisions[-1] == "0002"
-    with Archive(location) as archive:
+    assert revisions[0] == OLD
+    assert revisions[-1] == LATER
+    with a_later_version(tmp_path), Archive(location) as archive:
         assert archive.check() == []
         assert archive.used().entries == 3
 

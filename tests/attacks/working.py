@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from prefixstore.stats import Counters
 from tests.support.places import space
+from tests.support.revisions import a_later_version
 
 BUDGET = Budget(700 << 10)
 SPACES = [space("one"), space("two")]
@@ -280,9 +282,10 @@ def export(location: str, out: str, say: Report, point: Points) -> None:
     say("exported")
 
 
-def upgrade(location: str, say: Report, point: Points) -> None:
+def upgrade(location: str, later: str, say: Report, point: Points) -> None:
     del point  # those of the statements and system calls are all that there are
-    migrate.upgrade(location)
+    with a_later_version(Path(later)):
+        migrate.upgrade(location)
     say("upgraded")
 
 

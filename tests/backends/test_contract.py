@@ -1,4 +1,4 @@
-"""The contract, for every backend; and what is LMDB's own business."""
+"""The contract for every backend, and the behaviour that is specific to LMDB."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import lmdb
 import numpy as np
 import pytest
 
+from prefixstore.backends import forks, open_backend
 from prefixstore.backends import memory as memory_module
-from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.location import cache_directory
@@ -179,7 +179,7 @@ def test_a_location_names_its_backend(tmp_path):
 
 
 @pytest.mark.parametrize("location", ["", " ", "http://x", "lmdb:///x?y=1", "memory:/x", b"x", "redis://h"])
-def test_a_location_that_names_none_is_refused_with_its_name(location):
+def test_a_location_without_a_known_backend_is_refused(location):
     with pytest.raises(InvalidParameterError, match="location"):
         open_backend(location, max_bytes=MIB)
 
@@ -223,7 +223,7 @@ def test_two_threads_that_fork_at_once_both_get_a_child():
             for thread in threads:
                 thread.start()
             started.wait()  # both are about to fork, and have to wait for this transaction
-            while not memory_module._forking.locked():
+            while not forks._forking.locked():
                 time.sleep(0.001)
         for thread in threads:
             thread.join(20)
@@ -436,7 +436,7 @@ def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
         assert mine in keys_of(backend)
 
 
-def test_the_map_is_not_replaced_under_an_open_snapshot(tmp_path):
+def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
     with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
         key = put(backend, 1, 100_000)
         seen = []
@@ -458,7 +458,7 @@ def test_the_map_is_not_replaced_under_an_open_snapshot(tmp_path):
         assert seen == [{key, new}]
 
 
-def test_a_full_map_is_an_error_that_leaves_no_trace_and_can_be_mended(tmp_path):
+def test_a_full_map_is_an_error_that_leaves_no_trace_and_deleting_helps(tmp_path):
     with closing(LMDBBackend(tmp_path, 2 * MIB)) as backend:
         key = put(backend, 1, MIB)
         with pytest.raises(FullError):
@@ -494,7 +494,7 @@ for number in range(base, base + 10_000):
 """
 
 
-def test_a_killed_process_leaves_a_store_that_is_whole(tmp_path):
+def test_a_killed_process_leaves_an_intact_store(tmp_path):
     for attempt in range(3):
         process = python(KILLED, tmp_path, attempt + 1)
         lines = [process.stdout.readline() for _ in range(4 + 7 * attempt)]
@@ -520,7 +520,7 @@ def test_a_killed_process_leaves_a_store_that_is_whole(tmp_path):
 # -- LMDB: room --------------------------------------------------------------------------------------------------------
 
 
-def test_under_churn_the_file_stays_within_its_bound_and_the_budget_is_used(tmp_path, record_property):
+def test_under_churn_the_file_stays_within_its_bound_and_uses_the_budget(tmp_path, record_property):
     max_bytes = 8 * MIB
     counters = Counters()
     engine = Engine(LMDBBackend(tmp_path, max_bytes), Budget(max_bytes), POLICIES["lru"](), pick("raw"), counters)

@@ -15,7 +15,8 @@ import pytest
 
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.scrub import common, read_layout, split
+from prefixstore.backends.lmdb.file import read_layout
+from prefixstore.backends.lmdb.free_space import common, split
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.check import violations
 from prefixstore.errors import CorruptError, UnavailableError
@@ -86,7 +87,7 @@ def check(backend):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_that_was_deleted_is_in_the_file_and_the_rest_is_bit_by_bit_the_same(tmp_path, seed):
+def test_a_scrub_leaves_nothing_of_deleted_pages_and_all_others_unchanged(tmp_path, seed):
     rng = random.Random(seed)
     numbers = rng.sample(range(10_000), 120)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
@@ -150,7 +151,7 @@ def server(path):
     )
 
 
-def test_a_server_that_wrote_it_and_goes_on_writing_brings_nothing_back(tmp_path):
+def test_a_server_that_wrote_deleted_pages_and_keeps_writing_does_not_restore_them(tmp_path):
     with server(tmp_path) as other:
         assert other.stdout.readline() == "written\n"
         with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
@@ -192,7 +193,7 @@ def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, mon
         assert check(backend) == []
 
 
-def test_a_snapshot_of_what_was_deleted_is_waited_for(tmp_path, monkeypatch):
+def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(12))
@@ -231,7 +232,7 @@ with backend.view() as view:
 """
 
 
-def test_a_scrub_gives_up_on_a_process_that_reads_what_was_deleted_and_leaves_it_intact(tmp_path, monkeypatch):
+def test_a_scrub_gives_up_while_another_process_reads_what_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(12))
@@ -270,7 +271,7 @@ backend.scrub()
 """
 
 
-def test_a_killed_scrub_harms_nothing_and_is_done_again(tmp_path):
+def test_a_killed_scrub_damages_nothing_and_can_be_repeated(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(60))
         delete(backend, range(10, 60))
@@ -338,7 +339,7 @@ def test_compaction_gives_the_disk_back_what_is_free(tmp_path):
         assert check(backend) == []
 
 
-def test_ranges_are_cut_and_compared():
+def test_ranges_are_split_and_intersected():
     assert common([(0, 10), (20, 30)], [(5, 25), (28, 40)]) == [(5, 10), (20, 25), (28, 30)]
     assert common([(0, 4)], []) == []
     assert common([(0, 4), (6, 8)], [(4, 6)]) == []

@@ -24,7 +24,7 @@ from prefixstore.errors import InvalidParameterError, LocationError
         ("postgresql://[h/x", "postgresql"),
     ],
 )
-def test_the_scheme_is_what_stands_before_the_colon_unless_it_is_a_path(text, scheme):
+def test_the_scheme_is_the_part_before_the_colon_unless_it_is_a_path(text, scheme):
     assert scheme_of(text) == scheme
 
 
@@ -39,12 +39,12 @@ def test_the_path_of_a_url_is_unquoted_and_a_bare_path_is_not():
 
 
 @pytest.mark.parametrize("location", ["", "  ", 7, b"x"])
-def test_what_is_no_location_is_named(location):
+def test_an_empty_location_or_one_that_is_not_a_string_is_refused(location):
     with pytest.raises(InvalidParameterError, match="location is empty"):
         text_of(location)
 
 
-def test_a_url_without_a_path_or_with_options_is_named():
+def test_a_url_without_a_path_or_with_options_is_refused():
     with pytest.raises(LocationError, match="no path"):
         path_of("lmdb:")
     with pytest.raises(InvalidParameterError, match="options"):

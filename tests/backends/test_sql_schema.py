@@ -27,11 +27,10 @@ from prefixstore.engine.check import violations
 from prefixstore.errors import IncompatibleError, LocationError, PrefixStoreError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support.revisions import LATER, NAMESPACE, OLD, a_later_version, old_pages, write_old
 
 MIB = 1 << 20
-NAMESPACE = bytes(range(16))
-DATA = Path(__file__).parents[1] / "data"
-OLD = REVISIONS[:-1]
+ROOT = Path(__file__).parents[2]
 
 
 def opened(url, **options):
@@ -60,21 +59,6 @@ def refusal(url, **options):
     return "opened"
 
 
-def write_old(url, revision):
-    """A store as a version of that revision has left it."""
-    if url.startswith("sqlite"):
-        path = url.removeprefix("sqlite:///")
-        with closing(sqlite3.connect(path)) as connection:
-            connection.executescript((DATA / f"sqlite-{revision}.sql").read_text())
-            connection.execute("PRAGMA journal_mode=WAL")
-        Path(path).chmod(0o600)
-    else:
-        engine = create_engine(url)
-        with engine.begin() as connection:
-            connection.connection.cursor().execute((DATA / f"postgresql-{revision}.sql").read_text())
-        engine.dispose()
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def empty_url(request, tmp_path):
     """Where no store is."""
@@ -83,23 +67,15 @@ def empty_url(request, tmp_path):
     return request.getfixturevalue("new_database")(empty=True)
 
 
-def holds_the_old_pages(backend, revision):
-    assert revision == "0001"
-    sizes = [700, 900, 0]
+def holds_the_old_pages(backend):
+    pages = old_pages()
+    keys = [key for key, _, _ in pages]
     with backend.view() as view:
-        parent, keys = NAMESPACE, []
-        for i, size in enumerate(sizes):
-            payload = np.random.default_rng(i).bytes(size)
-            key, record = make_page(payload, [i, i + 1, i + 2, i + 3], parent=parent, start=4 * i)
+        for i, (key, record, payload) in enumerate(pages):
             assert view.record(key) == record
             assert view.usage(key) == Usage(1000 + i, i, pinned=i == 1)
             assert bytes(view.payload(key)) == payload
-            parent = key
-            keys.append(key)
-        assert [bytes(payload) for _, payload in view.fetch(keys)] == [
-            np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)
-        ]
-        assert view.deepest(keys) == 3
+        assert [bytes(payload) for _, payload in view.fetch(keys)] == [payload for _, _, payload in pages]
         assert view.generation == 3
         assert view.changes(1) == keys[1:]
         assert view.used.entries == 3
@@ -127,12 +103,7 @@ def test_the_revisions_in_the_code_are_those_of_the_migrations():
     assert scripts.get_current_head() == HEAD
 
 
-def test_each_earlier_revision_has_a_store_to_test_with():
-    expected = {f"{dialect}-{revision}.sql" for dialect in ("sqlite", "postgresql") for revision in OLD}
-    assert {path.name for path in DATA.glob("*.sql")} == expected
-
-
-def test_the_models_are_what_the_migrations_make(empty_url):
+def test_the_models_match_the_tables_of_the_migrations(empty_url):
     migrate.upgrade(empty_url)
     engine = create_engine(empty_url)
     try:
@@ -150,51 +121,51 @@ def test_the_models_are_what_the_migrations_make(empty_url):
         engine.dispose()
 
 
-@pytest.mark.parametrize("revision", OLD)
-def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_as_it_opens(tmp_path, revision):
+def test_a_sqlite_store_of_an_earlier_revision_is_upgraded_when_it_is_opened(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
-    write_old(url, revision)
-    assert migrate.check(url) == migrate.Status(revision, HEAD)
-    with opened(url) as backend:
-        holds_the_old_pages(backend, revision)
-    assert migrate.check(url).is_current
+    write_old(url)
+    with a_later_version(tmp_path):
+        assert migrate.check(url) == migrate.Status(OLD, LATER)
+        with opened(url) as backend:
+            holds_the_old_pages(backend)
+        assert migrate.check(url).is_current
 
 
-@pytest.mark.parametrize("revision", OLD)
-def test_a_sqlite_store_of_an_earlier_revision_is_not_upgraded_by_one_who_only_reads(tmp_path, revision):
+def test_a_sqlite_store_of_an_earlier_revision_is_not_upgraded_by_a_reader(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
-    write_old(url, revision)
-    message = refusal(url, read_only=True)
-    assert message.startswith("IncompatibleError: ")
-    assert f'prefixstore migrate "{url}"' in message
-    assert migrate.check(url).revision == revision
+    write_old(url)
+    with a_later_version(tmp_path):
+        message = refusal(url, read_only=True)
+        assert message.startswith("IncompatibleError: ")
+        assert f'prefixstore migrate "{url}"' in message
+        assert migrate.check(url).revision == OLD
 
 
-@pytest.mark.parametrize("revision", OLD)
-def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new_database, revision):
+def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new_database, tmp_path):
     url = new_database(empty=True)
-    write_old(url, revision)
-    message = refusal(url)
-    assert message.startswith("IncompatibleError: ")
-    assert f"schema {revision}" in message
-    command = message[message.index("prefixstore migrate") :].split('"')[1]
-    assert migrate.check(url).revision == revision
-    # the URL in the message is one that can be used
-    assert migrate.upgrade(command).revision == revision
-    with opened(url) as backend:
-        holds_the_old_pages(backend, revision)
+    write_old(url)
+    with a_later_version(tmp_path):
+        message = refusal(url)
+        assert message.startswith("IncompatibleError: ")
+        assert f"schema {OLD}" in message
+        command = message[message.index("prefixstore migrate") :].split('"')[1]
+        assert migrate.check(url).revision == OLD
+        # the URL in the message is one that can be used
+        assert migrate.upgrade(command).revision == OLD
+        with opened(url) as backend:
+            holds_the_old_pages(backend)
 
 
-@pytest.mark.parametrize("revision", OLD)
-def test_the_printed_statements_do_what_the_command_does(empty_url, revision):
-    write_old(empty_url, revision)
-    statements = migrate.upgrade_sql(empty_url)
-    assert migrate.check(empty_url).revision == revision
-    run_by_hand(empty_url, statements)
-    assert migrate.check(empty_url).is_current
-    with opened(empty_url) as backend:
-        holds_the_old_pages(backend, revision)
-    assert migrate.upgrade_sql(empty_url) == ""
+def test_the_printed_statements_do_what_the_command_does(empty_url, tmp_path):
+    write_old(empty_url)
+    with a_later_version(tmp_path):
+        statements = migrate.upgrade_sql(empty_url)
+        assert migrate.check(empty_url).revision == OLD
+        run_by_hand(empty_url, statements)
+        assert migrate.check(empty_url).is_current
+        with opened(empty_url) as backend:
+            holds_the_old_pages(backend)
+        assert migrate.upgrade_sql(empty_url) == ""
 
 
 def run_by_hand(url, statements):
@@ -217,22 +188,28 @@ def test_the_printed_statements_make_a_new_store_too(empty_url):
 
 def test_processes_that_upgrade_at_once_all_get_it(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
-    write_old(url, OLD[0])
-    open_at_once(url)
-    with opened(url) as backend, backend.view() as view:
-        assert view.used.entries == 3 + 4
+    write_old(url)
+    with a_later_version(tmp_path):
+        open_at_once(url, tmp_path)
+        assert migrate.check(url).is_current
+        with opened(url) as backend, backend.view() as view:
+            assert view.used.entries == 3 + 4
 
 
-def open_at_once(url):
+def open_at_once(url, later=""):
+    """Have processes open a store at the same moment, as the version whose migrations are in the directory `later`."""
     code = """
 import sys
-from tests.backends.test_sql_schema import opened, put
+from contextlib import nullcontext
+from pathlib import Path
+from tests.backends.test_sql_schema import a_later_version, opened, put
 sys.stdin.read()  # until all are ready
-with opened(sys.argv[1]) as backend:
-    put(backend, 100 + int(sys.argv[2]))
+with a_later_version(Path(sys.argv[3])) if sys.argv[3] else nullcontext():
+    with opened(sys.argv[1]) as backend:
+        put(backend, 100 + int(sys.argv[2]))
 """
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, url, str(i)], stdin=subprocess.PIPE, cwd=DATA.parents[1])
+        subprocess.Popen([sys.executable, "-c", code, url, str(i), str(later)], stdin=subprocess.PIPE, cwd=ROOT)
         for i in range(4)
     ]
     for process in processes:
@@ -256,12 +233,12 @@ def test_a_newer_schema_is_refused_and_untouched(empty_url):
 
 
 def test_the_migrations_are_found_beside_the_package_or_in_it(tmp_path, monkeypatch):
-    assert migrate.migrations_directory() == DATA.parents[1] / "migrations"
+    assert migrate.migrations_directory() == ROOT / "migrations"
     module = tmp_path / "prefixstore" / "backends" / "sql" / "migrations.py"
     monkeypatch.setattr(migrate, "__file__", str(module))
     with pytest.raises(LocationError, match="install"):
         migrate.migrations_directory()
-    shutil.copytree(DATA.parents[1] / "migrations", tmp_path / "prefixstore" / "migrations")
+    shutil.copytree(ROOT / "migrations", tmp_path / "prefixstore" / "migrations")
     assert migrate.migrations_directory() == tmp_path / "prefixstore" / "migrations"
 
 
@@ -293,7 +270,7 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
     ],
 )
-def test_tables_of_our_names_that_are_not_ours_are_refused_and_untouched(new_database, tables):
+def test_tables_of_another_application_with_our_names_are_refused_and_untouched(new_database, tables):
     url = new_database(empty=True)
     run_by_hand(url, tables)
     engine = create_engine(url)
@@ -392,7 +369,7 @@ def test_a_file_that_is_not_ours_is_refused_and_untouched(tmp_path, kind):
 
 
 def test_a_location_that_cannot_be_a_file_is_refused(tmp_path):
-    assert refusal(f"sqlite:///{tmp_path}").startswith(f"LocationError: {tmp_path} is no file")
+    assert refusal(f"sqlite:///{tmp_path}").startswith(f"LocationError: {tmp_path} is not a regular file")
     (tmp_path / "file").write_text("x")
     assert refusal(f"sqlite:///{tmp_path}/file/kv.db").startswith("LocationError: ")
     assert refusal(f"sqlite:///{tmp_path}/new/kv.db", read_only=True).startswith("LocationError: ")
@@ -434,13 +411,13 @@ sqlite_file.publish = lambda *arguments: os._exit(3)
 open_backend(sys.argv[1], max_bytes=1 << 20)
 """
     url = f"sqlite:///{tmp_path}/kv.db"
-    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=DATA.parents[1]).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code, url], check=False, cwd=ROOT).returncode == 3
     assert not (tmp_path / "kv.db").exists()
     with opened(url) as backend:
         assert keys_of(backend) == set()
 
 
-def test_a_file_system_without_links_is_one_that_can_be_used(tmp_path, monkeypatch):
+def test_a_file_system_without_links_can_be_used(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise PermissionError
 
@@ -456,6 +433,23 @@ def test_a_store_is_read_while_its_directory_cannot_be_written(tmp_path):
         key = put(backend, 1)
         with opened(url, read_only=True) as reader:
             assert keys_of(reader) == {key}
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [
+        ("sqlite:///x.db", "alembic", "sql"),
+        ("sqlite:///x.db", "sqlalchemy", "sql"),
+        ("postgresql://h/x", "psycopg", "postgres"),
+    ],
+)
+def test_the_command_names_the_extra_that_is_missing(url, module, extra):
+    code = f"import sys; sys.modules[{module!r}] = None\nfrom prefixstore.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "migrate", url, "--check"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode not in (0, None)
+    assert f"prefixstore[{extra}]" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -476,7 +470,7 @@ def test_the_command_creates_checks_and_upgrades(empty_url, capsys):
 
 
 @pytest.mark.parametrize("url", ["memory:", "/a/path", "lmdb:///x", "postgresql://joe:hushhush@127.0.0.1:1/x"])
-def test_the_command_says_what_it_cannot_do(url, capsys):
+def test_the_command_refuses_other_locations_without_showing_passwords(url, capsys):
     assert main(["migrate", url]) != 0
     printed = capsys.readouterr()
     assert "hushhush" not in printed.out + printed.err

@@ -57,7 +57,7 @@ def test_prompts_around_the_boundaries_evaluate_one_token_the_second_time(llama,
     assert answer(llm, prompt(n), 6) == cold
 
 
-def test_only_what_is_behind_the_live_prefix_is_restored(llama, store):
+def test_only_tokens_after_the_live_prefix_are_restored(llama, store):
     llm, tokens = attached(store, llama()), prompt(2000)
     answer(llm, tokens, 1)
     forget(llm)
@@ -144,13 +144,13 @@ def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store):
     llm.load_state(state)
     assert llm.n_tokens == 700
     assert state_bytes(llm) == bytes_then
-    # the store knows what it saw being saved, and goes on storing behind it
+    # the store saw what was saved, and keeps storing after it
     llm.eval(prompt(100, seed=6))
     store.capture()
     assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
 
 
-def test_nothing_is_stored_behind_a_state_that_came_from_elsewhere(llama, store):
+def test_nothing_is_stored_after_a_state_that_came_from_elsewhere(llama, store):
     other = llama()
     other.eval(prompt(700))
     llm = attached(store, llama())
@@ -176,7 +176,7 @@ def test_generate_and_eval_work_with_restore_and_capture(llama, store):
     llm.eval(tokens)
     plain = state_bytes(llm)
     store.attach(llm)
-    assert store.capture() == 0  # nobody saw these tokens enter
+    assert store.capture() == 0  # the store has not seen these tokens enter
     llm.reset()
     llm.eval(tokens)
     assert store.capture() == 1  # full pages were taken on the way
@@ -220,7 +220,7 @@ def test_detach_leaves_the_llama_as_it_was(llama, store):
     assert llm.eval == bound
 
 
-def test_a_llama_whose_store_was_closed_goes_on_without_it(llama):
+def test_a_llama_whose_store_was_closed_continues_without_it(llama):
     llm = llama()
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
@@ -234,7 +234,7 @@ def test_a_llama_whose_store_was_closed_goes_on_without_it(llama):
     assert llm.cache is other
 
 
-def test_detach_gives_back_what_the_user_had_put_in_place(llama, store):
+def test_detach_restores_methods_that_the_user_had_replaced(llama, store):
     llm, calls = llama(), []
     own = lambda tokens: calls.append(len(tokens)) or type(llm).eval(llm, tokens)  # noqa: E731
     llm.eval = own
@@ -267,7 +267,7 @@ def test_one_llama_has_one_store_and_one_store_one_llama(llama, store):
         store.attach(llama())
 
 
-def test_a_store_on_the_wrong_llama_says_so(llama, store):
+def test_a_store_on_the_wrong_llama_raises_an_error(llama, store):
     mine, other = attached(store, llama()), llama()
     other.set_cache(store)
     with pytest.raises(MisuseError, match="another Llama"):
@@ -296,7 +296,7 @@ def test_it_is_a_cache_as_llama_cpp_python_knows_them(llama, store):
     assert llm.n_tokens == 399
 
 
-def test_generation_from_a_restored_context_goes_on_as_from_a_computed_one(llama, store):
+def test_generation_continues_from_a_restored_context_as_from_a_computed_one(llama, store):
     plain = answer(llama(), prompt(1100, seed=4), 40)
     llm = attached(store, llama())
     answer(llm, prompt(1024, seed=4), 1)
@@ -306,7 +306,7 @@ def test_generation_from_a_restored_context_goes_on_as_from_a_computed_one(llama
 
 def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
     llm = attached(store, llama())
-    monkeypatch.setattr(store.engine._queue, "_start", lambda: None)  # a writer that never gets its turn
+    monkeypatch.setattr(store.engine._queue, "_start", lambda: None)  # the thread that writes never starts
     answer(llm, prompt(1000), 1)
     assert store.stats().entries == 0
     forget(llm)
@@ -315,7 +315,7 @@ def test_pages_that_wait_to_be_written_are_found(llama, store, monkeypatch):
     store.engine.nudge()
 
 
-def test_a_full_queue_drops_pages_counts_them_and_takes_them_later(llama, models):
+def test_pages_dropped_by_a_full_queue_are_counted_and_captured_later(llama, models):
     llm = llama()
     with PrefixStore("memory:", llm, queue_bytes=1) as store:
         llm.set_cache(store)
@@ -328,7 +328,7 @@ def test_a_full_queue_drops_pages_counts_them_and_takes_them_later(llama, models
         assert store.match(prompt(1000)).n_tokens == 1000
 
 
-def test_write_behind_false_has_written_when_the_completion_returns(llama, tmp_path):
+def test_without_write_behind_pages_are_written_when_the_completion_returns(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, write_behind=False) as store:
         llm.set_cache(store)
@@ -392,7 +392,7 @@ class SeesImages:
         llama.reset()
         llama._ctx.kv_cache_clear()
         llama.eval(prompt(300))
-        # into the context behind the back of eval; input_ids keep whatever they held
+        # into the context without eval; input_ids keep what they held
         llama._batch.set_batch(batch=self.image, n_past=llama.n_tokens, logits_all=False)
         llama._ctx.decode(llama._batch)
         llama.n_tokens += len(self.image)
@@ -405,7 +405,7 @@ class SeesImages:
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_old_image_is_never_answered_about(llama, store, monkeypatch, announced):
     if not announced:
-        # a handler of somebody's own, which nothing tells apart from one for text
+        # a user's own handler, which cannot be distinguished from one for text
         monkeypatch.delattr(SeesImages, "clip_model_path")
     handler = SeesImages()
 
@@ -426,8 +426,8 @@ def test_an_old_image_is_never_answered_about(llama, store, monkeypatch, announc
         assert store.stats().misses["multimodal"] == 6
 
 
-def test_a_window_that_has_moved_on_is_not_built_on(llama, store):
-    # what llama-cpp-python does on its own: it goes back 900 tokens, and attends to rows that were overwritten
+def test_a_window_that_has_moved_on_is_not_reused(llama, store):
+    # what llama-cpp-python does on its own: it steps back 900 tokens, and attends to rows that were overwritten
     llm = attached(store, llama("gemma3", swa_full=False))
     answer(llm, prompt(1600), 1)
     store.clear()
@@ -436,14 +436,14 @@ def test_a_window_that_has_moved_on_is_not_built_on(llama, store):
     assert answer(llm, fork, 12) == expected
 
 
-def test_late_attachment_to_a_window_stores_nothing_incomplete(llama, store):
+def test_a_store_attached_late_to_a_window_stores_no_incomplete_page(llama, store):
     llm = llama("gemma3", swa_full=False)
     llm.eval(prompt(1600))
     assert store.capture(llm) == 0
     assert store.stats().dropped == {"incomplete": 1}
     store.attach(llm)
     assert store.match(prompt(1600)).n_tokens == 0
-    # nor is a page behind the hole taken while the context goes on
+    # nor is a page after the gap captured while the context continues
     llm.eval(prompt(600, seed=1))
     store.flush()
     assert store.stats().entries == 0

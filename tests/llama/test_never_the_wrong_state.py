@@ -178,8 +178,8 @@ def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
         assert stats.unreadable == {"corrupt": 1}
         assert stats.tokens_restored == 256
         store.flush()
-        assert store.stats().corrupt == 2  # the page, and the one that could only be reached through it
+        assert store.stats().corrupt == 2  # the page, and its child
         assert store.check() == []
-        assert store.match(TOKENS).n_tokens == 600  # computed and captured anew
+        assert store.match(TOKENS).n_tokens == 600  # computed and captured again
         llm.reset()
         assert answer(llm, TOKENS, 8) == cold

@@ -1,4 +1,4 @@
-"""A store that is attached to no Llama, beside the stock cache and beside stores that are attached."""
+"""A store that is not attached to a Llama, compared with the stock cache and with attached stores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PAGED = ("llama", "llama with flash attention", "llama with q8_0", "gemma3")
 
 @pytest.fixture
 def store():
-    """A store in memory; whatever a test does, nothing in it is wrong afterwards."""
+    """A store in memory, which is checked after the test."""
     with PrefixStore("memory:") as store:
         yield store
         assert store.check() == []
@@ -105,7 +105,7 @@ def test_the_same_prompt_evaluates_one_token_the_second_time(llm_of, store, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_next_turn_evaluates_what_is_new(llm_of, store, kind):
+def test_the_next_turn_evaluates_only_its_new_tokens(llm_of, store, kind):
     first = llm_of(kind, store)
     answer(first, prompt(600), 8)
     tokens = held(first) + prompt(50, seed=1)
@@ -146,13 +146,13 @@ def test_a_reader_may_have_another_n_batch_and_n_ctx(llm_of, store, kind, reader
     assert evaluated(llm, lambda: answer(llm, tokens, 1)) == 20
     assert store.stats().hits == 1
     assert len(llm.input_ids) == llm.n_ctx()
-    # it goes on as ever
+    # it continues as before
     further = tokens + prompt(20, seed=2)
     assert evaluated(llm, lambda: answer(llm, further, 1)) == 20
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_a_reader_whose_context_is_too_short_takes_what_fits(llm_of, store, kind):
+def test_a_reader_with_a_shorter_context_restores_what_fits(llm_of, store, kind):
     answer(llm_of(kind, store), prompt(900), 1)
     llm = llm_of(kind, store, n_ctx=512)
     assert evaluated(llm, lambda: answer(llm, prompt(900)[:500], 4)) == 1 + 3
@@ -192,7 +192,7 @@ def test_a_longer_conversation_writes_only_its_new_pages(llm_of, store):
 
 
 @pytest.mark.parametrize("kind", PAGED)
-def test_an_attached_store_and_one_that_is_not_share_their_pages(llm_of, tmp_path, kind):
+def test_an_attached_store_and_a_portable_one_share_their_pages(llm_of, tmp_path, kind):
     tokens = prompt(700)
     with PrefixStore(tmp_path, namespace="n") as loose:
         answer(llm_of(kind, loose), tokens, 1)
@@ -201,7 +201,7 @@ def test_an_attached_store_and_one_that_is_not_share_their_pages(llm_of, tmp_pat
         with PrefixStore(tmp_path, bound_llm, namespace="n") as bound:
             bound_llm.set_cache(bound)
             assert evaluated(bound_llm, lambda: answer(bound_llm, tokens, 1)) == 1
-            # the same bytes under the same keys: there is nothing to add
+            # the same bytes under the same keys: nothing is added
             assert bound.stats().pages_captured == 0
             forget(bound_llm)
             longer = tokens + prompt(300, seed=1)
@@ -262,7 +262,7 @@ def test_what_one_process_stores_another_restores(llm_of, models, tmp_path, kind
 
 
 def workload(rng: random.Random, conversations: list[list[int]]) -> tuple[list[int], list[int] | None]:
-    """The next prompt, and what it goes on from: a new conversation, a further turn, an edited one, or one again."""
+    """The next prompt, and what it continues: a new conversation, a further turn, an edited one, or one again."""
     kind = rng.choice(["new", "turn", "turn", "turn", "edit", "again"]) if conversations else "new"
     user = prompt(rng.randint(1, 150), seed=rng.randrange(1 << 30))
     if kind == "new":
@@ -293,7 +293,7 @@ def converse(llm_of, store, kind, rng) -> None:
     for _ in range(18):
         tokens, history = workload(rng, conversations)
         if history is not None and KINDS[kind][0] != "llama":
-            # of a recurrent model the last state of a conversation stays; who goes back to an older one computes
+            # of a recurrent model the last state of a conversation stays; going back to an older one computes
             conversations.remove(history)
         if rng.random() < 0.4:
             forget(stock)
@@ -310,7 +310,7 @@ def converse(llm_of, store, kind, rng) -> None:
 
 
 def gap_where_they_part(llm, a: list[int], b: list[int]) -> float:
-    """How much better the first candidate is than the second, where two answers go different ways."""
+    """How much better the first candidate is than the second, where two answers differ."""
     n = common_prefix(as_tokens(a), as_tokens(b))
     forget(llm)
     llm.eval(a[:n])
@@ -321,7 +321,7 @@ def gap_where_they_part(llm, a: list[int], b: list[int]) -> float:
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3 without swa_full"])
 @pytest.mark.parametrize("seed", range(2 * TORTURE))
 def test_random_conversations_of_a_model_with_a_window_are_answered_as_without_a_cache(llm_of, store, kind, seed):
-    # the stock cache goes on where rows of the window were written over, so it is no measure here
+    # the stock cache continues where rows of the window were overwritten, so it cannot be compared with here
     rng = random.Random(seed)
     ours, plain = llm_of(kind, store), llm_of(kind)
     conversations: list[list[int]] = []
@@ -371,7 +371,7 @@ def test_the_next_turn_replaces_the_state_that_it_contains(llm_of, store, kind):
 
 
 @pytest.mark.parametrize("kind", ["mamba", "lfm2"])
-def test_a_state_that_others_hit_as_well_stays(llm_of, store, kind):
+def test_a_state_that_other_prompts_hit_too_stays(llm_of, store, kind):
     llm = llm_of(kind, store)
     answer(llm, prompt(300), 1)
     system, texts = held(llm), []
@@ -379,7 +379,7 @@ def test_a_state_that_others_hit_as_well_stays(llm_of, store, kind):
     for user in range(3):
         forget(llm)
         n = evaluated(llm, lambda: texts.append(answer(llm, system + prompt(40, seed=user), 1)))  # noqa: B023
-        # its own next turn hits it once; a retry of that turn is one of the others
+        # its own next turn hits it once; a retry of that turn counts as another
         if user == 0:
             assert n == 40
             store.flush()
@@ -396,7 +396,7 @@ def test_a_state_that_others_hit_as_well_stays(llm_of, store, kind):
     assert store.stats().entries == 1 + 2
     for user, text in enumerate(texts):
         assert answer(llm_of(kind), system + prompt(40, seed=user), 1) == text
-    # what goes on from it goes on from its own
+    # a prompt that continues it uses its own state
     further = system + prompt(40, seed=1) + prompt(10, seed=7)
     forget(llm)
     assert evaluated(llm, lambda: answer(llm, further, 1)) == 10
@@ -405,7 +405,7 @@ def test_a_state_that_others_hit_as_well_stays(llm_of, store, kind):
     assert store.check() == []
 
 
-def test_a_recurrent_state_that_is_no_prefix_of_the_prompt_is_no_hit(llm_of, store):
+def test_a_recurrent_state_that_is_not_a_prefix_of_the_prompt_is_a_miss(llm_of, store):
     llm = llm_of("mamba", store)
     answer(llm, prompt(300), 4)
     fork = prompt(300)[:200] + prompt(20, seed=3)
@@ -464,14 +464,14 @@ def test_outside_a_completion_the_states_of_the_last_llama_are_found(llm_of, sto
     assert len(state.input_ids) == 2048
 
 
-def test_what_is_no_state_is_refused(store):
+def test_an_object_that_is_not_a_state_is_refused(store):
     with pytest.raises(InvalidParameterError, match="save_state"):
         store[[1, 2]] = b"state"
     with pytest.raises(InvalidParameterError):
         store["text"]
 
 
-def test_a_returned_state_has_no_token_behind_its_own(llm_of, store):
+def test_a_returned_state_has_no_token_after_its_own(llm_of, store):
     llm = llm_of("llama", store)
     answer(llm, prompt(300), 1)
     state = store[prompt(200)]
@@ -483,7 +483,7 @@ def test_a_returned_state_has_no_token_behind_its_own(llm_of, store):
 # -- the promise ------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_says_something_else_than_it_holds_is_not_stored(llm_of, store):
+def test_a_state_that_contradicts_its_own_fields_is_not_stored(llm_of, store):
     llm = llm_of("llama")
     llm.eval(prompt(100))
     good = llm.save_state()
@@ -513,7 +513,7 @@ def test_images_are_bypassed(llm_of, store):
     assert store.stats().entries == 0
 
 
-def test_a_store_that_may_only_be_read_reads(llm_of, tmp_path):
+def test_a_read_only_store_restores(llm_of, tmp_path):
     with PrefixStore(tmp_path, namespace="n") as store:
         answer(llm_of("llama", store), prompt(300), 1)
     with PrefixStore(tmp_path, namespace="n", read_only=True) as store:
@@ -524,7 +524,7 @@ def test_a_store_that_may_only_be_read_reads(llm_of, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 @pytest.mark.parametrize("operation", ["view", "record", "payload", "update", "put", "commit"])
-def test_a_backend_that_fails_costs_a_miss_and_comes_back(llm_of, monkeypatch, kind, operation):
+def test_a_backend_that_fails_causes_misses_until_it_recovers(llm_of, monkeypatch, kind, operation):
     faulty = FaultyBackend(MemoryBackend(), operation, times=4)
     monkeypatch.setattr("prefixstore.store.open_backend", lambda *_, **__: faulty)
     expected = answer(llm_of(kind), prompt(600), 4)
@@ -576,7 +576,7 @@ def damage_all_payloads(path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
-def test_a_sound_payload_with_other_bytes_than_a_state_is_a_miss(llm_of, store, monkeypatch, kind):
+def test_an_undamaged_payload_that_is_not_a_state_is_a_miss(llm_of, store, monkeypatch, kind):
     llm = llm_of(kind, store)
     answer(llm, prompt(600), 4)
     tokens = [*held(llm), 5]
@@ -638,7 +638,7 @@ def test_an_unexpected_exception_does_not_reach_a_completion(llm_of, store, monk
     assert "continues without the store" in caplog.text
 
 
-def test_what_does_not_fit_into_the_queue_is_dropped_and_stored_the_next_time(llm_of):
+def test_pages_that_do_not_fit_into_the_queue_are_dropped_and_stored_the_next_time(llm_of):
     with PrefixStore("memory:", queue_bytes=300_000) as store:
         llm, busy = llm_of("llama", store), threading.Event()
         commit = store._engine.commit
@@ -652,7 +652,7 @@ def test_what_does_not_fit_into_the_queue_is_dropped_and_stored_the_next_time(ll
         assert store.match(prompt(900)).n_tokens > 256
 
 
-def test_a_state_that_nobody_can_parse_is_stored_whole(llm_of, store, monkeypatch):
+def test_a_state_that_cannot_be_parsed_is_stored_whole(llm_of, store, monkeypatch):
     def refuse(_):
         raise CorruptError("written by a llama.cpp of the future")
 

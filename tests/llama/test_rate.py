@@ -1,4 +1,4 @@
-"""Whether a restore is worth it."""
+"""When a restore is worth it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from prefixstore.llama.rate import LOSES_BY, SMALLEST_BATCH, TRY_AGAIN, ComputeRate
 
 
-def test_as_long_as_one_of_both_is_not_known_a_restore_is_done():
+def test_a_restore_is_done_until_both_rates_are_known():
     rate = ComputeRate()
     assert rate.is_worth(1, 1000)
     rate.restored(1, 100.0)
@@ -17,7 +17,7 @@ def test_as_long_as_one_of_both_is_not_known_a_restore_is_done():
     assert other.is_worth(1, 1000)
 
 
-def test_a_restore_that_is_slower_is_left_out_and_tried_now_and_then():
+def test_a_restore_that_is_slower_is_skipped_and_retried_ever_more_seldom():
     rate = ComputeRate()
     rate.computed(100, 1.0)  # 10 ms a token
     rate.restored(2, 2.0)  # 1 s a page
@@ -25,7 +25,7 @@ def test_a_restore_that_is_slower_is_left_out_and_tried_now_and_then():
     assert rate.is_worth(85, 1)  # a little slower is not worth a change
     assert LOSES_BY * 0.85 > 1 > LOSES_BY * 0.8
     answers = [rate.is_worth(80, 1) for _ in range(3 * TRY_AGAIN)]
-    # it goes on losing, so it is tried ever more seldom
+    # it stays slower, so it is tried ever more seldom
     assert answers == [*[False] * (TRY_AGAIN - 1), True, *[False] * (2 * TRY_AGAIN - 1), True]
 
 
@@ -38,7 +38,7 @@ def test_small_batches_say_nothing():
     assert rate.compute_us(10) == 10_000
 
 
-def test_it_follows_when_the_machine_changes():
+def test_the_rates_follow_a_change_of_the_machine():
     rate = ComputeRate()
     for _ in range(30):
         rate.computed(100, 1.0)

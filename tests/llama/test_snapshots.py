@@ -67,7 +67,7 @@ def test_the_same_prompt_evaluates_one_token_the_second_time(llama, store, arch)
     assert store.kind == store.stats().kind == KINDS[arch]
     first = answer(llm, tokens, 8)
     assert answer(llama(arch), tokens, 8) == first
-    # whether the context stands behind the prompt, or holds nothing
+    # whether the context holds the prompt, or nothing
     assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
     forget(llm)
     assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
@@ -89,7 +89,7 @@ def test_prompts_around_the_boundaries(llama, store, arch, n):
     assert answer(llm, prompt(n), 6) == cold
 
 
-def test_a_conversation_goes_on_live_and_after_a_restart(llama, store, arch):
+def test_a_conversation_continues_live_and_after_a_restart(llama, store, arch):
     plain, llm = llama(arch), attached(store, llama(arch))
     messages = [SYSTEM]
     for turn, question in enumerate(QUESTIONS):
@@ -199,7 +199,7 @@ def test_the_deepest_snapshot_that_is_in_the_prompt_is_taken(llama, store, arch)
         assert store.match(tokens[:n]).n_tokens == max(cut for cut in [0, *stored(store)] if cut <= n)
 
 
-def test_a_context_beyond_the_prompt_is_put_back(llama, store, arch):
+def test_a_context_that_is_past_the_prompt_is_restored_to_it(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(1500)
     expected = answer(llama(arch), tokens[:1400], 8)
     answer(llm, tokens, 4)
@@ -225,7 +225,7 @@ def test_snapshots_are_thinned(llama, arch):
         assert answer(llm, tokens, 8) == answer(llama(arch), tokens, 8)
 
 
-def test_where_conversations_fork_the_snapshot_stays(llama, arch):
+def test_the_snapshot_at_which_conversations_fork_stays(llama, arch):
     llm = llama(arch)
     with PrefixStore("memory:", llm, snapshot_interval=128, max_snapshots=5) as store:
         llm.set_cache(store)
@@ -256,11 +256,11 @@ def test_ten_snapshots_of_a_hybrid_take_little_more_than_one_state(llama, arch):
             assert kept == len(stored(store)) * one
 
 
-def test_what_waits_for_its_rows_is_dropped_when_the_context_has_moved_on(llama, store, arch):
+def test_a_snapshot_that_waits_for_its_rows_is_dropped_when_the_context_has_moved_on(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(600)
     answer(llm, tokens, 1)
     before = stored(store)
-    # few tokens behind many: their rows would be copied at the end of the turn
+    # few tokens after many: their rows would be copied at the end of the turn
     live = llm.n_tokens
     llm.eval(prompt(100, seed=1))
     waiting = store._hook.strategy.waiting
@@ -278,7 +278,7 @@ def test_what_waits_for_its_rows_is_dropped_when_the_context_has_moved_on(llama,
     assert answer(llm, wanted, 8) == answer(llama(arch), wanted, 8)
 
 
-def test_a_reset_gives_what_waits_its_rows_first(llama, store, arch):
+def test_a_reset_first_copies_the_rows_of_waiting_snapshots(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(600)
     llm.eval(tokens)
     llm.eval(prompt(100, seed=1))
@@ -394,7 +394,7 @@ def test_a_users_save_state_and_load_state_behave_as_they_did(llama, store, arch
     llm.eval(prompt(100, seed=6))
     store.capture()
     assert store.match(tokens + prompt(100, seed=6)).n_tokens == 800
-    # nothing is stored behind a state from elsewhere
+    # nothing is stored after a state from elsewhere
     other = llama(arch)
     other.eval(prompt(400, seed=7))
     llm.load_state(other.save_state())
@@ -449,7 +449,7 @@ def test_a_full_queue_drops_snapshots_and_counts_them(llama, arch):
         assert store.check() == []
 
 
-def test_pins_and_clear_know_snapshots(llama, store, arch):
+def test_pin_and_clear_include_snapshots(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(700)
     answer(llm, tokens, 1)
     assert store.pin(tokens) == store.match(tokens).n_tokens
@@ -471,7 +471,7 @@ def test_a_snapshot_whose_pages_have_no_rows_is_refused(llama, store, arch):
     assert store.stats().unreadable.get("shape", 0) == (resume.ATTEMPTS if arch == "lfm2" else 0)
 
 
-def test_a_context_that_was_cleared_behind_our_back_is_not_stored(llama, store, arch):
+def test_a_context_that_was_cleared_without_the_store_is_not_stored(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(300)
     llm.eval(tokens)
     llm._ctx.kv_cache_clear()

@@ -43,7 +43,7 @@ def set_context(llm, state: bytes) -> None:
 
 
 def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, bytes]]:
-    """What the attached store takes out of the context."""
+    """What an attached store takes out of the context."""
     buffers, pages = BufferPool(1 << 30), []
     ranges = [(start, min(start + page_tokens, n)) for start in range(0, n, page_tokens)]
     PagedMemory(llm).take(
@@ -60,16 +60,16 @@ def pages_by_tagging(llm, n: int, page_tokens: int) -> list[tuple[int, int, byte
 def test_a_page_cut_out_of_a_context_is_the_page_that_tagging_takes(llama, arch, setting):
     llm = llama(arch, n_ctx=1024, **SETTINGS[setting])
     llm.eval(prompt(N))
-    blob = parse_context(context_bytes(llm))
-    assert blob.architecture == arch.encode()
-    assert blob.recurrent is None
-    assert blob.holds(0, N)
-    assert not blob.holds(0, N + 1)
+    parsed = parse_context(context_bytes(llm))
+    assert parsed.architecture == arch.encode()
+    assert parsed.recurrent is None
+    assert parsed.holds(0, N)
+    assert not parsed.holds(0, N + 1)
     for start, end, page in pages_by_tagging(llm, N, page_tokens_for(llm, 128)):
-        assert joined([blob.cut(start, end)]) == page
+        assert joined([parsed.cut(start, end)]) == page
         # in the middle of a page as well
         middle = parse_sequence(page).cut(start, end - 30)
-        assert joined([middle]) == joined([blob.cut(start, end - 30)])
+        assert joined([middle]) == joined([parsed.cut(start, end - 30)])
 
 
 @pytest.mark.parametrize(("arch", "setting"), CASES)
@@ -79,13 +79,13 @@ def test_pages_joined_are_the_state_that_was_cut(llama, arch, setting):
     pages = [parse_sequence(page) for _, _, page in pages_by_tagging(llm, N, 128)]
     assert joined(pages, architecture=arch.encode()) == context_bytes(llm)
     window_from = max(N - 256, 0) if arch == "gemma3" else 0
-    # as llama.cpp writes a sequence, without the rows that no token behind it can see
+    # as llama.cpp writes a sequence, without the rows that no later token can see
     pieces = [page.cut(i * 128, N, window_from=window_from) for i, page in enumerate(pages)]
     assert joined(pieces) == state_bytes(llm)
 
 
 @pytest.mark.parametrize(("arch", "setting"), CASES)
-def test_a_joined_state_goes_on_with_the_same_logits_bit_by_bit(models, arch, setting):
+def test_a_joined_state_continues_with_the_same_logits_bit_by_bit(models, arch, setting):
     options = SETTINGS[setting]
     writer = load(models(arch), n_ctx=1024, **options)
     writer.eval(prompt(N))
@@ -97,8 +97,8 @@ def test_a_joined_state_goes_on_with_the_same_logits_bit_by_bit(models, arch, se
         set_context(reader, joined(pieces, architecture=arch.encode()))
         reader.n_tokens = n
         reader.eval([7, 8])
-        # what llama.cpp makes of its own bytes; where new tokens go behind a loaded state of gemma3, it is not the same
-        # cells as behind a computed one, and flash attention sums in the order of cells
+        # what llama.cpp makes of its own bytes; where new tokens go after a loaded state of gemma3, it is not the same
+        # cells as after a computed one, and flash attention sums in the order of cells
         other = load(models(arch), n_ctx=1024, **options)
         set_context(other, whole)
         other.n_tokens = n
@@ -115,12 +115,12 @@ def test_the_rows_that_a_window_cannot_see_are_not_needed(models):
     writer = load(models("gemma3"), **options)
     writer.eval(prompt(N))
     # the cells of the window lie in the order in which they were written over
-    blob = parse_context(context_bytes(writer))
-    assert not blob.holds(0, N)
-    assert blob.holds(0, N, window_from=N - 256)
-    assert [len(section.positions) for section in blob.cut(0, N, window_from=N - 256).sections] == [N, 256]
+    parsed = parse_context(context_bytes(writer))
+    assert not parsed.holds(0, N)
+    assert parsed.holds(0, N, window_from=N - 256)
+    assert [len(section.positions) for section in parsed.cut(0, N, window_from=N - 256).sections] == [N, 256]
     reader = load(models("gemma3"), **options)
-    set_context(reader, joined([blob.cut(0, N, window_from=N - 256)], architecture=b"gemma3"))
+    set_context(reader, joined([parsed.cut(0, N, window_from=N - 256)], architecture=b"gemma3"))
     reader.n_tokens = N
     reader.eval([7, 8])
     writer.eval([7, 8])
@@ -128,7 +128,7 @@ def test_the_rows_that_a_window_cannot_see_are_not_needed(models):
 
 
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
-def test_a_recurrent_part_is_known_by_its_position_and_kept_as_it_is(llama, arch):
+def test_a_recurrent_part_is_identified_by_its_position_and_kept_unchanged(llama, arch):
     llm = llama(arch, n_ctx=1024)
     assert parse_context(context_bytes(llm)).recurrent.position == -1
     llm.eval(prompt(N))
@@ -136,25 +136,25 @@ def test_a_recurrent_part_is_known_by_its_position_and_kept_as_it_is(llama, arch
         (context_bytes(llm), parse_context, {"architecture": arch.encode()}),
         (state_bytes(llm), parse_sequence, {}),
     ):
-        blob = parse(state)
-        assert blob.recurrent.position == N - 1
-        assert len(blob.sections) == (arch == "lfm2")
-        assert blob.holds(0, N)
+        parsed = parse(state)
+        assert parsed.recurrent.position == N - 1
+        assert len(parsed.sections) == (arch == "lfm2")
+        assert parsed.holds(0, N)
         # the attention of a hybrid model in pieces, and the recurrent part once
-        pieces = [blob.cut(0, 256), blob.cut(256, N)]
-        assert joined(pieces, recurrent=blob.recurrent.data, **options) == state
+        pieces = [parsed.cut(0, 256), parsed.cut(256, N)]
+        assert joined(pieces, recurrent=parsed.recurrent.data, **options) == state
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
 def test_an_empty_context_is_parsed_too(llama, arch):
     state = context_bytes(llama(arch, n_ctx=512))
-    blob = parse_context(state)
-    assert all(len(section.positions) == 0 for section in blob.sections)
-    recurrent = blob.recurrent.data if blob.recurrent else b""
-    assert joined([blob], architecture=arch.encode(), recurrent=recurrent) == state
+    parsed = parse_context(state)
+    assert all(len(section.positions) == 0 for section in parsed.sections)
+    recurrent = parsed.recurrent.data if parsed.recurrent else b""
+    assert joined([parsed], architecture=arch.encode(), recurrent=recurrent) == state
 
 
-# -- whatever the bytes -----------------------------------------------------------------------------------------------
+# -- any bytes -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -176,13 +176,13 @@ def parse(state: bytes):
 
 
 def accounted(state: bytes) -> None:
-    """A state is refused, or every byte of it has its place."""
+    """A state is refused, or each of its bytes is accounted for."""
     try:
-        blob = parse(state)
+        parsed = parse(state)
     except CorruptError:
         return
-    recurrent = blob.recurrent.data if blob.recurrent else b""
-    again = joined([blob], architecture=blob.architecture, recurrent=recurrent)
+    recurrent = parsed.recurrent.data if parsed.recurrent else b""
+    again = joined([parsed], architecture=parsed.architecture, recurrent=recurrent)
     assert len(again) == len(state)
     # cells out of order are put in order
     assert np.array_equal(*(np.bincount(np.frombuffer(data, np.uint8), minlength=256) for data in (again, state)))
@@ -190,9 +190,9 @@ def accounted(state: bytes) -> None:
 
 def test_states_are_written_again_as_they_were(states):
     for state in states:
-        blob = parse(state)
-        recurrent = blob.recurrent.data if blob.recurrent else b""
-        assert joined([blob], architecture=blob.architecture, recurrent=recurrent) == state
+        parsed = parse(state)
+        recurrent = parsed.recurrent.data if parsed.recurrent else b""
+        assert joined([parsed], architecture=parsed.architecture, recurrent=recurrent) == state
 
 
 @settings(max_examples=300 * TORTURE, deadline=None)
@@ -217,7 +217,7 @@ def test_random_bytes_are_refused_or_accounted_for(random):
     accounted(struct.pack("<II", 0xAF143CD8, 0) + random)
 
 
-def test_every_state_that_was_cut_off_or_continued_is_refused(states):
+def test_a_state_that_is_truncated_or_has_extra_bytes_is_refused(states):
     for state in states:
         for end in {*range(0, len(state), 97), len(state) - 1}:
             with pytest.raises(CorruptError):
@@ -226,7 +226,7 @@ def test_every_state_that_was_cut_off_or_continued_is_refused(states):
             parse(state + b"\0")
 
 
-def test_numbers_that_promise_too_much_allocate_nothing(states):
+def test_lengths_that_are_too_large_allocate_nothing(states):
     for state in states:
         for at in range(min(len(state) - 4, 200)):
             accounted(state[:at] + b"\xff\xff\xff\x7f" + state[at + 4 :])
@@ -255,32 +255,34 @@ def test_only_cells_of_sequence_0_alone_can_be_cut():
 
 
 def test_cells_out_of_order_are_put_in_order():
-    blob = parse_sequence(cells((2, 1, 0), (0, 1, 0), (1, 1, 0)))
-    assert blob.sections[0].positions.tolist() == [0, 1, 2]
-    assert blob.sections[0].tensors[0].rows.tobytes() == bytes([1, 2, 0])
+    parsed = parse_sequence(cells((2, 1, 0), (0, 1, 0), (1, 1, 0)))
+    assert parsed.sections[0].positions.tolist() == [0, 1, 2]
+    assert parsed.sections[0].tensors[0].rows.tobytes() == bytes([1, 2, 0])
 
 
-def test_what_does_not_belong_together_is_not_joined(states):
-    blob = parse_context(states[0])
-    for pieces in ([blob.cut(0, 3), blob.cut(2, 5)], [blob.cut(3, 5), blob.cut(0, 3)]):
+def test_pieces_that_do_not_belong_together_are_not_joined(states):
+    parsed = parse_context(states[0])
+    for pieces in ([parsed.cut(0, 3), parsed.cut(2, 5)], [parsed.cut(3, 5), parsed.cut(0, 3)]):
         with pytest.raises(CorruptError, match="follow"):
             joined(pieces)
     refused = 0
     for other in map(parse, states[2:]):
-        if other.sections and other.sections[0].layout == blob.sections[0].layout:
+        if other.sections and other.sections[0].layout == parsed.sections[0].layout:
             continue
         with pytest.raises(CorruptError, match=r"layouts|kinds"):
-            joined([blob.cut(0, 3), other.cut(3, 5)])
+            joined([parsed.cut(0, 3), other.cut(3, 5)])
         refused += 1
     assert refused > 8
 
 
-def test_an_assembly_is_complete_or_says_so(states):
-    blob = parse_context(states[0])
-    assembly = Assembly(blob, blob.positions)
+def test_an_incomplete_assembly_raises_an_error(states):
+    parsed = parse_context(states[0])
+    assembly = Assembly(parsed, parsed.positions)
     with pytest.raises(CorruptError, match="joined into"):
         assembly.open(memoryview(bytearray(assembly.size + 1)))
     with pytest.raises(CorruptError, match="missing"):
-        assembly.write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3)])
+        assembly.write(memoryview(bytearray(assembly.size)), [parsed.cut(0, 3)])
     with pytest.raises(CorruptError, match="follow"):
-        Assembly(blob, blob.positions).write(memoryview(bytearray(assembly.size)), [blob.cut(0, 3), blob.cut(4, 5)])
+        Assembly(parsed, parsed.positions).write(
+            memoryview(bytearray(assembly.size)), [parsed.cut(0, 3), parsed.cut(4, 5)]
+        )

@@ -27,8 +27,8 @@ TEMPLATES = {
     "|[role] assistant [end_role]",
     "phi 3": "[system] _ be brief [end/] _ |[user] _ why [end/] _ |[assistant] _ so [end/] _ |[user] _ how [end/]",
     "no template": "why is that so _ and how",
-    "nothing behind the end": "[im_start] user _ why [im_end/] _",
-    "an end behind an end": "[im_start] assistant _ so [im_end/] [eos/] |[im_start] user",
+    "nothing after the end": "[im_start] user _ why [im_end/] _",
+    "an end after an end": "[im_start] assistant _ so [im_end/] [eos/] |[im_start] user",
     "nothing": "",
 }
 
@@ -40,14 +40,14 @@ def kind_of_word(word: str) -> TokenKind:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_borders_of(name):
+def test_where_messages_start_in_a_template(name):
     words = TEMPLATES[name].replace("| ", "|").split()
     kinds = [kind_of_word(word.lstrip("|")) for word in words]
     expected = [i for i, word in enumerate(words) if word.startswith("|")]
     assert message_starts(np.arange(len(words), dtype="<i4"), kinds.__getitem__) == expected
 
 
-def test_the_borders_of_a_chat_in_the_kinds_of_a_model(llama):
+def test_messages_of_a_chat_start_where_the_vocabulary_of_a_model_says(llama):
     llm = llama()
     chat = [
         "<|im_start|>system\nYou answer.<|im_end|>\n",
@@ -62,6 +62,6 @@ def test_the_borders_of_a_chat_in_the_kinds_of_a_model(llama):
     assert message_starts(tokens, TokenKinds(llm).kind) == starts
 
 
-def test_a_token_that_is_none_does_nothing(llama):
+def test_a_number_that_is_not_a_token_counts_as_text(llama):
     kinds = TokenKinds(llama())
     assert kinds.kind(-1) == kinds.kind(10**6) == TEXT

@@ -41,7 +41,7 @@ def next_logits(llm) -> np.ndarray:
 
 
 def assert_agree(llm, cold, cut: int, window: int) -> None:
-    """Two contexts go on alike, and have all that the window sees."""
+    """Two contexts continue alike, and have all that the window sees."""
     in_window = set(range(max(0, cut - window + 1), cut))
     assert set(parse_sequence(state_bytes(llm)).positions[1]) >= in_window, f"cut at {cut}"
     assert np.allclose(next_logits(llm), next_logits(cold), atol=0.1), f"cut at {cut}"
@@ -75,7 +75,7 @@ def test_the_next_logits_are_those_of_a_cold_evaluation_wherever_a_restore_ends(
         assert store.check() == []
 
 
-def test_what_is_taken_behind_a_restore_is_complete_too(llama, arch, swa_full):
+def test_pages_captured_after_a_restore_are_complete(llama, arch, swa_full):
     llm, cold = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)
     with PrefixStore("memory:", llm, page_tokens=100) as store:
         tokens = prompt(1200, seed=1)
@@ -123,7 +123,7 @@ def test_conversations_with_edits_forks_and_regenerations_are_answered_as_withou
         assert store.check() == []
 
 
-def test_a_store_that_was_attached_late_stores_no_page_with_a_hole(llama, arch, swa_full):
+def test_a_store_that_was_attached_late_stores_no_page_with_missing_rows(llama, arch, swa_full):
     llm, tokens = llama(arch, swa_full=swa_full), prompt(1600)
     llm.eval(tokens)
     with PrefixStore("memory:") as store:
@@ -141,7 +141,7 @@ def test_a_store_that_was_attached_late_stores_no_page_with_a_hole(llama, arch, 
         assert np.array_equal(logits(other), logits(cold))
 
 
-def test_the_logits_tell_if_rows_are_missing(llama, arch, swa_full):
+def test_missing_rows_change_the_logits(llama, arch, swa_full):
     llm, cold, tokens = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full), prompt(600)
     for context in (llm, cold):
         context.eval(tokens)

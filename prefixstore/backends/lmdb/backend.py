@@ -1,8 +1,8 @@
 """Pages in an LMDB environment: a directory that many processes share.
 
-A payload is one value, so it lies in one piece in the memory map and a restore reads it from there. LMDB never
-overwrites what an open view can see, so the map is safe to read while others evict. The size of the map is what
-bounds the file: it never grows beyond `FILE_FACTOR` times the budget, whatever the churn.
+A payload is one value, so it is contiguous in the memory map and a restore reads it from there. LMDB never overwrites
+what an open view can see, so the map is safe to read while others evict. The size of the map bounds the file: it never
+grows beyond `FILE_FACTOR` times the budget, whatever the churn.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from typing import Any
 
 import lmdb
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends import refusals
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.files import make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.scrub import common, erase, punch, read_layout, split
+from prefixstore.backends.lmdb.file import read_layout
+from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
-CHANGES_KEPT = 4096
 
 META_GENERATION = struct.Struct("<Q")
 NOTE = b"note:"
 CHANGE_KEY = struct.Struct(">Q")
 PAGE_HEADER = 16
-KEY_BYTES = 16
-# how long a scrub waits for those who read an older state, and how many bytes it clears while writers wait
+# seconds that a scrub waits for readers of an older state, and bytes that it clears at a time while writers wait
 READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20
 
@@ -146,7 +147,7 @@ class _Change(_View, Transaction):
             self._txn.put(NOTE + name, value, db=self._db[b"meta"])
 
     def finish(self) -> None:
-        """Write down what changed, and forget changes that are too old to be asked for."""
+        """Record what changed, and forget changes that are too old."""
         if not self._changed:
             return
         generation = self.generation + 1
@@ -163,7 +164,7 @@ class LMDBBackend(Backend):
     Parameters
     ----------
     path
-        A directory; created, readable by its owner only, if it is not there.
+        A directory; created if missing, readable by its owner only.
     max_bytes
         The budget; the file stays within `FILE_FACTOR` times this.
     read_only
@@ -204,10 +205,10 @@ class LMDBBackend(Backend):
             )
 
     def _open(self) -> Environment:
-        """The shared environment of this process, opened if need be."""
+        """The shared environment of this process, opened if necessary."""
         with self._opening:
             if self._closed:
-                raise UnavailableError(f"{self._path} is closed")
+                raise refusals.closed(self._path)
             if self._environment is None:
                 self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
             return self._environment
@@ -215,7 +216,7 @@ class LMDBBackend(Backend):
     def _writable(self) -> Environment:
         environment = self._open()
         if self._read_only:
-            raise UnavailableError(f"{self._path} is open read-only")
+            raise refusals.read_only(self._path)
         return environment
 
     @property
@@ -238,12 +239,12 @@ class LMDBBackend(Backend):
 
     def sync(self) -> None:
         environment = self._open()
-        # within a transaction, because the map is not replaced, nor the process forked, before it has ended
+        # inside a transaction, as the map is not replaced and the process not forked before it ends
         with environment.begin(write=False):
             environment.env.sync(True)
 
     def reclaim(self) -> None:
-        """Let LMDB reuse what was deleted: dead readers go, and two commits pass (it keeps two states back)."""
+        """Let LMDB reuse what was deleted: remove dead readers, and commit twice (it keeps two earlier states)."""
         environment = self._open()
         environment.env.reader_check()
         for _ in range(2):
@@ -252,10 +253,10 @@ class LMDBBackend(Backend):
                 txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
 
     def scrub(self) -> None:
-        """Write zeros over all that is free in the file, page by page and inside of pages.
+        """Overwrite all free bytes of the file with zeros: free pages, and the gaps inside pages.
 
-        Servers go on meanwhile. They write through new handles from now on, because LMDB's buffers of the old ones hold
-        what they have written. A view of what was deleted must end first, for which this waits some seconds.
+        Servers keep running. From here on they write through new handles, because LMDB's buffers of the old ones hold
+        what they have written. Views that see what was deleted must end first, for which this waits some seconds.
         """
         environment = self._writable()
         with environment.begin(write=True) as txn:
@@ -264,16 +265,16 @@ class LMDBBackend(Backend):
         self._clear_free_space(erase, gaps=True)
 
     def compact(self) -> int:
-        """Give the free pages of the file back to the disk; how many bytes.
+        """Give the free pages of the file back to the disk; returns their bytes.
 
-        The file keeps its length, and has holes. Raises `UnavailableError` where there are no such files.
+        The file keeps its length, and gets holes. Raises `UnavailableError` where files cannot have holes.
         """
         return self._clear_free_space(punch, gaps=False)
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
-        """Have `clear(handle, start, end)` done to all bytes that nothing refers to; the sum of what it returns."""
+        """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""
         environment = self._writable()
-        # now neither of the two states that LMDB keeps refers to what was deleted before
+        # after this, neither of the two states that LMDB keeps refers to what was deleted before
         self.reclaim()
         self.sync()
         path = self._path / "data.mdb"
@@ -282,7 +283,7 @@ class LMDBBackend(Backend):
         handle = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         try:
             while left is None or left:
-                # others wait for this transaction: it is a short one, and what it left is looked at anew
+                # others wait for this transaction, so it is short; the next one reads the layout again
                 with self._alone_with_the_newest(environment):
                     layout = read_layout(path)
                     inside = layout.gaps if gaps and left is None else []
@@ -295,20 +296,20 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
-        """The write lock, while nobody reads an older state than the one committed last, and that one is durable."""
+        """Hold the write lock while no one reads a state older than the last committed one, which is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
             with environment.begin(write=True) as txn:
                 newest = txn.id() - 1
-                behind = [pid for pid, transaction in environment.readers().items() if transaction < newest]
-                if not behind:
-                    # until it is on the disk, a loss of power brings back the state before, which has other free pages
+                readers = [pid for pid, transaction in environment.readers().items() if transaction < newest]
+                if not readers:
+                    # until it is on disk, a loss of power restores the state before it, which has other free pages
                     environment.env.sync(True)
                     yield
                     return
             if time.monotonic() > deadline:
                 raise UnavailableError(
-                    f"{self._path}: process {behind[0]} still reads what was deleted; try again, or end it first"
+                    f"{self._path}: process {readers[0]} still reads what was deleted; try again, or stop it first"
                 )
             time.sleep(0.05)
             environment.env.reader_check()

@@ -1,4 +1,4 @@
-"""The LMDB handles of this process: opened once per location, shared, resized, and left alone by forked children."""
+"""The LMDB handles of this process: opened once per location, shared, resized, and not used by forked children."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import struct
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +14,11 @@ from typing import Any
 
 import lmdb
 
+from prefixstore.backends import refusals
 from prefixstore.backends.files import make_directory, publish
-from prefixstore.backends.lmdb.sound import check_head, check_trees
+from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
+from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.lmdb.file import check_head, check_trees
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -32,10 +33,10 @@ __all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release", "translat
 
 SMALLEST_MAP = 1 << 20
 DATA = "data.mdb"
-# a disk with less room than this counts as full
+# a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
-# how often a file is looked at that others write to
+# how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
@@ -45,7 +46,7 @@ META_FORMAT = struct.Struct("<I")
 
 
 def translate(error: lmdb.Error, path: Path) -> StorageError:
-    """The error of our tree that says what an LMDB error means for the caller."""
+    """The prefixstore error for an LMDB error."""
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
         return FullError(f"{path}: {error}")
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
@@ -56,7 +57,7 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
 
 
 def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
-    """Whether LMDB calls a write that was cut short for want of room an I/O error."""
+    """Whether an I/O error is a write that LMDB could not complete because the disk is full."""
     try:
         return os.strerror(errno.EIO) in str(error) and shutil.disk_usage(path).free < SMALLEST_DISK
     except OSError:
@@ -70,26 +71,24 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.users = 0
-        self._active: Counter[int] = Counter()  # open transactions by thread
-        self._wanted_still = 0
-        self._turnstile = threading.Condition()
+        # transactions are inside; the handle is replaced, resized and closed while none is open
+        self._handle_lock = HandleLock()
         self._scrubs = b""
         self._file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
-        # the thread that opens the handle anew: the others wait, it does not
-        self._renewing: int | None = None
         self._open(map_size)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
-        # number and size of the file; another file may get the number when this one is gone
+        # inode number and size of the file; another file may get the number when this one is gone
         self._bytes = (0, 0)
         check_head(path / DATA)
         try:
             if not read_only:
-                # it was there, but may have been deleted since
+                # it may have been deleted since it was created
                 make_directory(path)
                 if not (path / DATA).exists():
                     _create(path)
@@ -98,7 +97,7 @@ class Environment:
                 map_size=max(map_size, SMALLEST_MAP),
                 max_dbs=len(DATABASES),
                 max_readers=MAX_READERS,
-                # a cached one would hold a reader slot, which a forked child would take from its parent
+                # a cached one would hold a reader slot, which a forked child would free for its parent
                 max_spare_txns=0,
                 mode=0o600,
                 # one flush per commit; LMDB keeps its integrity, and `Backend.sync` flushes the rest
@@ -125,7 +124,7 @@ class Environment:
         self._is_broken = False
 
     def _check_trees(self) -> None:
-        """Before LMDB follows a pointer: it would follow a wrong one out of the map."""
+        """Check the file before LMDB follows a pointer in it: a wrong one would lead out of the map."""
         for _ in range(CHECKS):
             with self.begin(write=False) as txn:
                 if check_trees(self.path / DATA, txn.id()):
@@ -136,13 +135,13 @@ class Environment:
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         if names and not names >= set(DATABASES):
-            raise self._foreign()
+            raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
-            raise LocationError(f"{self.path} holds no store, and read_only=True creates none")
+            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
         if self.read_only:
             databases = {name: self.env.open_db(name) for name in DATABASES}
         else:
-            # in one transaction: another process never sees half of a new store
+            # in one transaction, so that no process sees half of a new store
             with self.begin(write=True) as txn:
                 databases = _make_databases(self.env, txn)
         with self.begin(write=False) as txn:
@@ -150,21 +149,15 @@ class Environment:
                 bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format", SCRUBS)
             )
         if magic != MAGIC or len(version) != META_FORMAT.size:
-            raise self._foreign()
+            raise refusals.foreign(self.path, "LMDB database")
         found = META_FORMAT.unpack(version)[0]
         if found > FORMAT_VERSION:
-            raise IncompatibleError(
-                f"{self.path} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; "
-                "upgrade prefixstore, or choose another location"
-            )
+            raise refusals.newer_format(self.path, found)
         return databases
-
-    def _foreign(self) -> IncompatibleError:
-        return IncompatibleError(f"{self.path} holds another application's LMDB database; choose another location")
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
-        """A transaction. While one is open the map is not resized; one thread opens one at a time."""
+        """A transaction. The map is not resized while one is open; a thread opens one at a time."""
         try:
             with self._begun(write) as txn:
                 yield txn
@@ -173,120 +166,86 @@ class Environment:
 
     @contextmanager
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:
-        me = threading.get_ident()
         begun = has_panicked = False
         while True:
-            if me not in self._active and me != self._renewing and (self._is_broken or self._is_replaced()):
+            if not self._handle_lock.is_held and (self._is_broken or self._is_replaced()):
                 self._renew()
-            with self._turnstile:
-                # who wants it still comes first, or would wait for ever; but who has a transaction open must go on
-                self._turnstile.wait_for(lambda: not self._wanted_still or me in self._active or me == self._renewing)
-                self._active[me] += 1
-            mend: Callable[[], None] = self._renew
-            try:
-                self._check_size()
-                with self.env.begin(write=write, buffers=True) as txn:
-                    if not write or not self._is_stained(txn):
-                        begun = True
-                        yield txn
-                        return
-            except lmdb.MapResizedError:
-                mend = self._follow_growth  # raised by begin only: another process has let the file grow
-            except lmdb.PanicError:
-                # the state on the disk could not be written: whatever is done with this handle fails from now on
-                self._is_broken = True
-                if begun or has_panicked:
-                    raise
-                has_panicked = True
-            except lmdb.ReadersFullError:
-                # those of processes that have ended can be had
-                if begun or self.env.reader_check() == 0:
-                    raise
-                continue
-            finally:
-                with self._turnstile:
-                    self._active[me] -= 1
-                    self._active += Counter()  # forgets those that are zero
-                    self._turnstile.notify_all()
-            mend()
+            repair: Callable[[], None] = self._renew
+            with self._handle_lock.shared():
+                try:
+                    self._check_size()
+                    with self.env.begin(write=write, buffers=True) as txn:
+                        if not write or not self._was_scrubbed(txn):
+                            begun = True
+                            yield txn
+                            return
+                except lmdb.MapResizedError:
+                    repair = self._follow_growth  # raised by begin only: another process has let the file grow
+                except lmdb.PanicError:
+                    # the state on the disk could not be written: every use of this handle fails from now on
+                    self._is_broken = True
+                    if begun or has_panicked:
+                        raise
+                    has_panicked = True
+                except lmdb.ReadersFullError:
+                    # slots of processes that have ended can be freed
+                    if begun or self.env.reader_check() == 0:
+                        raise
+                    continue
+            repair()
 
     def _check_size(self) -> None:
-        """Make sure that nobody has cut the file, which never shrinks: to read what is gone would end the process."""
+        """Check that the file, which never shrinks, was not truncated: reading beyond its end would end the process."""
         before = self._bytes
         try:
             found = (self.path / DATA).stat()
         except OSError:
-            return  # its name is gone, the file is not
+            return  # only its name is gone
         if found.st_ino != before[0]:
             self._bytes = (found.st_ino, 0) if not before[0] else before
         elif found.st_size < before[1]:
             raise CorruptError(
-                f"{self.path} was cut from {before[1]} to {found.st_size} bytes while it was open; end the processes "
-                "that use it, and delete the directory"
+                f"{self.path} was truncated from {before[1]} to {found.st_size} bytes while it was open; stop all "
+                "processes using it and delete the directory"
             )
         else:
             self._bytes = (found.st_ino, found.st_size)
 
-    def _is_stained(self, txn: lmdb.Transaction) -> bool:
-        """Whether somebody has scrubbed the file since the handle was opened.
+    def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
+        """Whether the file was scrubbed after the handle was opened.
 
-        LMDB uses the buffers of pages that it has written again, and writes what is left in them into the gaps of other
-        pages: of a handle that has seen what was scrubbed, nothing may be written any more.
+        LMDB reuses the buffers of pages that it has written, and writes what is left in them into the gaps of other
+        pages: nothing may be written through a handle that has seen what was scrubbed.
         """
         return bool(self.databases) and bytes(txn.get(SCRUBS, b"", db=self.databases[b"meta"])) != self._scrubs
 
     def _is_replaced(self) -> bool:
-        """Whether the file has been deleted, or another one was put in its place: nobody would see what is written."""
+        """Whether the file was deleted or replaced: no other process would see what is written."""
         if not self.databases:
-            return False  # it is just being opened
+            return False  # being opened
         try:
-            found = os.stat(self._file)  # noqa: PTH116 - of a text, a microsecond for each transaction
+            found = os.stat(self._file)  # noqa: PTH116 - with a str: a microsecond for each transaction
         except FileNotFoundError:
             return True
         except OSError:
-            return False  # what is open can still be used
+            return False  # the open handle still works
         return (found.st_dev, found.st_ino) != self._identity
 
     def _renew(self) -> None:
-        """Another handle in the place of this one, and another file if that one is gone."""
-        me = threading.get_ident()
-        with self._alone():
+        """Open another handle in place of this one, and create another file if that one is gone."""
+        with self._handle_lock.exclusive():
             if not self._is_broken:
                 self._map_size = self.env.info()["map_size"]
             self.env.close()
             self._is_broken = True
-            self._renewing = me
-            try:
-                self._open(self._map_size)
-            finally:
-                self._renewing = None
+            self._open(self._map_size)
 
     def _follow_growth(self) -> None:
         self.resize(0)
 
-    def hold_still(self) -> None:
-        """Wait until no transaction of this process is open, and let none begin until `go_on`."""
-        self._turnstile.acquire()
-        self._wanted_still += 1
-        self._turnstile.wait_for(lambda: not self._active)
-
-    def go_on(self) -> None:
-        """Let transactions begin again."""
-        self._wanted_still -= 1
-        self._turnstile.notify_all()
-        self._turnstile.release()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        self.hold_still()
-        try:
-            yield
-        finally:
-            self.go_on()
-
     def resize(self, map_size: int) -> None:
         """Make the map at least this large (0: as large as another process has made it)."""
-        with self._alone():
+        with self._handle_lock.exclusive():
             if map_size == 0 or map_size > self.env.info()["map_size"]:
                 self.env.set_mapsize(map_size)
 
@@ -301,15 +260,27 @@ class Environment:
         return oldest
 
     def close(self) -> None:
-        """Close the handle, when no transaction is open any more."""
-        with self._alone():
+        """Close the handle once no transaction is open."""
+        with self._handle_lock.exclusive():
             self.env.close()
+
+    def before_fork(self) -> None:
+        self._handle_lock.acquire_exclusive()
+
+    def after_fork_in_parent(self) -> None:
+        self._handle_lock.release_exclusive()
+
+    def after_fork_in_child(self) -> None:
+        """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
+        self.env.close()
+        _open.pop(self.path, None)
+        self._handle_lock.release_exclusive()
 
 
 def _create(path: Path) -> None:
-    """Make the file under another name; it has its own when it is whole and on the disk, or another one has.
+    """Create the file under a temporary name; it gets its own when it is complete and on disk, unless another has it.
 
-    LMDB does not flush the first pages of a new file before somebody commits: after a loss of power it may refuse it.
+    LMDB does not flush the first pages of a new file before a commit: after a loss of power it may refuse the file.
     """
     with TemporaryDirectory(dir=path, prefix=".new.") as directory:
         new = lmdb.open(directory, map_size=SMALLEST_MAP, max_dbs=len(DATABASES), mode=0o600)
@@ -328,38 +299,13 @@ def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes,
     return databases
 
 
+# the environments of this process, by path
 _open: dict[Path, Environment] = {}
-_open_lock = threading.RLock()
-
-
-def _before_fork() -> None:
-    """Wait until no transaction is open in this process, and let none begin."""
-    _open_lock.acquire()
-    for environment in _open.values():
-        environment.hold_still()
-
-
-def _after_fork_in_parent() -> None:
-    for environment in _open.values():
-        environment.go_on()
-    _open_lock.release()
-
-
-def _after_fork_in_child() -> None:
-    """A child must not use the parent's handles. Without a transaction, closing them takes nothing from the parent."""
-    for environment in _open.values():
-        environment.env.close()
-        environment.go_on()
-    _open.clear()
-    _open_lock.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+_open_lock = ForkLock()
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
-    """The environment at this path, opened if this process has not done so yet. `release` gives it back."""
+    """The environment at this path, opened if this process has not opened it yet. Give it back with `release`."""
     path = path.resolve()
     with _open_lock:
         environment = _open.get(path)
@@ -368,14 +314,14 @@ def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
         elif not (environment.read_only or read_only):
-            # whoever only looks does not say how large it may be
+            # a reader does not decide how large the map may be
             environment.resize(map_size)
         environment.users += 1
     return environment
 
 
 def release(environment: Environment) -> None:
-    """Give an environment back; the last one who does so closes it."""
+    """Give an environment back; the last user closes it."""
     with _open_lock:
         environment.users -= 1
         if environment.users == 0:

@@ -1,7 +1,9 @@
-"""SQL locations: a SQLite file or a PostgreSQL database. What they need is imported when one is opened."""
+"""SQL locations: a SQLite file or a PostgreSQL database. Their packages are imported when one is opened."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from prefixstore.backends.base import Backend
@@ -11,7 +13,7 @@ from prefixstore.errors import InvalidParameterError, MissingExtraError
 if TYPE_CHECKING:
     from prefixstore.backends.sql.database import Database
 
-__all__ = ["database_of", "open_sql"]
+__all__ = ["database_of", "extra_needed", "open_sql"]
 
 
 def open_sql(location: str, *, max_bytes: int, read_only: bool) -> Backend:
@@ -35,23 +37,29 @@ def database_of(location: str, *, read_only: bool) -> Database:
     Raises
     ------
     InvalidParameterError
-        If the location is no URL of a database that is known.
+        If the location is not the URL of a known database.
     MissingExtraError
         If SQLAlchemy, Alembic or psycopg is not installed.
     """
     scheme = scheme_of(location)
-    try:
-        if scheme == "sqlite":
+    if scheme == "sqlite":
+        with extra_needed("sql"):
             from prefixstore.backends.sql.sqlite import SQLite  # noqa: PLC0415 - needs an extra
-
-            return SQLite(location, read_only=read_only)
-        if scheme in ("postgres", "postgresql"):
+        return SQLite(location, read_only=read_only)
+    if scheme in ("postgres", "postgresql"):
+        with extra_needed("postgres"):
             from prefixstore.backends.sql.postgresql import PostgreSQL  # noqa: PLC0415 - needs an extra
-
-            return PostgreSQL(location, read_only=read_only)
-    except ImportError as error:
-        extra = "sql" if scheme == "sqlite" else "postgres"
-        raise MissingExtraError(f"{error}; install it with: pip install 'prefixstore[{extra}]'") from error
+        return PostgreSQL(location, read_only=read_only)
     raise InvalidParameterError(
-        'the location is no SQL database; write "sqlite:////path" or "postgresql+psycopg://user@host/db"'
+        'location is not a SQL database; pass "sqlite:////path" or "postgresql+psycopg://user@host/db"'
     )
+
+
+@contextmanager
+def extra_needed(extra: str) -> Iterator[None]:
+    """Report a package that cannot be imported in the block as a missing extra; the outermost block names it."""
+    try:
+        yield
+    except ImportError as error:
+        cause = error.__cause__ if isinstance(error, MissingExtraError) else error
+        raise MissingExtraError(f"{cause}; install it with: pip install 'prefixstore[{extra}]'") from cause

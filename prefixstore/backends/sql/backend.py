@@ -1,7 +1,7 @@
 """Pages in a SQL database.
 
-A page is a row, its payload rows of 1 MiB. Whatever a process writes is one transaction of the database, and one row of
-the table of changes for each key. How many pages there are and what they weigh is written with it: nobody counts them.
+A page is a row, its payload rows of 1 MiB. A transaction is one transaction of the database, and adds one row to the
+table of changes for each key. The number of pages and their bytes are stored with it, so that they need not be counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.schema import (
     CHANGES,
@@ -36,8 +36,7 @@ from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["SQLBackend"]
 
-CHANGES_KEPT = 4096
-# of a walk through the location, at a time
+# rows read at a time by a walk through the location
 ROWS = 1000
 
 _META = select(META.c.format, META.c.generation, META.c.entries, META.c.bytes).where(META.c.id == 1)
@@ -75,7 +74,7 @@ class _View(View):
     def __init__(self, database: Database, connection: Connection, *, retry: bool) -> None:
         self._database = database
         self._connection = connection
-        # whether nothing that was read so far binds what is read next to this connection
+        # whether the next read may use another connection, as it does not depend on an earlier one
         self._retry = retry
         self._known: Row[Any] | None = None
 
@@ -83,7 +82,7 @@ class _View(View):
         return self._database.rows(self._connection, statement, parameters, retry=self._retry)
 
     def _meta(self) -> Row[Any]:
-        """The one row about the whole; read once."""
+        """The one row about the whole store; read once."""
         if self._known is None:
             self._known = require_format(self._rows(_META), self._database.location)
         return self._known
@@ -97,7 +96,7 @@ class _View(View):
         if since >= now:
             return [] if since == now else None
         rows = self._rows(_CHANGES, since=since)
-        # each generation has changed something: where one is missing it was forgotten
+        # each generation changed something: if the first is missing, it was forgotten
         return [bytes(row.key) for row in rows] if rows and rows[0].generation == since + 1 else None
 
     def _walk(self, statement: Executable, key: str) -> Iterator[Row[Any]]:
@@ -108,7 +107,7 @@ class _View(View):
         after = b""
         while rows := self._rows(statement, after=after):
             yield from rows
-            after = bytes(rows[-1]._mapping[key])  # noqa: SLF001 - that is how SQLAlchemy names it, for all to use
+            after = bytes(rows[-1]._mapping[key])  # noqa: SLF001 - the public name in SQLAlchemy
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         for row in self._walk(_SCAN, "key"):
@@ -138,13 +137,6 @@ class _View(View):
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         return self._database.fetch(self._connection, keys, retry=self._retry)
 
-    def deepest(self, keys: Sequence[bytes]) -> int:
-        if not keys:
-            return 0
-        rows = self._rows(self._database.THERE, **self._database.keys(keys))
-        there = {row.position for row in rows}
-        return next((i for i in range(len(keys)) if i not in there), len(keys))
-
     def note(self, name: bytes) -> bytes | None:
         rows = self._rows(_NOTE, note=name)
         return bytes(rows[0].value) if rows else None
@@ -161,7 +153,7 @@ class _View(View):
 class _Change(_View, Transaction):
     def __init__(self, database: Database, connection: Connection) -> None:
         super().__init__(database, connection, retry=False)
-        # written in one go, when something else is asked or at the end
+        # written together, before the next read or at the end
         self._touched: dict[bytes, Usage] = {}
         meta = require_format(self._rows(_META.with_for_update()), database.location)
         self._known = meta
@@ -186,7 +178,7 @@ class _Change(_View, Transaction):
         return super()._rows(statement, **parameters)
 
     def usage(self, key: bytes) -> Usage | None:
-        # asked of page after page, each of which is touched then
+        # called for page after page, each of which is touched next
         rows = super()._rows(_USAGE, page=key)
         return self._touched.get(key) or usage_of(rows[0]) if rows else None
 
@@ -198,8 +190,8 @@ class _Change(_View, Transaction):
         return self._database.cost(record, n_bytes)
 
     def payload(self, key: bytes) -> Buffer | None:
-        # what is asked for in here is whether it is damaged
-        self._database.read_anew(self._connection)
+        # a transaction reads payloads to find out whether they are damaged
+        self._database.bypass_cache(self._connection)
         return super().payload(key)
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
@@ -229,7 +221,7 @@ class _Change(_View, Transaction):
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         if self._settings is None:
-            # asked once in a transaction: a batch of pages has one namespace
+            # read once in a transaction: a batch of pages has one namespace
             self._settings = self.namespaces()
         if self._settings.get(key) != settings:
             self.drop_namespace(key)
@@ -245,7 +237,7 @@ class _Change(_View, Transaction):
             self._run(insert(NOTES), [{"name": name, "value": value}])
 
     def finish(self) -> None:
-        """Write down what changed, and forget changes that are too old to be asked for."""
+        """Record what changed, and forget changes that are too old."""
         if self._touched:
             self._rows(_META)
         if not self._changed:
@@ -301,7 +293,7 @@ class SQLBackend(Backend):
         self._database.scrub()
 
     def compact(self) -> int:
-        # what writes all anew leaves nothing free
+        # a full rewrite leaves nothing free
         before = self._database.disk_bytes()
         self._database.scrub()
         return max(before - self._database.disk_bytes(), 0)

@@ -1,4 +1,4 @@
-"""What the two SQL databases have in common: connections, turns, retries, and what their errors mean."""
+"""What the two SQL databases have in common: connections, turns, retries, and the translation of their errors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, exists, literal_column, select
+from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from prefixstore.backends import refusals
+from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.sql.schema import PAGES, RECORD_COLUMNS
 from prefixstore.errors import (
     CorruptError,
@@ -27,7 +28,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Database", "Gate", "again", "parse_url", "translate", "translated"]
+__all__ = ["Database", "again", "parse_url", "translate", "translated"]
 
 T = TypeVar("T")
 # a connection that the server has closed is known to be dead within so many seconds
@@ -65,13 +66,13 @@ def parse_url(location: str) -> URL:
     Raises
     ------
     InvalidParameterError
-        If it is none. The message does not repeat it: it may hold a password.
+        If it is not valid. The message does not repeat it: it may hold a password.
     """
     try:
         return make_url(location)
     except (ArgumentError, ValueError):
         raise InvalidParameterError(
-            'location is no database URL; write "sqlite:////var/cache/kv.db" or "postgresql+psycopg://user@host/db"'
+            'location is not a valid database URL; pass "sqlite:////var/cache/kv.db" or "postgresql+psycopg://user@host/db"'
         ) from None
 
 
@@ -100,9 +101,9 @@ def translated(where: str) -> Iterator[None]:
 
 
 def again(connection: Connection, work: Callable[[], T]) -> T:
-    """Do something that nothing on this connection precedes; if the connection turns out to be dead, on a new one.
+    """Do the first work on this connection; if the connection turns out to be dead, do it again on a new one.
 
-    Not if it took long to turn out: somebody waits, and the next one would not answer either.
+    Not if that took long to find out: a caller waits, and the next connection would not answer either.
     """
     started = time.monotonic()
     try:
@@ -110,81 +111,32 @@ def again(connection: Connection, work: Callable[[], T]) -> T:
     except DBAPIError as error:
         if not error.connection_invalidated or time.monotonic() - started > AT_ONCE:
             raise
-    # the server has closed it while it was idle, or was started anew: SQLAlchemy connects again
+    # the server closed it while it was idle, or was restarted: SQLAlchemy reconnects
     connection.rollback()
     return work()
-
-
-class Gate:
-    """Counts who is inside, by thread, so that somebody who wants to be alone can wait until all have left."""
-
-    def __init__(self) -> None:
-        self._inside: Counter[int] = Counter()
-        self._wanted_still = 0
-        self._turnstile = threading.Condition()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside."""
-        me = threading.get_ident()
-        with self._turnstile:
-            # who wants it still comes first, or would wait for ever; but who is inside already must go on
-            self._turnstile.wait_for(lambda: not self._wanted_still or me in self._inside)
-            self._inside[me] += 1
-        try:
-            yield
-        finally:
-            with self._turnstile:
-                self._inside[me] -= 1
-                self._inside += Counter()  # forgets those that are zero
-                self._turnstile.notify_all()
-
-    def hold_still(self) -> None:
-        """Wait until nobody is inside, and let nobody in until `go_on`."""
-        self._turnstile.acquire()
-        self._wanted_still += 1
-        self._turnstile.wait_for(lambda: not self._inside)
-
-    def go_on(self) -> None:
-        """Let them in again."""
-        self._wanted_still -= 1
-        self._turnstile.notify_all()
-        self._turnstile.release()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else is inside."""
-        self.hold_still()
-        try:
-            yield
-        finally:
-            self.go_on()
 
 
 class Database(ABC):
     """Connections to one store, and the statements that differ from database to database.
 
-    All connections commit each statement by itself; a transaction is a BEGIN of ours. So nothing is sent that is not
-    seen here: the drivers would begin transactions of their own otherwise.
+    All connections are in autocommit mode; a transaction is a BEGIN of ours. So everything that is sent is visible
+    here: the drivers would begin transactions of their own otherwise.
     """
 
     # what begins a transaction that writes
     BEGIN: str
-    # records and usage of those of the wanted pages that are there; and the positions of these
+    # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
-    THERE: Executable
 
     def __init_subclass__(cls) -> None:
         wanted = cls.wanted()
         cls.RECORDS = select(*RECORD_COLUMNS).where(PAGES.c.key.in_(select(wanted.c.key)))
-        there = exists(select(literal_column("1")).where(PAGES.c.key == wanted.c.key))
-        cls.THERE = select(wanted.c.position).where(there)
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self.location = location
         self.read_only = read_only
         self._closed = False
-        self._gate = Gate()
+        self._handle_lock = HandleLock()
         self._writing = threading.Lock()
         self._engine = self.connect()
 
@@ -198,7 +150,7 @@ class Database(ABC):
         return self._engine
 
     def open(self) -> None:
-        """Make sure that there is a store that this version reads. Closes everything if there is none."""
+        """Make sure that there is a store that this version can read. Closes everything if there is not."""
         try:
             self.prepare()
         except BaseException:
@@ -223,10 +175,10 @@ class Database(ABC):
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
-        """A connection out of the pool; what is not committed on it when the block is left, is taken back."""
-        with self._gate.entered():
+        """A connection out of the pool; what is not committed on it when the block ends is rolled back."""
+        with self._handle_lock.shared():
             if self._closed:
-                raise UnavailableError(f"{self.location} is closed")
+                raise refusals.closed(self.location)
             with translated(self.location):
                 connection = self._engine.connect()
             try:
@@ -241,9 +193,9 @@ class Database(ABC):
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A connection in a transaction, one at a time in this process; it is committed if the block is left well."""
+        """A connection in a transaction, one at a time in this process; committed unless the block raises."""
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing:
             with translated(self.location):
                 self.begin(connection)
@@ -274,7 +226,7 @@ class Database(ABC):
     def wanted() -> FromClause:
         """A table with the columns ``key`` and ``position`` (from 0) out of the parameters that `keys` makes.
 
-        Many keys are one parameter so: a list of thousands takes longer to bind than to look up.
+        So many keys are one parameter: a list of thousands takes longer to bind than to look up.
         """
 
     @staticmethod
@@ -284,18 +236,18 @@ class Database(ABC):
 
     @abstractmethod
     def fix(self, connection: Connection) -> None:
-        """From here on everything that a view reads is of one moment."""
+        """From here on, all reads of a view see one moment."""
 
     @abstractmethod
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
         """`View.fetch`."""
 
-    def read_anew(self, connection: Connection) -> None:  # noqa: B027 - a server has its own way
-        """What is read next on this connection comes from where others read it, and is not remembered."""
+    def bypass_cache(self, connection: Connection) -> None:  # noqa: B027 - a server has no such cache
+        """Read next from shared storage, not from a cache of this connection."""
 
     @abstractmethod
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
-        """Bytes that the location takes with so many pages of so many bytes (payloads and tokens)."""
+        """Bytes that the location uses with so many pages of so many bytes (payloads and tokens)."""
 
     @abstractmethod
     def cost(self, record: Record, n_bytes: int) -> int:
@@ -315,14 +267,14 @@ class Database(ABC):
 
     @abstractmethod
     def disk_bytes(self) -> int:
-        """How large the files or tables are."""
+        """The size of the files or tables."""
 
     @abstractmethod
     def after_fork(self) -> None:
         """`Backend.after_fork`."""
 
     def close(self) -> None:
-        """Close all connections, when nobody uses them any more."""
-        with self._gate.alone():
+        """Close all connections once none is in use."""
+        with self._handle_lock.exclusive():
             self._closed = True
             self._engine.dispose()

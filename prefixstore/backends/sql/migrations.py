@@ -1,4 +1,4 @@
-"""``prefixstore migrate``: the schema of the store behind a URL."""
+"""The schema of SQL stores: its revisions, run by Alembic, and ``prefixstore migrate``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Connection, inspect, select, text
-from sqlalchemy.exc import SQLAlchemyError
-
-from prefixstore.backends.sql import database_of
-from prefixstore.backends.sql.database import translate
-from prefixstore.backends.sql.schema import HEAD, MAGIC, META, REVISIONS, VERSION_TABLE
+from prefixstore.backends import refusals
+from prefixstore.backends.sql import database_of, extra_needed
 from prefixstore.errors import IncompatibleError, LocationError
+
+with extra_needed("sql"):
+    from alembic import command
+    from alembic.config import Config
+    from sqlalchemy import Connection, inspect, select, text
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from prefixstore.backends.sql import schema
+    from prefixstore.backends.sql.database import translate
+    from prefixstore.backends.sql.schema import MAGIC, META, VERSION_TABLE
 
 __all__ = [
     "Status",
     "check",
+    "is_head",
     "migrations_directory",
     "require_head",
     "revision_of",
@@ -42,18 +47,18 @@ def migrations_directory() -> Path:
     for directory in (package / "migrations", package.parent / "migrations"):
         if (directory / "env.py").is_file():
             return directory
-    raise LocationError(f"{package / 'migrations'} is missing: install prefixstore anew")
+    raise LocationError(f"{package / 'migrations'} is missing: reinstall prefixstore")
 
 
 def _config(buffer: io.StringIO | None = None) -> Config:
     config = Config(output_buffer=buffer) if buffer is not None else Config()
-    # a percent sign is the configuration's own
+    # percent signs are escapes in the configuration
     config.set_main_option("script_location", str(migrations_directory()).replace("%", "%%"))
     return config
 
 
 def revision_of(connection: Connection, where: str) -> str | None:
-    """The revision of the schema behind a connection; None if there is none of our tables.
+    """The revision of the schema on a connection; None if it has none of our tables.
 
     Raises
     ------
@@ -64,25 +69,30 @@ def revision_of(connection: Connection, where: str) -> str | None:
     found = [tables.has_table(name) for name in (VERSION_TABLE, META.name)]
     if not any(found):
         return None
-    foreign = IncompatibleError(f"{where} holds another application's tables; choose another location")
+    foreign = refusals.foreign(where, "tables")
     if not all(found):
         raise foreign
     try:
         revisions = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()  # noqa: S608 - a constant
         magic = connection.execute(select(META.c.magic)).scalars().all()
     except SQLAlchemyError as error:
-        # a server that has gone, or a lock, says nothing about the tables
+        # an unreachable server or a lock says nothing about the tables
         if isinstance(translate(error, where), IncompatibleError):
             raise foreign from None
         raise
     if magic != [MAGIC] or len(revisions) != 1:
         raise foreign
-    if revisions[0] not in REVISIONS:
+    if revisions[0] not in schema.REVISIONS:
         raise IncompatibleError(
-            f"{where} has schema {revisions[0]}, this prefixstore knows up to {HEAD}; upgrade prefixstore, or choose "
-            "another location"
+            f"{where} has schema {revisions[0]}, this prefixstore knows up to {schema.HEAD}; upgrade "
+            "prefixstore, or choose another location"
         )
     return str(revisions[0])
+
+
+def is_head(revision: str | None) -> bool:
+    """Whether this is the newest revision."""
+    return revision == schema.HEAD
 
 
 def require_head(revision: str | None, where: str) -> None:
@@ -97,9 +107,9 @@ def require_head(revision: str | None, where: str) -> None:
     """
     if revision is None:
         raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
-    if revision != HEAD:
+    if revision != schema.HEAD:
         raise IncompatibleError(
-            f"{where} has schema {revision}, this prefixstore needs {HEAD}; stop what writes to it and run: "
+            f"{where} has schema {revision}, this prefixstore needs {schema.HEAD}; stop what writes to it and run: "
             f'prefixstore migrate "{where}"'
         )
 
@@ -113,7 +123,7 @@ def upgrade_connection(connection: Connection) -> None:
 
 def sql_between(revision: str | None, dialect: str) -> str:
     """The statements that bring a schema of this revision to `HEAD`; empty if it is there."""
-    if revision == HEAD:
+    if revision == schema.HEAD:
         return ""
     buffer = io.StringIO()
     config = _config(buffer)
@@ -129,9 +139,9 @@ class Status:
     Attributes
     ----------
     revision
-        What it has; None if there is no store yet.
+        The revision of the store; None if there is no store yet.
     head
-        What this version of prefixstore needs.
+        The revision that this version of prefixstore needs.
     """
 
     revision: str | None
@@ -139,12 +149,12 @@ class Status:
 
     @property
     def is_current(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the schema is up to date."""
         return self.revision == self.head
 
 
 def check(url: str) -> Status:
-    """Which revision the store has, and which one is needed. Changes nothing.
+    """The revision that the store has, and the one that is needed. Changes nothing.
 
     Raises
     ------
@@ -152,13 +162,11 @@ def check(url: str) -> Status:
         If the database cannot be opened, or is another application's or of a newer version.
     """
     with closing(database_of(url, read_only=True)) as database:
-        from prefixstore.backends.sql.schema import HEAD  # noqa: PLC0415 - needs an extra
-
-        return Status(database.revision(), HEAD)
+        return Status(database.revision(), schema.HEAD)
 
 
 def upgrade(url: str) -> Status:
-    """Create the store, or bring its schema up to date; what it had before. Raises as `check` does."""
+    """Create the store, or bring its schema up to date; returns the status before. Raises as `check` does."""
     before = check(url)
     if not before.is_current:
         with closing(database_of(url, read_only=False)) as database:
@@ -167,6 +175,6 @@ def upgrade(url: str) -> Status:
 
 
 def upgrade_sql(url: str) -> str:
-    """The statements that `upgrade` would run, for somebody who runs them by hand; empty if there is nothing to do."""
+    """The statements that `upgrade` would run, to be run by hand; empty if there is nothing to do."""
     with closing(database_of(url, read_only=True)) as database:
         return database.statements(database.revision())

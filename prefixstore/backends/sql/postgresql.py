@@ -1,8 +1,8 @@
 """A store in a PostgreSQL database.
 
-A round trip is what costs here. A view sends nothing until it is asked, and each question is one statement that
-commits by itself; only who walks through the whole location gets a transaction, so that it is of one moment. As such a
-question depends on nothing before it, it is asked again on a new connection if the server has closed the old one.
+Round trips are the cost here. A view sends nothing until it is read, and each read is one statement that commits by
+itself; only a walk through the whole location gets a transaction, so that it sees one moment. As such a read depends on
+nothing before it, it is sent again on a new connection if the server has closed the old one.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from sqlalchemy import (
     select,
 )
 
-from prefixstore.backends.sql.database import Database, Gate, again, parse_url, translated
-from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
-from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.errors import CorruptError, InvalidParameterError, UnavailableError
+from prefixstore.backends import refusals
+from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.sql.database import Database, again, parse_url, translated
+from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
+from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["PostgreSQL"]
 
-# of payloads in one answer, which lies in memory twice for a moment
+# payload bytes in one answer, which is held in memory twice for a moment
 ANSWER_BYTES = 64 << 20
 LOCK_SECONDS = 30
-# a process that stops in the middle of a transaction keeps the others waiting no longer than this
+# a process that stops in the middle of a transaction blocks the others no longer than this
 IDLE_SECONDS = 60
 CONNECT_SECONDS = 5
-# From a server that is there something comes within so many seconds: to who reads, and to who writes and may wait for a
-# lock. Otherwise the connection is given up; TCP alone would wait for a quarter of an hour, or for ever.
+# A server that works answers a reader, or a writer that may wait for a lock, within so many seconds. Otherwise the
+# connection is dropped; TCP alone would wait for a quarter of an hour, or forever.
 SILENT_READING = 5.0
 SILENT_WRITING = 60.0
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
-# What a page takes beside its bytes, at most: rows, keys, the last chunk of each kind, its changes; measured.
+# The most that a page takes besides its bytes: rows, keys, the last chunk of each kind, its changes; measured.
 ENTRY_BYTES = 5120
 BASE_BYTES = 256 << 10
 
@@ -69,7 +72,7 @@ class _Cursor(psycopg.Cursor[Any]):
 
 
 class _Connection(psycopg.Connection[Any]):
-    """Is given up when nothing comes from the server for too long."""
+    """A connection that is dropped when the server is silent for too long."""
 
     silence: float | None = SILENT_READING
 
@@ -86,7 +89,7 @@ class _SilenceError(psycopg.OperationalError):
 
 
 def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
-    """What psycopg does with a socket, as long as it is ready now and then; psycopg looks ten times in a second."""
+    """The I/O generator of psycopg, while its socket becomes ready now and then; psycopg polls ten times a second."""
     heard = time.monotonic()
     try:
         wanted = next(gen)
@@ -113,7 +116,7 @@ class PostgreSQL(Database):
     Parameters
     ----------
     location
-        ``"postgresql+psycopg://user@host/db"``. What libpq knows may be given behind a question mark, and passwords in
+        ``"postgresql+psycopg://user@host/db"``. Options of libpq may follow a question mark; passwords belong in
         ``~/.pgpass``.
     read_only
         Never write to it.
@@ -133,9 +136,7 @@ class PostgreSQL(Database):
     def __init__(self, location: str, *, read_only: bool) -> None:
         url = parse_url(location)
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
-            raise InvalidParameterError(
-                "location: the driver is not known; write postgresql+psycopg://user@host/db (psycopg 3)"
-            )
+            raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
         self._url = url.set(drivername="postgresql+psycopg")
         super().__init__(self._url.render_as_string(hide_password=True), read_only=read_only)
 
@@ -149,8 +150,8 @@ class PostgreSQL(Database):
     def upgrade(self) -> None:
         with self.writing() as connection, translated(self.location):
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
-            # another process may have been quicker
-            if revision_of(connection, self.location) != HEAD:
+            # another process may have been faster
+            if not is_head(revision_of(connection, self.location)):
                 _accept_silence(connection, None)
                 upgrade_connection(connection)
 
@@ -197,7 +198,9 @@ class PostgreSQL(Database):
             .table_valued(column("position", Integer), name="positions")
             .render_derived()
         )
-        key = func.substring(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        key = func.substring(
+            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
+        )
         return select(positions.c.position, key.label("key")).subquery("wanted")
 
     def fix(self, connection: Connection) -> None:
@@ -218,14 +221,14 @@ class PostgreSQL(Database):
             del left[:n_pages]
 
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
-        # its own files shrink when the server cleans them up, and not before; what is counted is what will be left
+        # the files shrink only when the server vacuums them; this counts what will be left
         return BASE_BYTES + _weight(entries, n_bytes)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         return _weight(1, n_bytes + len(record.tokens)) + 1
 
     def sync(self) -> None:
-        """A commit is flushed by the server, unless it is told not to; then a flushed one flushes those before it."""
+        """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""
         if self.read_only:
             return
         with self.connection() as connection, translated(self.location):
@@ -236,7 +239,7 @@ class PostgreSQL(Database):
             connection.exec_driver_sql("COMMIT")
 
     def reclaim(self) -> None:
-        """Have the server find what is deleted, now."""
+        """Have the server vacuum the tables now."""
         self._vacuum("VACUUM")
 
     def disk_bytes(self) -> int:
@@ -245,12 +248,12 @@ class PostgreSQL(Database):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
 
     def scrub(self) -> None:
-        """Have the server write all tables anew; everybody waits. Its log and its backups are its own affair."""
+        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach."""
         self._vacuum("VACUUM FULL")
 
     def _vacuum(self, command: str) -> None:
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         tables = ", ".join(sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
             _accept_silence(connection, None)
@@ -258,13 +261,13 @@ class PostgreSQL(Database):
 
     def after_fork(self) -> None:
         _inherited.append(self._engine)
-        self._gate = Gate()
+        self._handle_lock = HandleLock()
         self._writing = threading.Lock()
         self._engine = self.connect()
 
 
 def _fetch() -> Executable:
-    """Pages with their payloads: up to the first that is not there, and as many as the limit allows; one at least."""
+    """Pages with their payloads: up to the first that is missing, and as many as the limit allows; at least one."""
     wanted = PostgreSQL.wanted()
     place = wanted.c.position
     before = func.sum(PAGES.c.stored_bytes).over(order_by=place) - PAGES.c.stored_bytes

@@ -1,4 +1,4 @@
-"""The tables of a SQL store, and a page as a row of them. ``migrations/`` makes the same tables, step by step.
+"""The tables of a SQL store, and a page as rows of them. ``migrations/`` creates the same tables, step by step.
 
 The names begin with ``prefixstore_``, because a PostgreSQL database may hold the tables of others as well.
 """
@@ -24,6 +24,7 @@ from sqlalchemy import (
     Table,
 )
 
+from prefixstore.backends import refusals
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.record import FORMAT_VERSION, RECORD_SEAL, Buffer, Record, Usage
 
@@ -56,7 +57,7 @@ MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
 APPLICATION_ID = 0x70667873
 # revisions of the schema, oldest first; a test compares them with the files in migrations/versions
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001",)
 HEAD = REVISIONS[-1]
 VERSION_TABLE = "prefixstore_schema"
 # a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
@@ -71,8 +72,8 @@ META = Table(
     Column("magic", String(16), nullable=False),
     Column("format", Integer, nullable=False),
     Column("generation", BigInteger, nullable=False),
-    Column("entries", BigInteger, nullable=False, server_default="0"),
-    Column("bytes", BigInteger, nullable=False, server_default="0"),
+    Column("entries", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
 )
 NAMESPACES = Table(
     "prefixstore_namespaces",
@@ -95,13 +96,13 @@ PAGES = Table(
     Column("parent", LargeBinary, nullable=False),
     Column("checksum", LargeBinary, nullable=False),
     Column("tokens", LargeBinary, nullable=False),
+    Column("form", SmallInteger, nullable=False),
     Column("seal", LargeBinary, nullable=False),
     Column("last_used", BigInteger, nullable=False),
     Column("hits", BigInteger, nullable=False),
     Column("pinned", Boolean, nullable=False),
-    Column("form", SmallInteger, nullable=False, server_default="0"),
-    Column("priority", SmallInteger, nullable=False, server_default="0"),
-    Column("expires", BigInteger, nullable=False, server_default="0"),
+    Column("priority", SmallInteger, nullable=False),
+    Column("expires", BigInteger, nullable=False),
 )
 PIECES = Table(
     "prefixstore_pieces",
@@ -140,7 +141,7 @@ def usage_row(usage: Usage) -> dict[str, Any]:
 
 
 def row_of(key: bytes, record: Record, usage: Usage) -> dict[str, Any]:
-    """The row of a page. Its seal is that of the packed record: a column that is changed later no longer fits it."""
+    """The row of a page. Its seal is that of the packed record: a column that is changed later no longer matches it."""
     packed = record.pack()
     record = Record.unpack(key, packed)
     return {
@@ -153,7 +154,7 @@ def row_of(key: bytes, record: Record, usage: Usage) -> dict[str, Any]:
 
 
 def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
-    """The row about the whole store, which has to be there, and of a format that this version knows.
+    """The row about the whole store, which must exist and have a format that this version knows.
 
     Raises
     ------
@@ -161,12 +162,9 @@ def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
         If it is not.
     """
     if len(rows) != 1:
-        raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is no store of prefixstore")
+        raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is not a store of prefixstore")
     if rows[0].format > FORMAT_VERSION:
-        raise IncompatibleError(
-            f"{where} has format {rows[0].format}, this prefixstore reads up to {FORMAT_VERSION}; upgrade prefixstore, "
-            "or choose another location"
-        )
+        raise refusals.newer_format(where, rows[0].format)
     return rows[0]
 
 
@@ -176,7 +174,7 @@ def usage_of(row: Row[Any]) -> Usage:
     Raises
     ------
     CorruptError
-        If a column holds what no usage holds.
+        If a column holds a value that a usage cannot have.
     """
     usage = Usage(row.last_used, row.hits, bool(row.pinned), row.priority, row.expires)
     try:
@@ -186,12 +184,12 @@ def usage_of(row: Row[Any]) -> Usage:
 
 
 def record_of(row: Row[Any]) -> Record:
-    """The record in a row that has its columns: packed anew, it has to fit the seal that it was written with.
+    """The record in a row that has its columns: packed again, it has to match the seal it was written with.
 
     Raises
     ------
     CorruptError
-        If a column is not what was written, or the row stands under another key.
+        If a column is not what was written, or the row has another key.
     IncompatibleError
         If a newer version wrote it.
     """
@@ -221,7 +219,7 @@ def record_of(row: Row[Any]) -> Record:
             ) from None
         raise CorruptError(f"record {key.hex()}: {error}") from None
     if row.version != FORMAT_VERSION:
-        raise CorruptError(f"record {key.hex()}: format {row.version!r} does not fit its seal")
+        raise CorruptError(f"record {key.hex()}: format {row.version!r} does not match its seal")
     return record
 
 

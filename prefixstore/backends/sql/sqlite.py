@@ -1,7 +1,7 @@
 """A store in one SQLite file.
 
 A forked child must not have connections of its parent: SQLite remembers locks by process, and a child that inherits
-this memory believes that it holds them. So the connections are closed before a fork, when nobody uses them.
+this memory believes that it holds them. So the connections are closed before a fork, once none is in use.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from sqlalchemy import (
 from sqlalchemy.dialects import sqlite as dialect
 from sqlalchemy.pool import QueuePool
 
+from prefixstore.backends import refusals
 from prefixstore.backends.files import sync_path
+from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.sql.database import Database, translated
-from prefixstore.backends.sql.migrations import require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
-    HEAD,
     PIECE_BYTES,
     PIECES,
     readable,
@@ -59,13 +60,14 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["SQLite"]
 
 # a store without a page in it, and some room for more tables
 EMPTY_BYTES = 20 * PAGE_BYTES
-# what SQLite maps at most, unless it was built with another limit; what lies behind is read
+# the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
 OLDEST = (3, 35, 0)
@@ -87,10 +89,8 @@ _SIZES = (
     "SELECT page_count, freelist_count, page_size FROM pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
 )
 
-# while a file is made, looked at or upgraded
-_opening = threading.RLock()
-_databases: weakref.WeakSet[SQLite] = weakref.WeakSet()
-_held: list[SQLite] = []
+# held while a file is created, recognized or upgraded
+_opening = ForkLock()
 # pools whose file is gone
 _abandoned: list[Engine] = []
 
@@ -123,7 +123,7 @@ class SQLite(Database):
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
         self._buffers = BufferPool(1 << 62)
         self._identity: tuple[int, int] | None = None
-        _databases.add(self)
+        register_at_fork(self, ForkLevel.HANDLE)
 
     def connect(self) -> Engine:
         return create_engine(
@@ -161,7 +161,7 @@ class SQLite(Database):
             return
         revision = self.revision()
         if revision is None:
-            raise LocationError(f"{self.path} is not there, and read_only=True creates nothing")
+            raise LocationError(f"{self.path} not found; read_only=True opens an existing store only")
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
@@ -176,13 +176,13 @@ class SQLite(Database):
         with _opening:
             if not self._exists():
                 create(self.path)
-            if self.revision() != HEAD:
+            if not is_head(self.revision()):
                 with self.writing() as connection, translated(self.location):
-                    # another process may have been quicker
-                    if revision_of(connection, self.location) != HEAD:
+                    # another process may have been faster
+                    if not is_head(revision_of(connection, self.location)):
                         upgrade_connection(connection)
             with self.connection() as connection, translated(self.location):
-                # it is so since it was made, unless somebody has changed it
+                # set when the file was created, unless something else has changed it
                 connection.exec_driver_sql("PRAGMA journal_mode=WAL").all()
 
     def statements(self, revision: str | None) -> str:
@@ -196,7 +196,7 @@ class SQLite(Database):
     def _exists(self) -> bool:
         try:
             if self.path.exists() and not self.path.is_file():
-                raise LocationError(f"{self.path} is no file; a SQLite store is a file of its own")
+                raise LocationError(f"{self.path} is not a regular file; a SQLite store is one file")
             return self.path.exists()
         except OSError as error:
             raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
@@ -208,24 +208,24 @@ class SQLite(Database):
         except FileNotFoundError:
             return None
         except OSError:
-            return self._identity  # what is open can still be used
+            return self._identity  # the open connections still work
         return found.st_dev, found.st_ino
 
     def _follow_the_file(self) -> None:
-        """If the file was deleted, or another one put in its place: nobody would see what is written into the old one.
+        """Reconnect if the file was deleted or replaced: no other process would see what is written into the old one.
 
-        Its connections are left open. Closing them would delete the log of the new one, which has the same name.
+        Its connections stay open. Closing them would delete the log of the new one, which has the same name.
         """
         if self._identity is None or self._found() == self._identity:
             return
-        with self._gate.alone():
+        with self._handle_lock.exclusive():
             if self._found() != self._identity:
                 self._identity = None
                 _abandoned.append(self._engine)
                 self._engine = self.connect()
         self.prepare()
 
-    # -- what it does its own way -------------------------------------------------------------------------------------
+    # -- the contract of Database -------------------------------------------------------------------------------------
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -251,19 +251,21 @@ class SQLite(Database):
         first = select(literal_column("0").label("position")).cte("positions", recursive=True)
         position = first.c.position
         positions = first.union_all(select(position + 1).where(position < bindparam("last")))
-        key = func.substr(bindparam("keys", type_=LargeBinary), positions.c.position * 16 + 1, 16, type_=LargeBinary)
+        key = func.substr(
+            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
+        )
         return select(positions.c.position, key.label("key")).subquery("wanted")
 
     def fix(self, connection: Connection) -> None:
-        """It is of one moment anyhow."""
+        """Nothing to do: a read transaction sees one moment."""
 
-    def read_anew(self, connection: Connection) -> None:
-        # each connection has a cache of its own: what another one saw go bad on the disk is good in here
+    def bypass_cache(self, connection: Connection) -> None:
+        # each connection has its own cache, in which a page that is damaged on disk may still be intact
         with translated(self.location):
             connection.exec_driver_sql("PRAGMA shrink_memory")
 
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
-        # no round trips here, but copies: pieces go from the map to their place one by one, while they are in the cache
+        # copies are the cost here, not round trips: pieces are copied one by one, while they are in the CPU cache
         rows = {bytes(row.key): row for row in self.rows(connection, self.RECORDS, self.keys(keys))} if keys else {}
         driver = connection.connection.driver_connection
         assert isinstance(driver, sqlite3.Connection)
@@ -287,13 +289,13 @@ class SQLite(Database):
                 end = filled + len(piece)
                 if end > len(payload):
                     raise CorruptError(f"page {key.hex()}: more bytes stored than the {len(payload)} written")
-                # of NumPy's, which lets other threads run meanwhile
+                # NumPy copies without holding the GIL
                 payload[filled:end] = np.frombuffer(piece, np.uint8)
                 filled = end
             return cast("Buffer", payload[:filled].data)
 
     def _lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """A buffer, which is used again when nobody holds a view of it any more: fresh memory is slower by half."""
+        """A buffer, which is reused when no view of it is held any more: fresh memory is slower by half."""
         try:
             buffer = self._buffers.acquire(size, wait=True)
         except (MemoryError, ValueError) as error:
@@ -306,11 +308,11 @@ class SQLite(Database):
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
         with translated(self.location):
             pages, free, size = connection.exec_driver_sql(_SIZES).one()
-            # pages that every tree has, even an empty one, are counted as if nothing fitted into them
+            # the pages that even empty trees have are counted as if nothing fitted into them
             return max(int((pages - free) * size), EMPTY_BYTES + n_bytes)
 
     def cost(self, record: Record, n_bytes: int) -> int:
-        # a row that is larger than a page has pages of its own behind a part that stays in the tree; and each of the
+        # a row larger than a page has overflow pages besides the part that stays in the tree; and each of the
         # trees (pages, pieces, changes, namespaces, and their keys) may split a leaf and the branch above it
         usable = PAGE_BYTES - 4
         pieces = n_bytes // PIECE_BYTES + 1
@@ -322,7 +324,7 @@ class SQLite(Database):
         with self.connection() as connection:
             with translated(self.location):
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").all()
-            # what readers keep it from moving into the file is safe in the log
+            # what readers prevent from moving into the file is safe in the log
             with suppress(FileNotFoundError):
                 sync_path(Path(f"{self.path}-wal"))
             sync_path(self.path.parent)
@@ -334,33 +336,35 @@ class SQLite(Database):
         return self.path.stat().st_size
 
     def scrub(self) -> None:
-        """Write the whole file anew, without what is free; this takes as much room again while it goes on."""
+        """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
         if self.read_only:
-            raise UnavailableError(f"{self.location} is open read-only")
+            raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing, translated(self.location):
             connection.exec_driver_sql("VACUUM")
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise UnavailableError(
-                f"{self.location}: somebody still reads what was deleted; try again, or end it first"
+                f"{self.location}: a reader still sees what was deleted; try again, or stop it first"
             )
 
     def after_fork(self) -> None:
         self._writing = threading.Lock()
         self._buffers = BufferPool(1 << 62)
 
-    def hold_still(self) -> None:
-        """Before a fork: no connection is open."""
-        self._gate.hold_still()
+    def before_fork(self) -> None:
+        """Close all connections, when none is used."""
+        self._handle_lock.acquire_exclusive()
         self._engine.dispose()
 
-    def go_on(self) -> None:
-        """After a fork."""
-        self._gate.go_on()
+    def after_fork_in_parent(self) -> None:
+        self._handle_lock.release_exclusive()
+
+    def after_fork_in_child(self) -> None:
+        self._handle_lock.release_exclusive()
 
 
 def wait_for_locks(connection: Connection, seconds: float) -> None:
-    """How long the statements of a connection wait for others."""
+    """Set how long the statements of a connection wait for locks."""
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
@@ -369,7 +373,7 @@ def wait_for_locks(connection: Connection, seconds: float) -> None:
 def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, None]:
     """The pieces of a payload."""
     if sys.version_info >= (3, 11):
-        # a value that is selected is copied once more
+        # a selected value is copied once more
         for (row,) in driver.execute(_ROWS, (key,)).fetchall():
             with driver.blobopen(PIECES.name, "data", row, readonly=True) as piece:
                 yield piece.read()
@@ -377,20 +381,3 @@ def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, No
         with closing(driver.execute(_PIECES, (key,))) as selected:
             for (data,) in selected:
                 yield data
-
-
-def _before_fork() -> None:
-    _opening.acquire()
-    _held.extend(_databases)
-    for database in _held:
-        database.hold_still()
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop().go_on()
-    _opening.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,7 +1,7 @@
-"""The file of a SQLite store: how it is made, and how it is told from others.
+"""The file of a SQLite store: how it is created, and how it is told from other files.
 
-It is made under another name and linked to its own when it is whole, so nobody ever sees half of one. What is not ours
-is recognized by the application id in the file's header, which is read before anything may be written.
+It is created under a temporary name and linked to its own when it is complete, so no process ever sees half of one. A
+file of another application is recognized by the application id in its header, which is read before anything is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameter
 __all__ = ["BUSY_SECONDS", "PAGE_BYTES", "READ_SECONDS", "connect", "create", "path_of_url", "recognize"]
 
 PAGE_BYTES = 16 << 10
-# who writes waits for others, a completion that looks something up does not
+# a writer waits for others, a completion that reads does not
 BUSY_SECONDS = 60.0
 READ_SECONDS = 1.0
 
@@ -36,17 +36,17 @@ def path_of_url(location: str) -> Path:
     Raises
     ------
     InvalidParameterError
-        If it names none, or has options.
+        If it does not name a file, or has options.
     """
     url = parse_url(location)
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
-        raise InvalidParameterError(f"location={location!r}: the driver is not known; write sqlite:////path")
+        raise InvalidParameterError(f"location={location!r}: unknown driver; pass sqlite:////path")
     if url.query:
-        raise InvalidParameterError(f"location={location!r}: options in the URL are not known")
+        raise InvalidParameterError(f"location={location!r}: options in the URL are not supported")
     if url.host or not url.database or url.database == ":memory:":
         raise InvalidParameterError(
-            f'location={location!r} names no file; write "sqlite:////absolute/path.db" or "sqlite:///relative.db"; '
-            'for a store in memory write "memory:"'
+            f'location={location!r} names no file; pass "sqlite:////absolute/path.db" or "sqlite:///relative.db"; '
+            'for a store in memory pass "memory:"'
         )
     return Path(url.database).expanduser().absolute()
 
@@ -63,7 +63,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def create(path: Path) -> None:
-    """Make a store under another name; it is there when it is whole, or another one is."""
+    """Create a store under a temporary name, and give it its own when it is complete, unless another has it."""
     try:
         make_directory(path.parent)
         # mode 0600
@@ -94,9 +94,9 @@ def create(path: Path) -> None:
 
 
 def recognize(path: Path) -> None:
-    """Refuse what is not ours. Immutable: no lock is taken, no log read, nothing created or repaired.
+    """Refuse a file of another application. Immutable: takes no lock, reads no log, creates and repairs nothing.
 
-    The file is not opened but by SQLite: closing it would drop the locks of other connections of this process.
+    Only SQLite opens the file: closing it otherwise would drop the locks of other connections of this process.
     """
     foreign = f"{path} is not a store of prefixstore; choose another location"
     try:

@@ -1,0 +1,73 @@
+"""Ranges of bytes in a file: intersected, split, overwritten with zeros, or given back to the disk."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterable
+
+from prefixstore.errors import UnavailableError
+
+__all__ = ["common", "erase", "punch", "split"]
+
+ZEROS = bytes(1 << 20)
+# of fallocate(2)
+KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
+
+
+def common(some: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The intersection of two ordered lists of ranges."""
+    found: list[tuple[int, int]] = []
+    waiting = iter(others)
+    other = next(waiting, None)
+    for start, end in some:
+        while other is not None and other[1] <= start:
+            other = next(waiting, None)
+        while other is not None and other[0] < end:
+            found.append((max(start, other[0]), min(end, other[1])))
+            if other[1] > end:
+                break
+            other = next(waiting, None)
+    return found
+
+
+def split(ranges: Iterable[tuple[int, int]], size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The first `size` bytes of ranges, or a little more, and the rest."""
+    first: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
+    for start, end in ranges:
+        taken = min(max(size, 0), end - start)
+        size -= taken
+        first += [(start, start + taken)] if taken else []
+        rest += [(start + taken, end)] if start + taken < end else []
+    return first, rest
+
+
+def erase(handle: int, start: int, end: int) -> int:
+    """Overwrite a range of a file with zeros where it holds anything else; returns the bytes written."""
+    written = 0
+    for at in range(start, end, len(ZEROS)):
+        found = os.pread(handle, min(len(ZEROS), end - at), at)
+        # what is zero already may be a hole, which stays one
+        if found != ZEROS[: len(found)]:
+            written += os.pwrite(handle, ZEROS[: len(found)], at)
+    return written
+
+
+def punch(handle: int, start: int, end: int) -> int:
+    """Free a range of a file on the disk, so that it reads as zeros; returns its bytes.
+
+    Raises
+    ------
+    UnavailableError
+        If the operating system or the file system does not support it.
+    """
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if sys.platform == "linux" else None
+    if fallocate is None:
+        raise UnavailableError("this system cannot free parts of a file; copy the store and delete the old one")
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+    if fallocate(handle, PUNCH_HOLE | KEEP_SIZE, start, end - start) != 0:
+        reason = os.strerror(ctypes.get_errno())
+        raise UnavailableError(f"the file system cannot free parts of a file ({reason}); copy the store instead")
+    return end - start

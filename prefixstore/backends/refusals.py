@@ -1,0 +1,31 @@
+"""What several backends refuse, in the same words."""
+
+from __future__ import annotations
+
+from prefixstore.errors import IncompatibleError, UnavailableError
+from prefixstore.format.record import FORMAT_VERSION
+
+__all__ = ["closed", "foreign", "newer_format", "read_only"]
+
+
+def closed(where: object) -> UnavailableError:
+    """A location that was closed is used."""
+    return UnavailableError(f"{where} is closed")
+
+
+def read_only(where: object) -> UnavailableError:
+    """A location that was opened with ``read_only=True`` is written to."""
+    return UnavailableError(f"{where} is open read-only")
+
+
+def foreign(where: object, what: str) -> IncompatibleError:
+    """A location holds something that prefixstore did not write."""
+    return IncompatibleError(f"{where} holds another application's {what}; choose another location")
+
+
+def newer_format(where: object, found: int) -> IncompatibleError:
+    """A location has a format that this version does not know."""
+    return IncompatibleError(
+        f"{where} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; upgrade prefixstore, or choose "
+        "another location"
+    )

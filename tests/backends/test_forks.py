@@ -1,0 +1,138 @@
+"""What is held while the process forks, and renewed in the child."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from prefixstore.backends import forks
+from prefixstore.backends.forks import ForkLevel, register_at_fork
+
+PATIENCE = 20
+
+
+def in_thread(work, *arguments):
+    thread = threading.Thread(target=work, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def is_free(gate):
+    """Whether a thread can be alone."""
+
+    def be_alone():
+        with gate.alone():
+            pass
+
+    thread = in_thread(be_alone)
+    thread.join(PATIENCE)
+    return not thread.is_alive()
+
+
+def exit_code_of_child(work):
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with suppress(BaseException):
+            code = work()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class Noting:
+    """A participant that notes what is called."""
+
+    def __init__(self, name, level, calls, *, before=None):
+        self.name, self.calls, self.before = name, calls, before
+        register_at_fork(self, level)
+
+    def before_fork(self):
+        self.calls.append(f"before {self.name}")
+        if self.before is not None:
+            self.before()
+
+    def after_fork_in_parent(self):
+        self.calls.append(f"parent {self.name}")
+
+    def after_fork_in_child(self):
+        self.calls.append(f"child {self.name}")
+
+
+def test_handles_are_held_last_and_renewed_first():
+    calls = []
+    kept = [Noting(level.name, level, calls) for level in (ForkLevel.ENGINE, ForkLevel.HANDLE, ForkLevel.OPENING)]
+    before = ["before ENGINE", "before OPENING", "before HANDLE"]
+    in_child = [*before, "child HANDLE", "child OPENING", "child ENGINE"]
+    assert exit_code_of_child(lambda: 7 if calls == in_child else 1) == 7
+    assert calls == [*before, "parent HANDLE", "parent OPENING", "parent ENGINE"]
+    assert len(kept) == 3
+
+
+def test_the_registry_keeps_nothing_alive():
+    calls = []
+    forgotten = Noting("forgotten", ForkLevel.HANDLE, calls)
+    del forgotten
+    gc.collect()
+    assert exit_code_of_child(lambda: 7) == 7
+    assert calls == []
+
+
+def test_a_participant_that_another_thread_adds_during_a_fork_is_held_as_a_whole():
+    calls, kept = [], []
+
+    def add():
+        thread = in_thread(lambda: kept.append(Noting("second", ForkLevel.HANDLE, calls)))
+        thread.join(PATIENCE)  # it does not wait for the fork
+        assert not thread.is_alive()
+
+    kept.append(Noting("first", ForkLevel.HANDLE, calls, before=add))
+    assert exit_code_of_child(lambda: 7 if calls[-2:] == ["child second", "child first"] else 1) == 7
+    assert calls == ["before first", "before second", "parent second", "parent first"]
+
+
+def test_a_participant_that_fails_does_not_keep_the_others_from_their_turn(monkeypatch):
+    calls = []
+
+    def fail():
+        failing.before = None
+        raise KeyboardInterrupt
+
+    failing = Noting("failing", ForkLevel.OPENING, calls, before=fail)
+    kept = [
+        Noting("sound", ForkLevel.ENGINE, calls),
+        failing,
+        Noting("later", ForkLevel.HANDLE, calls),
+    ]
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    assert exit_code_of_child(lambda: 7 if calls[-2:] == ["child later", "child sound"] else 1) == 7
+    assert [report.exc_type for report in reported] == [KeyboardInterrupt]
+    assert calls == ["before sound", "before failing", "before later", "parent later", "parent sound"]
+    assert len(kept) == 3
+
+
+def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
+    lock, calls = forks.ForkLock(), []
+    opening = threading.Event()
+
+    def open_handle():
+        with lock:
+            opening.set()
+            time.sleep(0.1)
+            calls.append("opened")
+
+    thread = in_thread(open_handle)
+    opening.wait(PATIENCE)
+
+    def child():
+        with lock:
+            return 7 if calls == ["opened"] else 1
+
+    assert exit_code_of_child(child) == 7
+    thread.join(PATIENCE)
+    with lock:
+        pass

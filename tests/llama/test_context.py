@@ -1,0 +1,87 @@
+"""What belongs to one context, and the guard that keeps faults of the store out of completions."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.errors import UnavailableError
+from prefixstore.llama.context import Guard, bypass_reason, held_prefix, is_multimodal
+from prefixstore.llama.memory import Missing, PagedMemory, SnapshotMemory
+from prefixstore.stats import Counters, Kind
+from tests.support.models import prompt
+
+
+def test_a_guard_counts_and_logs_a_fault_and_ends_the_block(caplog):
+    counters = Counters()
+    with caplog.at_level(logging.WARNING, "prefixstore"):
+        with Guard(counters, "miss:error", "miss:unavailable"):
+            raise ZeroDivisionError("a fault")
+        with Guard(counters, "miss:error", "miss:unavailable"):
+            raise UnavailableError("no answer")
+        with Guard(counters, "dropped:error"):
+            raise UnavailableError("no answer")
+    assert counters.group("miss") == {"error": 1, "unavailable": 1}
+    assert counters.group("dropped") == {"error": 1}
+    unexpected, unavailable, dropped = caplog.records
+    # only what is not an error of the store comes with its traceback
+    assert unexpected.exc_info is not None
+    assert unexpected.exc_info[0] is ZeroDivisionError
+    assert not unavailable.exc_info
+    assert not dropped.exc_info
+
+
+def test_a_guard_lets_an_interrupt_through():
+    counters = Counters()
+    with pytest.raises(KeyboardInterrupt), Guard(counters, "miss:error"):
+        raise KeyboardInterrupt
+    assert counters.group("miss") == {}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "memory"),
+    [
+        ("llama", Kind.PAGES, PagedMemory),
+        ("mamba", Kind.SNAPSHOTS, SnapshotMemory),
+        ("lfm2", Kind.PAGES_AND_SNAPSHOTS, SnapshotMemory),
+    ],
+)
+def test_the_kind_of_a_context_decides_how_it_is_stored(llama, arch, kind, memory):
+    llm = llama(arch)
+    with PrefixStore("memory:", llm) as store:
+        context = store._hook.context
+        assert store.kind is kind
+        assert context.kind is kind
+        assert type(context.memory) is memory
+        assert context.llm is llm
+        assert context.options.page_tokens == (64 if arch == "lfm2" else 256)
+
+
+def test_a_context_is_bypassed_for_what_it_is_and_for_what_its_handler_does(llama):
+    llm = llama()
+    assert bypass_reason(llm, Kind.PAGES) is None
+    assert bypass_reason(llm, Kind.ENCODER) == "encoder"
+    assert bypass_reason(llm, Kind.NO_MEMORY) == "no_memory"
+    llm.chat_handler = type("Handler", (), {"mmproj_path": "mmproj.gguf"})()
+    assert is_multimodal(llm)
+    assert bypass_reason(llm, Kind.PAGES) == "multimodal"
+
+
+def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
+    llm, tokens = llama(), prompt(600)
+    llm.eval(tokens)
+    assert held_prefix(llm, llm.input_ids[:600]) == 600
+    memory, taken = PagedMemory(llm), []
+    ranges = [(0, 256), (256, 512), (512, 768)]
+    with PrefixStore("memory:", llm) as store:
+        missing = memory.take(ranges, store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
+        assert (missing.start, missing.end, missing.reason) == (512, 768, Missing.INCOMPLETE)
+        assert len(taken) == 2
+        for buffer in taken:
+            buffer.release()
+        missing = memory.take(ranges, lambda size: None, lambda *page: pytest.fail("there was no buffer"))
+        assert (missing.start, missing.end, missing.reason) == (0, 256, Missing.QUEUE_FULL)
+    # the tags are as they were
+    assert memory.holds(600)
