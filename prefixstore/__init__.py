@@ -1,7 +1,7 @@
 """A persistent prefix cache for llama-cpp-python: computed once, restored in milliseconds, by every process."""
 
 from prefixstore.config import load
-from prefixstore.engine.check import Violation
+from prefixstore.engine.invariants import Violation
 from prefixstore.errors import (
     ClosedError,
     ContextError,

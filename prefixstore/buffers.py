@@ -1,6 +1,6 @@
-"""Memory for pages on their way from llama.cpp to the store, used again and again.
+"""Pooled memory for pages on their way from llama.cpp to the store.
 
-Fresh memory costs more than the copy into it (page faults: 0.2-0.3 s against 0.04 s for 134 MB), so buffers are kept.
+Fresh memory costs more than the copy into it (page faults: 0.2-0.3 s against 0.04 s for 134 MB), so buffers are reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ IDLE_BYTES = 64 << 20
 
 
 class PooledBuffer:
-    """A buffer in use. It starts held once, and goes back when the last holder releases it."""
+    """A buffer in use. It starts with one holder, and returns to the pool when the last holder releases it."""
 
     def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
         self._pool = pool
@@ -26,16 +26,16 @@ class PooledBuffer:
 
     @property
     def view(self) -> memoryview:
-        """The buffer, as large as it was asked for."""
+        """The buffer, of the requested size."""
         return self._memory.data[: self._size]
 
     @property
     def address(self) -> int:
-        """Where the buffer is, for C."""
+        """The address of the buffer, for C."""
         return int(self._memory.ctypes.data)
 
     def hold(self) -> bool:
-        """Hold the buffer once more; False if it has gone back already."""
+        """Add a holder; False if the buffer has returned to the pool already."""
         with self._pool.lock:
             if self._holders == 0:
                 return False
@@ -43,7 +43,7 @@ class PooledBuffer:
             return True
 
     def release(self) -> None:
-        """Hold it once less."""
+        """Remove a holder."""
         with self._pool.lock:
             self._holders -= 1
             if self._holders == 0:
@@ -56,28 +56,28 @@ class BufferPool:
     Parameters
     ----------
     limit
-        Bytes that may be leased at a time. One buffer of any size is always possible.
+        Bytes that may be in use at a time. While none is in use, one buffer of any size is given out.
     """
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.Condition()
         self._limit = limit
-        self._leased = 0
+        self._in_use = 0
         self._idle: list[npt.NDArray[np.uint8]] = []
 
     @property
-    def leased(self) -> int:
-        """Bytes that are leased now."""
-        return self._leased
+    def in_use(self) -> int:
+        """Bytes that are in use now."""
+        return self._in_use
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
-        """A buffer of `size` bytes; None if that is too much at the moment and `wait` is false."""
+        """A buffer of `size` bytes. If the limit is reached: wait for a release, or return None."""
         with self.lock:
-            while self._leased and self._leased + size > self._limit:
+            while self._in_use and self._in_use + size > self._limit:
                 if not wait:
                     return None
                 self.lock.wait()
-            self._leased += size
+            self._in_use += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
             if fitting:
                 memory = min(fitting, key=lambda array: array.nbytes)
@@ -87,17 +87,17 @@ class BufferPool:
             memory = np.empty(size, np.uint8)
         except BaseException:
             with self.lock:
-                self._leased -= size
+                self._in_use -= size
                 self.lock.notify_all()
             raise
         return PooledBuffer(self, memory, size)
 
     def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
-        """Called by a buffer, under the lock, when nobody holds it any more."""
-        self._leased -= size
+        """Called by a buffer, under the lock, when it has no holder any longer."""
+        self._in_use -= size
         self._idle.append(memory)
         while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:
-            # the smallest serves fewest
+            # the smallest fits the fewest requests
             smallest = min(self._idle, key=lambda array: array.nbytes)
             self._idle = [kept for kept in self._idle if kept is not smallest]
         self.lock.notify_all()

@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
-from prefixstore.engine.check import Violation
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.invariants import Violation
 from prefixstore.errors import (
     ClosedError,
     InvalidParameterError,

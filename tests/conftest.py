@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from prefixstore.engine import breaker
-from prefixstore.llama import compute_rate as rate
+from prefixstore.llama import compute_rate
 from tests.support.models import load, write
 from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 
 # the tests that measure speed, and what measures it
-MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_rate": rate}
+MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_compute_rate": compute_rate}
 
 
 def pytest_configure() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
-from prefixstore import buffers as module
+from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 
 
@@ -15,7 +15,7 @@ def test_a_buffer_has_the_size_asked_for_and_can_be_written():
     buffer.view[:] = b"0123456789"
     assert bytes(buffer.view) == b"0123456789"
     assert buffer.address == buffer._memory.ctypes.data
-    assert pool.leased == 10
+    assert pool.in_use == 10
 
 
 def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
@@ -29,14 +29,14 @@ def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
         True,
         False,
     ]
-    assert pool.leased == 100
+    assert pool.in_use == 100
 
 
 def test_memory_is_reused_smallest_fit_first():
     pool = BufferPool(1000)
-    leases = [pool.acquire(size) for size in (50, 200, 100)]
-    addresses = [buffer.address for buffer in leases]
-    for buffer in leases:
+    held = [pool.acquire(size) for size in (50, 200, 100)]
+    addresses = [buffer.address for buffer in held]
+    for buffer in held:
         buffer.release()
     assert pool.acquire(80).address == addresses[2]
     assert pool.acquire(20).address == addresses[0]
@@ -50,18 +50,18 @@ def test_a_held_buffer_is_released_with_its_last_holder():
     buffer.release()
     assert pool.acquire(60) is None
     buffer.release()
-    assert pool.leased == 0
+    assert pool.in_use == 0
     assert not buffer.hold()
     buffer.release()
-    assert pool.leased == 0
+    assert pool.in_use == 0
     assert pool.acquire(60) is not None
 
 
 def test_idle_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(module, "IDLE_BYTES", 250)
+    monkeypatch.setattr(buffers, "IDLE_BYTES", 250)
     pool = BufferPool(10_000)
-    leases = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
-    for buffer in leases:
+    held = [pool.acquire(size) for size in (100, 50, 100, 100, 30)]
+    for buffer in held:
         buffer.release()
     assert sum(memory.nbytes for memory in pool._idle) <= 250
     big = pool.acquire(5000)
@@ -82,7 +82,7 @@ def test_a_waiting_thread_gets_what_is_released():
     for thread in threads:
         thread.join(20)
     assert [len(buffer.view) for buffer in got] == [40, 40]
-    assert pool.leased == 80
+    assert pool.in_use == 80
 
 
 def test_many_threads_never_share_a_buffer():
@@ -107,4 +107,4 @@ def test_many_threads_never_share_a_buffer():
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
-    assert pool.leased == 0
+    assert pool.in_use == 0

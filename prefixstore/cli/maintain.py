@@ -27,8 +27,8 @@ from prefixstore.cli.arguments import (
 )
 from prefixstore.cli.output import FAILED, emit, say, table
 from prefixstore.config import explain
-from prefixstore.engine.check import Violation
 from prefixstore.engine.delete import Removed
+from prefixstore.engine.invariants import Violation
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison

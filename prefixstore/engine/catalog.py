@@ -24,7 +24,7 @@ from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path
 from prefixstore.engine.pending import Deferred, Fits, PendingPage
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.snapshots import thin
+from prefixstore.engine.snapshot_policy import thin
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Record, Usage
@@ -230,7 +230,7 @@ class Catalog:
             elif key in self._pending:
                 # a node of the old index: its children are added again, if they are still there
                 page = self._pending[key].page
-                page.cut_off()
+                page.drop_children()
                 if not self._index.add(page):
                     self._drop(key, DropReason.ORPHAN)
 
@@ -247,7 +247,7 @@ class Catalog:
             if not self._index.add(page):
                 return False
         if key not in self._pending:
-            self._candidates.offer(page)
+            self._candidates.add(page)
         else:
             self._twins.add(key)
         return True
@@ -272,7 +272,7 @@ class Catalog:
         """The path to the deepest snapshot among the first `limit` tokens, at a multiple of `multiple_of`."""
         now = time.time_ns()
         with self._lock:
-            for path in self._index.standing(namespace, tokens[:limit], page_tokens):
+            for path in self._index.snapshots_along(namespace, tokens[:limit], page_tokens):
                 if _has_expired(path.pages[-1], now):
                     self._deferred.expired = True
                 elif path.n_tokens % multiple_of == 0:
@@ -283,7 +283,7 @@ class Catalog:
         """The path to the deepest snapshot of `tokens`, or the longest prefix where there are none; expired or not."""
         with self._lock:
             # where there are snapshots, pages alone cannot be restored
-            snapshots = self._index.standing(namespace, tokens, page_tokens)
+            snapshots = self._index.snapshots_along(namespace, tokens, page_tokens)
             return snapshots[0] if snapshots else self._index.match(namespace, tokens, page_tokens)
 
     def get(self, key: bytes) -> Page | None:
@@ -394,7 +394,7 @@ class Catalog:
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
         """Give up all but `keep` of the snapshots along `tokens`, except pinned ones; how many."""
         with self._lock:
-            paths = self._index.standing(namespace, tokens, page_tokens)[::-1]
+            paths = self._index.snapshots_along(namespace, tokens, page_tokens)[::-1]
             if len(paths) <= keep:
                 return 0
             positions = [path.n_tokens for path in paths]
@@ -485,7 +485,7 @@ class Catalog:
                 if self._is_pending(new):
                     del self._pending[new.page.key]
                     self._twins.discard(new.page.key)
-                    self._candidates.offer(new.page)
+                    self._candidates.add(new.page)
             self._deferred.subtract(deferred)
             if deferred.damaged:
                 # what took their place, and what was stored after them, is not known here
@@ -535,7 +535,7 @@ class Catalog:
     def spare(self, page: Page) -> None:
         """A victim is not deleted after all."""
         with self._lock:
-            self._candidates.offer(page)
+            self._candidates.add(page)
 
     def take_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
@@ -550,7 +550,7 @@ class Catalog:
                 page.last_used = max(usage.last_used, page.last_used)
                 page.expires = max(usage.expires, page.expires)
                 page.hits, page.pinned = max(usage.hits, page.hits), usage.pinned
-                self._candidates.offer(page)
+                self._candidates.add(page)
                 return False
             if evicting:
                 self._policy.evicted(page)
@@ -586,7 +586,7 @@ class Catalog:
             for page in pages:
                 page.pinned = pinned
                 if page.key not in self._pending:
-                    self._candidates.offer(page)
+                    self._candidates.add(page)
             # what was refused may find space now
             self._refused.clear()
 
@@ -620,7 +620,7 @@ class Catalog:
                 self._trusted = False
         parent = self._index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and parent.key not in self._pending:
-            self._candidates.offer(parent)
+            self._candidates.add(parent)
 
     def _drop(self, key: bytes, reason: DropReason) -> None:
         """Give a pending page up, with the pending pages that depend on it, and count them."""

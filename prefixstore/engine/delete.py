@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.catalog import Catalog, depth_first, roots
-from prefixstore.engine.check import Violation
 from prefixstore.engine.index import Index, Page
+from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.codec import decode

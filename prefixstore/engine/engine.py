@@ -19,12 +19,12 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Placement
-from prefixstore.engine.check import Violation, violations
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path
+from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
@@ -131,7 +131,7 @@ class Engine:
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         self._breaker = Breaker(self._probe, counters)
-        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.pace, self._breaker)
+        self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
         self._committer = Committer(backend, catalog, self._deleter, self._ram, self._budget, self._encode, counters)
         self._queue = WriteQueue(

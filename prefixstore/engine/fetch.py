@@ -1,4 +1,4 @@
-"""Verified states of pages, in order: from the buffers they wait in, from RAM, or from the backend."""
+"""Verified states of pages, in order: from the buffers of pending pages, from RAM, or from the backend."""
 
 from __future__ import annotations
 
@@ -13,44 +13,46 @@ from prefixstore.engine.breaker import Breaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Look, MisfitError, ReadAhead, ReadAlong, Readers, accept
+from prefixstore.engine.readers import Look, ReadAhead, ReadAlong, Reader, ReaderPool, ShapeError, check_shape
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.autocodec import ReadPace
+from prefixstore.format.autocodec import ReadRate
 from prefixstore.stats import Counters
 
 __all__ = ["Fetcher", "States"]
 
+log = logging.getLogger("prefixstore")
+
 
 class States(Iterator[memoryview]):
-    """The states of some pages, in order, up to the first that is gone or damaged.
+    """The states of some pages, in order, up to the first page that is gone or damaged.
 
     Parameters
     ----------
     pages
-        What is wanted.
-    at_hand
+        The wanted pages.
+    in_memory
         States that need not be read, by key.
     reader
         Reads the others.
     breaker
         Guards the location.
     give_up
-        Called with the page that ends them, and why: the error, or None for a page that is gone.
+        Called with the page that ends the iteration, and the reason: the error, or None for a page that is gone.
     look
-        Whether a state at hand can be used; the reader asks it about the others.
+        Whether a state in memory can be used; the reader checks the others.
     """
 
     def __init__(
         self,
         pages: Sequence[Page],
-        at_hand: Mapping[bytes, memoryview],
-        reader: ReadAhead | ReadAlong,
+        in_memory: Mapping[bytes, memoryview],
+        reader: Reader,
         breaker: Breaker,
         give_up: Callable[[Page, StorageError | None], None],
         look: Look | None = None,
     ) -> None:
         self._pages = pages
-        self._at_hand = at_hand
+        self._in_memory = in_memory
         self._reader = reader
         self._breaker = breaker
         self._give_up = give_up
@@ -65,9 +67,9 @@ class States(Iterator[memoryview]):
         page = self._pages[self._n_given]
         error = None
         try:
-            state = self._at_hand.get(page.key)
+            state = self._in_memory.get(page.key)
             if state is not None:
-                accept(self._look, page, state)
+                check_shape(self._look, page, state)
             else:
                 with self._breaker.asking(page):
                     state = self._reader.next()
@@ -98,11 +100,8 @@ class States(Iterator[memoryview]):
         self._give_up(page, error)
 
 
-log = logging.getLogger("prefixstore")
-
-
 class Fetcher:
-    """Reads pages from the buffers they wait in, from RAM, or from the backend.
+    """Gets the states of pages from the buffers of pending pages, from RAM, or from the backend.
 
     Parameters
     ----------
@@ -110,26 +109,32 @@ class Fetcher:
         Of the engine.
     counters
         Counts pages that cannot be read, by reason.
-    pace
-        Is told how fast the location delivers bytes.
+    read_rate
+        Learns how fast the location delivers bytes.
     breaker
         Guards the location.
     """
 
     def __init__(
-        self, backend: Backend, catalog: Catalog, ram: RamTier, counters: Counters, pace: ReadPace, breaker: Breaker
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        ram: RamTier,
+        counters: Counters,
+        read_rate: ReadRate,
+        breaker: Breaker,
     ) -> None:
         self._backend = backend
         self._catalog = catalog
         self._ram = ram
         self._counters = counters
-        self._pace = pace
+        self._read_rate = read_rate
         self._breaker = breaker
-        self._readers = Readers()
+        self._pool = ReaderPool()
 
     def close(self) -> None:
         """End the threads."""
-        self._readers.close()
+        self._pool.close()
 
     @contextmanager
     def fetching(self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None) -> Iterator[States]:
@@ -138,60 +143,63 @@ class Fetcher:
         Parameters
         ----------
         pages
-            What is wanted, in this order.
+            The wanted pages, in this order.
         streamed
-            For callers that can undo what they did with a state. They get states earlier: before the checksum is known;
-            asking for the next state, or for `States.verified`, waits for it. A state is valid until the next one is
-            asked for, and its buffer is used again. Otherwise states are verified, and valid until the block is left.
+            For callers that can undo a load. They get states earlier: before the checksum is known; the next state, and
+            `States.verified`, wait for it. A state is valid only until the next one is requested, and its buffer is
+            used again. Otherwise states are verified when they are given out, and valid until the block is left.
         look
-            Whether a state can be used; a state that it refuses ends them too. It is called with one state at a time,
-            with the first one in the calling thread.
+            Whether a state can be used; a state that it refuses ends the iteration too. It is called with one state at
+            a time, with the first one in the calling thread.
 
         Raises
         ------
         StorageError
             If the backend cannot be read at all.
         """
-        # held before the view opens: what is committed in between is in one of the two
+        # Held before the view opens: a page that is committed in between is in one of the two.
         held = self._catalog.hold(pages)
         try:
             with ExitStack() as opened:
                 with self._breaker.asking():
                     view = opened.enter_context(self._backend.view())
-                at_hand = self._at_hand(pages, held)
-                stored = [page for page in pages if page.key not in at_hand]
-                reader: ReadAhead | ReadAlong
-                if streamed and all(page.stored_bytes == page.raw_bytes for page in stored):
-                    reader = ReadAlong(self._readers, view, stored, self._pace, look)
-                else:
-                    reader = ReadAhead(self._readers, view, stored, self._pace, look, streamed=streamed)
+                in_memory = self._in_memory(pages, held)
+                stored = [page for page in pages if page.key not in in_memory]
                 give_up = partial(self._give_up, view=view)
-                # states outlive their iterator: buffers go back when the block is left
-                with closing(reader), closing(States(pages, at_hand, reader, self._breaker, give_up, look)) as states:
+                # States outlive their iterator: their buffers are released when the block is left.
+                with (
+                    closing(self._reader(view, stored, look, streamed=streamed)) as reader,
+                    closing(States(pages, in_memory, reader, self._breaker, give_up, look)) as states,
+                ):
                     yield states
         finally:
             for buffer in held.values():
                 buffer.release()
 
-    def _at_hand(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
+    def _in_memory(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
         """States that need not be read."""
-        at_hand = {key: buffer.view for key, buffer in held.items()}
+        in_memory = {key: buffer.view for key, buffer in held.items()}
         for page in pages:
-            if page.key not in at_hand and (state := self._ram.state(page)) is not None:
-                at_hand[page.key] = state
-        return at_hand
+            if page.key not in in_memory and (state := self._ram.state(page)) is not None:
+                in_memory[page.key] = state
+        return in_memory
+
+    def _reader(self, view: View, pages: Sequence[Page], look: Look | None, *, streamed: bool) -> Reader:
+        if streamed and all(page.stored_bytes == page.raw_bytes for page in pages):
+            return ReadAlong(self._pool, view, pages, self._read_rate, look)
+        return ReadAhead(self._pool, view, pages, self._read_rate, look, streamed=streamed)
 
     def _give_up(self, page: Page, error: StorageError | None, view: View) -> None:
         """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
         if error is None:
             self._counters.count("unreadable:vanished")
-            # no thread reads any more
+            # no thread reads the view any longer
             self._catalog.contradict(page.key, view.generation)
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")
             self._catalog.damage(page.key)
-        elif isinstance(error, MisfitError):
+        elif isinstance(error, ShapeError):
             log.warning("a page is not used: %s", error)
             self._counters.count("unreadable:shape")
         elif isinstance(error, IncompatibleError):

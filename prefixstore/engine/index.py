@@ -1,4 +1,4 @@
-"""The trie of pages in memory: longest stored prefix, to the token. Derived state, rebuilt from any backend."""
+"""The trie of pages in memory: finds the longest stored prefix, to the token. It can be rebuilt from any backend."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from prefixstore.format.record import PAGE, SNAPSHOT, Record, Usage
 
 __all__ = ["Index", "Page", "Path"]
 
-GLANCE = 64
+# Siblings that `Index.branches` compares at each position: where there are many, they begin to differ in few places.
+SIBLINGS_COMPARED = 64
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One stored page or snapshot: a node of the trie, with what eviction asks about it.
+    """One stored page or snapshot: a node of the trie, with the facts that eviction needs.
 
     Attributes
     ----------
     key, parent
-        Boundary hash of the page and of the page before it (of the namespace for a first page), 16 bytes each.
+        Page keys of the page and of its parent (for a first page: key of the namespace), 16 bytes each.
     namespace
         Key of the namespace, 16 bytes.
     start
@@ -33,7 +34,7 @@ class Page:
     tokens
         The tokens, little-endian int32 bytes.
     raw_bytes, stored_bytes
-        Size of the state, and of what the codec made of it.
+        Size of the state, and of its stored form.
     compute_us
         Microseconds that computing the tokens took, as a prefill; 0 if it is not known.
     created, last_used
@@ -41,16 +42,16 @@ class Page:
     hits
         How often the page was restored.
     pinned
-        Whether eviction passes the page by.
+        Whether the page is exempt from eviction and expiry.
     priority
-        Pages of lower priority go first, under the policy of this name.
+        Pages of lower priority are evicted first, under the policy of this name.
     expires
         Nanoseconds since the epoch; 0 for never.
     form
-        `PAGE`, or `SNAPSHOT`: what is needed to go on behind its tokens, which are those since the page before. Nothing
-        hangs on a snapshot.
-    note
-        What the policy of eviction has noted, in this process.
+        `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
+        parent. A snapshot has no children.
+    policy_data
+        Belongs to the eviction policy of this process.
     """
 
     key: bytes
@@ -68,14 +69,14 @@ class Page:
     priority: int = 0
     expires: int = 0
     form: int = PAGE
-    note: object = field(default=None, repr=False)
+    policy_data: object = field(default=None, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
     snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
 
     @classmethod
     def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
-        """The node of a page that a backend has."""
+        """The node of a page that is in a backend."""
         return cls(
             key,
             record.parent,
@@ -101,7 +102,7 @@ class Page:
 
     @property
     def end(self) -> int:
-        """The boundary: position behind the last token."""
+        """The boundary: the position after the last token."""
         return self.start + self.n_tokens
 
     @property
@@ -111,29 +112,29 @@ class Page:
 
     @property
     def dependents(self) -> list[Page]:
-        """What is directly behind this page."""
+        """The pages and snapshots whose parent this page is."""
         return [*self.children, *self.snapshots.values()]
 
-    def cut_off(self) -> None:
-        """Forget what is behind this page."""
+    def drop_children(self) -> None:
+        """Forget the children and snapshots of this page."""
         self.child_tokens, self.children, self.snapshots = [], [], {}
 
 
 @dataclass(frozen=True)
 class Path:
-    """Pages from the start of a sequence on, and how many of its tokens they cover."""
+    """The first pages of a sequence, and how many of its tokens they cover."""
 
     pages: tuple[Page, ...]
     n_tokens: int
 
 
 class Index:
-    """Pages by key and by what they follow.
+    """Pages by key, and by parent and tokens.
 
-    A page is in the index only if its parent is, so whatever is found can be restored. The children of a page are
-    ordered by their tokens: the sibling with the longest common prefix is a neighbour of where the wanted tokens
-    would stand, so a bisection finds it. No page's tokens are a prefix of a sibling's (see `superseded_by`). Snapshots
-    are kept apart from them, by their tokens.
+    A page is in the index only if its parent is, so every page that is found can be restored. The children of a page
+    are sorted by their tokens. The sibling with the longest common prefix is next to the position where the wanted
+    tokens would be inserted, so a bisection finds it. No page's tokens are a prefix of a sibling's (see
+    `superseded_by`). Snapshots are kept apart from the children, by their tokens.
     """
 
     def __init__(self) -> None:
@@ -157,14 +158,14 @@ class Index:
         return self.pages.get(key)
 
     def has_parent_of(self, page: Page) -> bool:
-        """Whether the page before `page` is here; the first page of a sequence needs none."""
+        """Whether the parent of `page` is in the index; the first page of a sequence needs none."""
         return page.parent == page.namespace or page.parent in self.pages
 
     def add(self, page: Page) -> bool:
-        """Add a page behind its parent; False, and nothing changes, if it is known, or no page ends where it starts."""
+        """Add a page; False, and nothing changes, if it is known, or its parent is missing or ends elsewhere."""
         if page.key in self.pages or not self.has_parent_of(page):
             return False
-        parent = self._behind(page.parent, page.namespace)
+        parent = self._parent_node(page.parent, page.namespace)
         if (page.start, page.namespace, PAGE) != (parent.end, parent.namespace, parent.form):
             return False
         if page.form == SNAPSHOT:
@@ -178,14 +179,14 @@ class Index:
         return True
 
     def remove(self, key: bytes) -> list[Page]:
-        """Remove a page and all that depends on it; the removed pages, deepest first."""
+        """Remove a page and its descendants; the removed pages, deepest first."""
         page = self.pages.get(key)
         if page is None:
             return []
         subtree = [page]
         for node in subtree:
             subtree.extend(node.dependents)
-        parent = self._behind(page.parent, page.namespace)
+        parent = self._parent_node(page.parent, page.namespace)
         if page.form == SNAPSHOT:
             del parent.snapshots[page.tokens]
         else:
@@ -215,7 +216,7 @@ class Index:
             del self.held[page.namespace]
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`; its last page may reach beyond the prefix."""
+        """The longest stored prefix of `tokens`; its last page may extend beyond it."""
         node = self._roots.get(namespace)
         raw = tokens.tobytes()
         step = page_tokens * TOKEN_BYTES
@@ -238,8 +239,8 @@ class Index:
             return Path(tuple(pages), at // TOKEN_BYTES + shared)
         return Path((), 0)
 
-    def standing(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[Path]:
-        """The snapshots whose tokens are all in `tokens`, the deepest first, each at the end of its path."""
+    def snapshots_along(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[Path]:
+        """The snapshots whose tokens are a prefix of `tokens`, the deepest first, each at the end of its path."""
         node = self._roots.get(namespace)
         raw = tokens.tobytes()
         step = page_tokens * TOKEN_BYTES
@@ -258,7 +259,7 @@ class Index:
         return found[::-1]
 
     def branches(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """The positions along `tokens` at which stored sequences go different ways, to the token."""
+        """The positions along `tokens` at which stored sequences branch off, to the token."""
         node = self._roots.get(namespace)
         raw = tokens.tobytes()
         step = page_tokens * TOKEN_BYTES
@@ -266,8 +267,7 @@ class Index:
         found: list[int] = []
         while node is not None:
             wanted = raw[at : at + step]
-            # a glance: where there are many, they begin to differ in few places
-            others = islice(chain(node.child_tokens, node.snapshots), GLANCE)
+            others = islice(chain(node.child_tokens, node.snapshots), SIBLINGS_COMPARED)
             found += [
                 at // TOKEN_BYTES + _shared_tokens(wanted, other) for other in others if not _agree(other, wanted)
             ]
@@ -298,8 +298,8 @@ class Index:
     def _node(self, parent: bytes, namespace: bytes) -> Page | None:
         return self._roots.get(namespace) if parent == namespace else self.pages.get(parent)
 
-    def _behind(self, parent: bytes, namespace: bytes) -> Page:
-        """The node with this key; the root of a namespace comes into being when it is needed."""
+    def _parent_node(self, parent: bytes, namespace: bytes) -> Page:
+        """The node of a parent; the root of a namespace is created when it is first needed."""
         if parent == namespace and namespace not in self._roots:
             self._roots[namespace] = Page(namespace, b"", namespace, 0, b"", 0, 0, 0, 0, 0)
         node = self._node(parent, namespace)

@@ -96,7 +96,7 @@ class WriteQueue:
     @property
     def n_bytes(self) -> int:
         """Bytes captured and not yet written."""
-        return self._buffers.leased
+        return self._buffers.in_use
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
         """A buffer to capture a page into; None if too much is queued already and `wait` is false."""

@@ -1,8 +1,13 @@
-"""What those who read stored pages have in common: threads, buffers, and how a page is known to be the wanted one."""
+"""Reads the states of stored pages in order, in threads of its own, and verifies them.
+
+`ReadAhead` verifies each state before it gives it out, and unpacks packed pages in several threads. `ReadAlong` gives
+out raw pages first and verifies them in a thread while the caller copies them, so that they come out of memory once.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
@@ -13,22 +18,46 @@ from prefixstore.backends.base import View
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
-from prefixstore.format.autocodec import UNPACKERS, ReadPace
+from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Look", "MisfitError", "ReadAhead", "ReadAlong", "Readers", "accept", "compare", "fetched"]
+__all__ = ["Look", "ReadAhead", "ReadAlong", "Reader", "ReaderPool", "ShapeError", "check_shape"]
 
-# of all restores that go on at a time; they are started as they are needed
+# for all restores of an engine together; they are started as they are needed
 THREADS = 64
 
+Look: TypeAlias = Callable[[Page, memoryview], bool]
+"""Whether a state can be used for a page."""
 
-class Readers:
-    """The threads of all restores, and the buffers that pages are decoded into."""
+
+class ShapeError(IncompatibleError):
+    """A state is what was written, but the caller cannot use it."""
+
+
+def check_shape(look: Look | None, page: Page, state: memoryview) -> None:
+    """Raise `ShapeError` if the caller cannot use a state."""
+    if look is not None and not look(page, state):
+        raise ShapeError(f"page {page.key.hex()} does not have the shape that the caller expects")
+
+
+def _check_tokens(page: Page, record: Record) -> None:
+    """Raise `CorruptError` if a record is not that of a page: a hash only nominates, the tokens prove it."""
+    if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
+        raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
+
+
+def _fetch(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
+    """As `View.fetch`, but nothing happens before the first `next`, and it can be closed."""
+    yield from view.fetch(keys)
+
+
+class ReaderPool:
+    """The threads of all readers of an engine, and the buffers that pages are decoded into."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
-        # bounded by the room of each restore
+        # without a limit of its own: each reader bounds what it uses
         self.buffers = BufferPool(1 << 62)
 
     def close(self) -> None:
@@ -36,30 +65,35 @@ class Readers:
         self.threads.shutdown()
 
 
-def fetched(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
-    """As `View.fetch`; nothing happens before the first is asked for, and it can be closed."""
-    yield from view.fetch(keys)
+class Reader(ABC):
+    """The states of some pages of a view, one after the other."""
+
+    @abstractmethod
+    def next(self) -> memoryview | None:
+        """The state of the next page; None if the page is gone.
+
+        Raises
+        ------
+        StorageError
+            If the page cannot be read. There is no next page after this, nor after None.
+        """
+
+    @abstractmethod
+    def wait_verified(self) -> None:
+        """Return when the state that `next` returned last is verified.
+
+        Raises
+        ------
+        CorruptError
+            If it is not what was written. There is no next page after this.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Return when no thread uses the view any longer, and all buffers have been released."""
 
 
-class MisfitError(IncompatibleError):
-    """A state is what was written, and not what its user can use."""
-
-
-Look: TypeAlias = Callable[[Page, memoryview], bool]
-"""Whether a state can be used for a page."""
-
-
-def compare(page: Page, record: Record) -> None:
-    """The hash nominated a page; its tokens prove it. Raises `CorruptError`."""
-    if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
-        raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
-
-
-def accept(look: Look | None, page: Page, state: memoryview) -> memoryview:
-    """The state, which is what was written, if its user can use it; otherwise raise `MisfitError`."""
-    if look is not None and not look(page, state):
-        raise MisfitError(f"page {page.key.hex()} has another shape than what it is for")
-    return state
+# -- verified before they are given out -------------------------------------------------------------------------------
 
 
 class _State(NamedTuple):
@@ -69,85 +103,80 @@ class _State(NamedTuple):
     buffer: PooledBuffer | None
 
 
-class ReadAhead:
-    """The states of some pages of a view, one after the other.
+class ReadAhead(Reader):
+    """Reads, verifies and unpacks pages ahead of the caller.
 
     Parameters
     ----------
-    readers
-        Lends threads and buffers.
+    pool
+        Provides threads and buffers.
     view
-        Is used by these threads, and by nobody else, until `close` returns.
+        Is used by these threads only, until `close` returns.
     pages
-        What is wanted, in this order.
-    pace
-        Is told how fast stored bytes were read.
+        The wanted pages, in this order.
+    read_rate
+        Learns how fast stored bytes were read.
     look
-        Called with each state before it is given out, where it is asked for.
+        Called with each state before it is given out, in the thread of the caller.
     streamed
-        A state is valid until the next one is asked for only, and its buffer used again; otherwise until `close`.
+        Whether a state is valid only until the next call of `next`, and its buffer used again; otherwise until `close`.
     """
 
     def __init__(
         self,
-        readers: Readers,
+        pool: ReaderPool,
         view: View,
         pages: Sequence[Page],
-        pace: ReadPace,
+        read_rate: ReadRate,
         look: Look | None,
         *,
         streamed: bool,
     ) -> None:
-        self._buffers = readers.buffers
-        self._pace = pace
+        self._buffers = pool.buffers
+        self._read_rate = read_rate
         self._look = look
-        # those that wait to be read, and those that wait to be given out
-        self._pages = iter(pages)
-        self._promised_pages = iter(pages)
-        self._fetched = fetched(view, [page.key for page in pages])
-        self._turn = Lock()
-        n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
-        # a page for each of them, and one that is in use
-        self._room = Semaphore(n_workers + 1)
-        # in the order of the pages; whoever takes a page promises its state, or the error
-        self._promised: SimpleQueue[Future[_State | None]] = SimpleQueue()
         self._streamed = streamed
+        # used by the worker whose turn it is
+        self._turn = Lock()
+        self._pages_to_read = iter(pages)
+        self._fetched = _fetch(view, [page.key for page in pages])
+        self._ended = False
+        # In the order of the pages: the worker that takes a page promises its state, or the error.
+        self._promised: SimpleQueue[Future[_State | None]] = SimpleQueue()
+        # used by the caller
+        self._pages_to_give = iter(pages)
         self._in_use: list[PooledBuffer] = []
         self._n_taken = 0
-        self._ended = False
-        self._workers = [readers.threads.submit(self._work) for _ in pages[:n_workers]]
+        n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
+        # one page for each worker, and one that the caller uses
+        self._free = Semaphore(n_workers + 1)
+        self._workers = [pool.threads.submit(self._work) for _ in pages[:n_workers]]
+
+    def next(self) -> memoryview | None:
+        if self._streamed:
+            self._release_buffers()
+        if self._n_taken:
+            # the caller has finished with the previous state
+            self._free.release()
+        state = self._take(self._promised.get().result())
+        if state is not None:
+            check_shape(self._look, next(self._pages_to_give), state)
+        return state
+
+    def wait_verified(self) -> None:
+        """Return at once: every state was verified before it was given out."""
 
     def close(self) -> None:
-        """Return when no thread uses the view any more, and all buffers were given back."""
         self._ended = True
         for _ in self._workers:
-            self._room.release()
+            self._free.release()
         wait([worker for worker in self._workers if not worker.cancel()])
         self._fetched.close()
         while not self._promised.empty():
             promise = self._promised.get()
             if promise.exception() is None:
                 self._take(promise.result())
-        self._give_back()
-
-    def next(self) -> memoryview | None:
-        """The state of the next page; None if the page is gone.
-
-        Raises
-        ------
-        StorageError
-            If the page cannot be had. There is no next page after this, nor after None.
-        """
-        if self._streamed:
-            self._give_back()
-        if self._n_taken:
-            # of the state before: whoever asks for the next one is done with it
-            self._room.release()
-        state = self._take(self._promised.get().result())
-        return accept(self._look, next(self._promised_pages), state) if state is not None else None
-
-    def wait_verified(self) -> None:
-        """Return when the state that `next` returned last is verified: it was before."""
+        self._release_buffers()
 
     def _take(self, state: _State | None) -> memoryview | None:
         self._n_taken += 1
@@ -157,17 +186,18 @@ class ReadAhead:
             self._in_use.append(state.buffer)
         return state.view
 
-    def _give_back(self) -> None:
+    def _release_buffers(self) -> None:
         while self._in_use:
             self._in_use.pop().release()
 
     def _work(self) -> None:
+        """Read pages in turns with the other workers; verify and unpack them at the same time as the others."""
         while True:
-            self._room.acquire()
+            self._free.acquire()
             promise: Future[_State | None] = Future()
             try:
                 with self._turn:
-                    page = None if self._ended else next(self._pages, None)
+                    page = None if self._ended else next(self._pages_to_read, None)
                     if page is None:
                         self._ended = True
                         return
@@ -176,19 +206,19 @@ class ReadAhead:
                     found = next(self._fetched, None)
                     seconds = time.perf_counter() - started
                     if found is None:
-                        # never set back: `close` may have set it meanwhile
+                        # never reset to False: `close` may have set it meanwhile
                         self._ended = True
                 promise.set_result(self._decode(page, *found, seconds) if found is not None else None)
-            except BaseException as error:  # noqa: BLE001 - raised where the state is asked for
+            except BaseException as error:  # noqa: BLE001 - raised by `next`
                 self._ended = True
                 promise.set_exception(error)
 
     def _decode(self, page: Page, record: Record, payload: Buffer, seconds: float) -> _State:
-        compare(page, record)
+        _check_tokens(page, record)
         started = time.perf_counter()
         view = verify(record, payload)
-        # where the location is mapped into memory, it is the checksum that reads
-        self._pace.note(len(view), seconds + time.perf_counter() - started)
+        # in a location that is mapped into memory, it is the checksum that reads the bytes
+        self._read_rate.observe(len(view), seconds + time.perf_counter() - started)
         if record.codec == CODECS["raw"]:
             return _State(view, None)
         try:
@@ -204,57 +234,51 @@ class ReadAhead:
         return _State(buffer.view, buffer)
 
 
+# -- verified while they are used -------------------------------------------------------------------------------------
+
+
 class _Found(NamedTuple):
-    """A stored page, the bytes of its state, and the seconds that it took to get them."""
+    """A stored page, the bytes of its state, and the seconds that it took to read them."""
 
     record: Record
     view: memoryview
     seconds: float
 
 
-class ReadAlong:
-    """The states of some pages of a view, one after the other.
+class ReadAlong(Reader):
+    """Gives out raw pages that are not verified yet, and verifies each while the caller uses it.
 
     Parameters
     ----------
-    readers
-        Lends a thread.
+    pool
+        Provides a thread.
     view
-        Is used by nobody else until `close` returns.
+        Is used by this reader only, until `close` returns.
     pages
-        What is wanted, in this order.
-    pace
-        Is told how fast stored bytes were read.
+        The wanted pages, in this order.
+    read_rate
+        Learns how fast stored bytes were read.
     look
-        Called with each state before it is given out: with the first one where it is asked for, with the others in
-        the thread, as what it looks at is not in the cache of a core yet.
+        Called with each state before it is given out: with the first one in the thread of the caller, with the others
+        in the reader's thread, as the bytes that it compares are not in a processor's cache yet.
     """
 
-    def __init__(self, readers: Readers, view: View, pages: Sequence[Page], pace: ReadPace, look: Look | None) -> None:
-        self._threads = readers.threads
-        self._pace = pace
+    def __init__(
+        self, pool: ReaderPool, view: View, pages: Sequence[Page], read_rate: ReadRate, look: Look | None
+    ) -> None:
+        self._threads = pool.threads
+        self._read_rate = read_rate
         self._look = look
         self._pages = iter(pages)
-        self._fetched = fetched(view, [page.key for page in pages])
-        # verifies the state that was given out last, then reads the next one: what comes, why it does not, or None
+        self._fetched = _fetch(view, [page.key for page in pages])
+        # Verifies the state that was given out last, then reads the next one. Its result: the next page, the reason why
+        # it cannot be read, or None if it is gone.
         self._job: Future[_Found | StorageError | None] | None = None
         self._coming: _Found | StorageError | None = None
         self._started = False
 
-    def close(self) -> None:
-        """Return when no thread uses the view any more."""
-        if self._job is not None:
-            wait([self._job])
-        self._fetched.close()
-
     def next(self) -> memoryview | None:
-        """The state of the next page, not verified yet: see `wait_verified`; None if the page is gone.
-
-        Raises
-        ------
-        StorageError
-            If the page cannot be had. There is no next page after this, nor after None.
-        """
+        """The state of the next page, not verified yet (see `wait_verified`); None if the page is gone."""
         self.wait_verified()
         coming = self._coming if self._started else self._read()
         self._started = True
@@ -266,24 +290,22 @@ class ReadAlong:
         return coming.view
 
     def wait_verified(self) -> None:
-        """Return when the state that `next` returned last is verified.
-
-        Raises
-        ------
-        CorruptError
-            If it is not what was written. There is no next page then.
-        """
         job, self._job = self._job, None
         if job is not None:
             self._coming = None
             self._coming = job.result()
 
+    def close(self) -> None:
+        if self._job is not None:
+            wait([self._job])
+        self._fetched.close()
+
     def _verify_and_read(self, given: _Found) -> _Found | StorageError | None:
         started = time.perf_counter()
         if given.record.codec == CODECS["raw"]:
             verify_checksum(given.record, given.view)
-            # where the location is mapped into memory, it is the checksum that reads
-            self._pace.note(len(given.view), given.seconds + time.perf_counter() - started)
+            # in a location that is mapped into memory, it is the checksum that reads the bytes
+            self._read_rate.observe(len(given.view), given.seconds + time.perf_counter() - started)
         return self._read()
 
     def _read(self) -> _Found | StorageError | None:
@@ -293,14 +315,14 @@ class ReadAlong:
             if found is None or page is None:
                 return None
             record, payload = found
-            compare(page, record)
-            # it may be packed all the same: written anew since it came into the index
+            _check_tokens(page, record)
+            # it may be packed after all, if it was written again since the index learned of it
             raw = record.codec == CODECS["raw"]
             view = inspect(record, payload) if raw else decode(record, payload)
             try:
-                accept(self._look, page, view)
-            except MisfitError:
-                # unless it is damaged
+                check_shape(self._look, page, view)
+            except ShapeError:
+                # a damaged page may have any shape: report the damage instead
                 verify(record, payload)
                 raise
         except StorageError as error:

@@ -1,4 +1,4 @@
-"""Chooses how the pages of each namespace are stored: as the user says, or by what is measured."""
+"""Chooses the codec for the pages of each namespace: as the user says, or by measurement."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
-__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadPace", "choose", "encode", "pick"]
+__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadRate", "choose", "encode", "pick"]
 
 # a codec must save this share of the bytes
-LEAST = 0.02
+MIN_SAVING = 0.02
 # and restores must keep this share of the speed of raw ones, by an estimate that is high by 0.05-0.1
-SLOWEST = 0.8
-# seconds a byte as long as nothing was read: a local file, in memory already
-FASTEST = 3e-11
-# of two that save about the same, the faster one
-CLOSE = 0.01
+MIN_SPEED = 0.8
+# assumed until something was read: a local file that is in memory already
+ASSUMED_SECONDS_PER_BYTE = 3e-11
+# of codecs whose savings differ by no more than this, the fastest is chosen
+SAVING_TOLERANCE = 0.01
 # threads that unpack for one restore
 UNPACKERS = min(4, os.cpu_count() or 1)
 
@@ -38,33 +38,33 @@ def encode(raw: Buffer, codec: str, level: int = DEFAULT_LEVEL) -> tuple[int, Bu
     return PACKINGS["raw"].number, raw
 
 
-class ReadPace:
-    """How fast stored bytes of a location are read and verified, by one thread: the best of the last few times.
+class ReadRate:
+    """How fast one thread reads and verifies stored bytes of a location: the best of the last few reads.
 
-    A busy machine makes a read slower, and nothing makes it faster.
+    The best, because a busy machine makes reads slower, and nothing makes them faster.
     """
 
-    # what is shorter measures calls, not bytes
-    SHORTEST = 1 << 16
-    LAST = 16
+    # the time of a shorter read is that of the call, not of the bytes
+    MIN_BYTES = 1 << 16
+    READS_KEPT = 16
 
     def __init__(self) -> None:
-        self._seconds_per_byte: deque[float] = deque(maxlen=self.LAST)
+        self._seconds_per_byte: deque[float] = deque(maxlen=self.READS_KEPT)
 
-    def note(self, n_bytes: int, seconds: float) -> None:
-        """So many bytes took so long."""
-        if n_bytes >= self.SHORTEST:
+    def observe(self, n_bytes: int, seconds: float) -> None:
+        """Record how long a read of `n_bytes` took."""
+        if n_bytes >= self.MIN_BYTES:
             self._seconds_per_byte.append(seconds / n_bytes)
 
     @property
     def seconds_per_byte(self) -> float | None:
-        """None as long as it is not known."""
+        """The best of the last reads; None until there is one."""
         return min(self._seconds_per_byte.copy(), default=None)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a codec made of some pages: their size before and after, and the seconds that unpacking takes one thread."""
+    """What a codec achieved on some pages: sizes before and after, and the seconds to unpack them in one thread."""
 
     raw_bytes: int
     stored_bytes: int
@@ -76,33 +76,38 @@ class Figures:
         )
 
     @property
-    def saves(self) -> float:
+    def saving(self) -> float:
         """The share of the bytes that need not be stored."""
         return 1 - self.stored_bytes / max(self.raw_bytes, 1)
 
-    def speed(self, pace: float) -> float:
-        """How fast a restore is, relative to that of raw pages, if a stored byte is read in `pace` seconds.
+    def speed(self, seconds_per_byte: float) -> float:
+        """The speed of a restore relative to that of raw pages, if reading a stored byte takes `seconds_per_byte`.
 
         Reading and unpacking add up: pages that are read at the same time wait for the same disk, and for the same
         cores. Measured with a cold file on 2 cores: 0.81 by this estimate, 0.70-0.74 by the clock.
         """
-        return self.raw_bytes * pace / max(self.stored_bytes * pace + self.seconds / UNPACKERS, 1e-12)
+        reading = self.stored_bytes * seconds_per_byte
+        return self.raw_bytes * seconds_per_byte / max(reading + self.seconds / UNPACKERS, 1e-12)
 
 
-def choose(figures: Mapping[str, Figures], pace: float | None) -> str:
-    """The codec for pages like those measured, in a location where a stored byte is read in `pace` seconds.
+def choose(figures: Mapping[str, Figures], seconds_per_byte: float | None) -> str:
+    """The codec for pages like those measured.
 
     Parameters
     ----------
     figures
-        What each candidate made of the same pages.
-    pace
-        None if nothing was read yet.
+        What each candidate achieved on the same pages.
+    seconds_per_byte
+        What reading a stored byte of the location takes; None if nothing was read yet.
     """
-    pace = FASTEST if pace is None else pace
-    good = {name: figure for name, figure in figures.items() if figure.saves >= LEAST and figure.speed(pace) >= SLOWEST}
-    most = max((figure.saves for figure in good.values()), default=0.0)
-    close = [name for name, figure in good.items() if figure.saves >= most - CLOSE]
+    rate = ASSUMED_SECONDS_PER_BYTE if seconds_per_byte is None else seconds_per_byte
+    good = {
+        name: figure
+        for name, figure in figures.items()
+        if figure.saving >= MIN_SAVING and figure.speed(rate) >= MIN_SPEED
+    }
+    most = max((figure.saving for figure in good.values()), default=0.0)
+    close = [name for name, figure in good.items() if figure.saving >= most - SAVING_TOLERANCE]
     return min(close, key=lambda name: good[name].seconds, default="raw")
 
 
@@ -111,12 +116,12 @@ class Encoder(ABC):
 
     Attributes
     ----------
-    pace
-        Of the location; whoever reads notes it.
+    read_rate
+        Of the location; readers update it.
     """
 
     def __init__(self) -> None:
-        self.pace = ReadPace()
+        self.read_rate = ReadRate()
 
     @abstractmethod
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
@@ -136,39 +141,39 @@ class FixedCodec(Encoder):
 
 
 class AutoCodec(Encoder):
-    """Looks at the first pages of each namespace, and again now and then, and takes the codec that is worth it.
+    """Measures all codecs on the first pages of each namespace, and again at intervals, and uses the best one.
 
-    It compresses where restores from this location are hardly slower for it: not where pages lie in a local file that
-    the system keeps in memory. The pace of the location may change between two looks: it counts for every page.
+    It compresses only where that hardly slows down restores from this location: not where pages are in a local file
+    that the system keeps in memory. The read rate is not bound to those intervals: it is considered for every page.
     """
 
-    LOOK = 2
-    LOOK_AGAIN = 64
+    PAGES_MEASURED = 2
+    PAGES_BETWEEN = 64
 
     def __init__(self) -> None:
         super().__init__()
-        # written by several threads without a lock: at worst there is a look more, or less
+        # written by several threads without a lock: at worst a page more, or one less, is measured
         self._known: dict[bytes, dict[str, Figures]] = {}
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        turn = self._seen.get(namespace, 0) % (self.LOOK + self.LOOK_AGAIN)
+        turn = self._seen.get(namespace, 0) % (self.PAGES_MEASURED + self.PAGES_BETWEEN)
         self._seen[namespace] = turn + 1
         known = self._known.get(namespace, {})
-        if known and turn >= self.LOOK:
-            return encode(raw, choose(known, self.pace.seconds_per_byte))
+        if known and turn >= self.PAGES_MEASURED:
+            return encode(raw, choose(known, self.read_rate.seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}
         figures = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
         if known and turn:
             figures = {name: known[name] + figure for name, figure in figures.items()}
         self._known[namespace] = figures
-        return packed[choose(figures, self.pace.seconds_per_byte)]
+        return packed[choose(figures, self.read_rate.seconds_per_byte)]
 
 
 def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:
     packing = next(packing for packing in PACKINGS.values() if packing.number == number)
     out = np.empty(raw_bytes, np.uint8)
-    out.fill(0)  # a restore has its buffers already: their page faults do not count
+    out.fill(0)  # a restore reuses its buffers, so page faults must not count
     buffers = BufferPool(raw_bytes)
     started = time.perf_counter()
     packing.unpack(memoryview(stored), out.data, buffers)
@@ -176,12 +181,12 @@ def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:
 
 
 def pick(codec: str) -> Encoder:
-    """The encoder with this name: ``"auto"``, or one of `CODECS`, with a level behind a colon if it has levels.
+    """The encoder with this name: ``"auto"``, or one of `CODECS`, with a level after a colon if it has levels.
 
     Raises
     ------
     InvalidParameterError
-        If there is none.
+        If there is no such codec or level.
     """
     if codec == "auto":
         return AutoCodec()
@@ -193,7 +198,9 @@ def pick(codec: str) -> Encoder:
         return FixedCodec(name)
     levels = PACKINGS[name].levels
     if not levels:
-        raise InvalidParameterError(f"codec={codec!r}: {name!r} has no levels")
+        raise InvalidParameterError(f"codec={codec!r} is not valid: {name!r} has no levels")
     if not level.isdecimal() or int(level) not in levels:
-        raise InvalidParameterError(f"codec={codec!r}: the level is a number from {levels[0]} to {levels[-1]}")
+        raise InvalidParameterError(
+            f"codec={codec!r} is not valid: the level must be a number from {levels[0]} to {levels[-1]}"
+        )
     return FixedCodec(name, int(level))

@@ -1,8 +1,8 @@
-"""The state of a page to stored bytes and back.
+"""Codecs: from the state of a page to stored bytes and back.
 
-A record names its codec by number, so pages of all codecs may lie side by side. States are 16-bit floats, or blocks of
-8-bit integers with a 16-bit scale. Mantissas do not compress; what can be saved is in sign and exponent, the upper byte
-of each value.
+A record names its codec by number, so one location may hold pages of several codecs. States are 16-bit floats, or
+blocks of 8-bit integers with a 16-bit scale. Mantissas do not compress; what can be saved is in sign and exponent, the
+upper byte of each value.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 
-# zstd makes a table of symbols for each of its blocks, which are as large as the window at most. With 64 KiB, a block
-# is of one layer's K or V in small models too: 1.235 instead of 1.205 on the trained one, no less on the large one.
+# zstd makes a table of symbols for each of its blocks, which are at most as large as the window. With 64 KiB, a block
+# holds one layer's K or V in small models too: 1.235 instead of 1.205 on the trained one, no less on the large one.
 WINDOW_LOG = 16
 LEVELS = range(1, 23)
 DEFAULT_LEVEL = 1
 
-# Values that are put together at a time: they stay in the cache of a core, and there are few calls (with 1 << 12 of
-# them the calls cost more than the bytes: 2.2 GB/s instead of 9).
+# Values that are merged in one step: they stay in the cache of a core, and there are few calls (with 1 << 12 values the
+# calls cost more than the bytes: 2.2 GB/s instead of 9).
 BLOCK = 1 << 17
 
-# bytes of the frame with the upper plane; the frame with the lower plane follows it
+# length of the frame with the upper plane; the frame with the lower plane follows it
 PLANES_HEADER = struct.Struct("<Q")
 
 
@@ -54,9 +54,9 @@ class Packing(ABC):
     Attributes
     ----------
     number
-        Stands for it in the record. Numbers are given once and for all.
+        Identifies it in the record. Numbers are never reused.
     levels
-        Those that `pack` knows; none if there is no choice.
+        Levels that `pack` accepts; empty if it has no levels.
     """
 
     number: ClassVar[int]
@@ -64,25 +64,25 @@ class Packing(ABC):
 
     @abstractmethod
     def pack(self, raw: Buffer, level: int = DEFAULT_LEVEL) -> Buffer:
-        """The stored form of a state; not a copy, if there is nothing to do."""
+        """The stored form of a state; not a copy if it is the state itself."""
 
     @abstractmethod
     def claimed(self, stored: memoryview) -> int:
-        """The size of the state that stored bytes claim to hold; -1 if they do not say. Nothing is allocated for it."""
+        """The size of the state that stored bytes claim to hold, -1 if unknown. Nothing is allocated for it."""
 
     @abstractmethod
     def unpack(self, stored: memoryview, out: memoryview, buffers: BufferPool) -> None:
-        """Write the state to `out`, which has the claimed size; lends what it needs besides from `buffers`.
+        """Write the state to `out`, which has the claimed size; further memory comes from `buffers`.
 
         Raises
         ------
         CorruptError
-            If the bytes cannot be unpacked to exactly this size.
+            If the bytes do not unpack to exactly this size.
         """
 
 
 class Raw(Packing):
-    """The state itself. A restore reads it where it lies."""
+    """The state itself. A restore reads it in place."""
 
     number = 0
     levels = range(0)
@@ -98,7 +98,7 @@ class Raw(Packing):
 
 
 class Zstd(Packing):
-    """One zstd frame, which says its content size."""
+    """One zstd frame, which contains its content size."""
 
     number = 1
 
@@ -113,7 +113,7 @@ class Zstd(Packing):
 
 
 class Planes(Packing):
-    """Two zstd frames: the bytes at odd places, which are the upper ones of 16-bit values, and those at even places."""
+    """Two zstd frames: the bytes at odd offsets (the upper halves of 16-bit values), and those at even offsets."""
 
     number = 2
 
@@ -143,17 +143,17 @@ class Planes(Packing):
     @staticmethod
     def _frames(stored: memoryview) -> tuple[memoryview, memoryview]:
         if len(stored) < PLANES_HEADER.size:
-            raise CorruptError(f"{len(stored)} bytes are too few for two planes")
+            raise CorruptError(f"{len(stored)} bytes are too short for two planes")
         split = PLANES_HEADER.size + PLANES_HEADER.unpack_from(stored)[0]
         return stored[PLANES_HEADER.size : split], stored[split:]
 
 
 PACKINGS: dict[str, Packing] = {"raw": Raw(), "zstd": Zstd(), "planes": Planes()}
-"""All of them, by the name that users give."""
+"""All packings, by their name in ``codec=``."""
 
 
 def _interleave(upper: Bytes, lower: Bytes, out: Bytes) -> None:
-    """Put planes together: 4 times as fast as ``out[1::2] = upper; out[::2] = lower``, since it writes whole values."""
+    """Merge the planes: 4 times as fast as ``out[1::2] = upper; out[::2] = lower``, since it writes whole values."""
     n = len(upper)
     values = out[: 2 * n].view("<u2")
     for start in range(0, n, BLOCK):
@@ -171,7 +171,7 @@ def _compress(raw: Buffer, level: int) -> bytes:
 
 
 def _content_size(frame: memoryview) -> int:
-    """What a frame says, -1 if it does not."""
+    """The content size that a frame contains, or -1."""
     try:
         return int(zstandard.frame_content_size(frame))
     except zstandard.ZstdError as error:
@@ -179,14 +179,14 @@ def _content_size(frame: memoryview) -> int:
 
 
 def _decompress(frame: memoryview, out: memoryview) -> None:
-    """Straight into `out`; zstd never writes behind it, whatever the frame holds."""
+    """Decompress into `out`; zstd never writes past its end, whatever the frame holds."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
             n = reader.readinto(out) if len(out) else 0
     except zstandard.ZstdError as error:
         raise CorruptError(str(error)) from error
     if n != len(out):
-        raise CorruptError(f"a frame of {n} bytes in the place of {len(out)}")
+        raise CorruptError(f"a frame holds {n} bytes, not {len(out)}")
 
 
 CODECS = {name: packing.number for name, packing in PACKINGS.items()}
@@ -194,27 +194,29 @@ _BY_NUMBER = {packing.number: packing for packing in PACKINGS.values()}
 
 
 def inspect(record: Record, stored: Buffer) -> memoryview:
-    """The stored bytes, which are as many as were written, and as many unpacked: all of `verify` but the checksum.
+    """The stored bytes, if both sizes are those in the record: `verify` without the checksum.
 
     Raises as `verify` does.
     """
     view = memoryview(stored)
     if len(view) != record.stored_bytes:
-        raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} written")
+        raise CorruptError(f"page {record.key.hex()}: {len(view)} bytes stored, {record.stored_bytes} expected")
     packing = _BY_NUMBER.get(record.codec)
     if packing is None:
-        raise IncompatibleError(f"page {record.key.hex()}: codec {record.codec} is unknown to this version; upgrade it")
+        raise IncompatibleError(
+            f"page {record.key.hex()}: codec {record.codec} is not known to this version; upgrade prefixstore"
+        )
     try:
         claimed = packing.claimed(view)
     except CorruptError as error:
         raise CorruptError(f"page {record.key.hex()}: {error}") from error
     if claimed != record.raw_bytes:
-        raise CorruptError(f"page {record.key.hex()}: {claimed} bytes of state, {record.raw_bytes} written")
+        raise CorruptError(f"page {record.key.hex()}: {claimed} bytes of state, {record.raw_bytes} expected")
     return view
 
 
 def verify(record: Record, stored: Buffer) -> memoryview:
-    """The stored bytes, of which is known now that they are those written, and as large unpacked as the record says.
+    """The stored bytes, if they are those that were written, and unpack to the size in the record.
 
     Raises
     ------
@@ -225,7 +227,7 @@ def verify(record: Record, stored: Buffer) -> memoryview:
     """
     view = memoryview(stored)
     if len(view) == record.stored_bytes:
-        # first, since what is damaged is not of a newer version
+        # first: a damaged page is not one of a newer version
         verify_checksum(record, view)
     return inspect(record, stored)
 
@@ -233,18 +235,18 @@ def verify(record: Record, stored: Buffer) -> memoryview:
 def verify_checksum(record: Record, view: memoryview) -> None:
     """Raise `CorruptError` if the stored bytes are not those written."""
     if checksum(view) != record.checksum:
-        raise CorruptError(f"page {record.key.hex()}: the checksum does not fit the stored bytes")
+        raise CorruptError(f"page {record.key.hex()}: checksum mismatch")
 
 
 def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: BufferPool) -> None:
-    """Write the state to `out`, of `record.raw_bytes`; what is needed besides is lent from `buffers`.
+    """Write the state to `out`, of `record.raw_bytes`; further memory comes from `buffers`.
 
     Raises
     ------
     CorruptError
-        If what was stored is not what the codec makes of a state. `out` may be written in part then.
+        If the stored bytes are not what the codec makes of a state. `out` may then be written in part.
     UnavailableError
-        If there is no memory for it.
+        If there is not enough memory.
     """
     try:
         _BY_NUMBER[record.codec].unpack(verified, out, buffers)
@@ -255,7 +257,7 @@ def decode_into(record: Record, verified: memoryview, out: memoryview, buffers: 
 
 
 def decode(record: Record, stored: Buffer) -> memoryview:
-    """The state in `stored`, verified; stored raw, it is not copied. Raises as `verify` and `decode_into` do."""
+    """The state in `stored`, verified; a raw one is not copied. Raises as `verify` and `decode_into` do."""
     view = verify(record, stored)
     if record.codec == CODECS["raw"]:
         return view

@@ -28,28 +28,28 @@ ENTRY = struct.Struct("<4sIQ")
 # xxh3-64 of the two, after the head
 SEAL = struct.Struct("<Q")
 NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
-# of a page: key, usage; the record follows
+# head of a page: key, usage; the record follows
 PAGE_HEAD = struct.Struct("<16s24s")
-# of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before
+# head of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before it
 END_HEAD = struct.Struct("<QQQ16s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
 
 class ExportWriter:
-    """Writes a file: namespaces, pages, the end.
+    """Writes a ``.pstore`` file: namespaces, pages, the end.
 
     Parameters
     ----------
     file
-        Open for writing bytes; need not be seekable.
+        A binary file, open for writing; need not be seekable.
     namespaces
         Canonical settings of all namespaces whose pages will be written, by key.
 
     Attributes
     ----------
     pages, bytes
-        How many were written, and the size of their payloads.
+        How many pages were written, and the size of their payloads.
     """
 
     def __init__(self, file: BinaryIO, namespaces: Mapping[bytes, bytes]) -> None:
@@ -69,7 +69,7 @@ class ExportWriter:
         self.pages, self.bytes = self.pages + 1, self.bytes + size
 
     def finish(self) -> None:
-        """Write the end; without it a reader takes the file for truncated."""
+        """Write the end; without it, a reader reports the file as truncated."""
         self._entry(END, END_HEAD.pack(self._namespaces, self.pages, self.bytes, self._seals.digest()), 0)
 
     def _entry(self, kind: bytes, head: bytes, n_bytes: int) -> None:
@@ -80,14 +80,14 @@ class ExportWriter:
 
 
 class ExportReader:
-    """A portable file, read from its start to its end.
+    """Reads a ``.pstore`` file from its start to its end.
 
     Parameters
     ----------
     file
-        Open for reading bytes; need not be seekable, but what is not wanted is passed over if it is.
+        A binary file, open for reading; need not be seekable, but if it is, pages that are not wanted are skipped.
     name
-        For messages.
+        The name of the file in messages.
 
     Attributes
     ----------
@@ -97,9 +97,9 @@ class ExportReader:
     Raises
     ------
     IncompatibleError
-        If it is no such file, or a newer version's.
+        If it is not such a file, or was written by a newer version.
     CorruptError
-        If it ends, or is damaged, before the first page.
+        If it is truncated or damaged before the first page.
     """
 
     def __init__(self, file: BinaryIO, name: str) -> None:
@@ -116,41 +116,41 @@ class ExportReader:
         _, version, records = HEADER.unpack(header)
         if version > EXPORT_VERSION or records > FORMAT_VERSION:
             raise IncompatibleError(
-                f"{name} has format {version}, and records of format {records}; upgrade prefixstore"
+                f"{name} has format {version} with records of format {records}; upgrade prefixstore to read it"
             )
         self.namespaces: dict[bytes, bytes] = {}
         self._next = self._entry()
         while self._next[0] == NAMESPACE:
             head = self._next[1]
             if Namespace.parse(head[16:]).key != head[:16]:
-                raise CorruptError(f"{name}: a namespace does not fit its key")
+                raise CorruptError(f"{name}: the key of a namespace is not that of its settings")
             self.namespaces[head[:16]] = head[16:]
             self._next = self._entry()
 
     def entries(self, wants: Callable[[bytes], bool]) -> Iterator[StoredPage | None]:
-        """The pages that are wanted, by key; None for each of the others.
+        """The pages whose keys are wanted; None for each of the others.
 
         Raises
         ------
         CorruptError
-            At the first damaged byte, or where the file ends too early; what came before is good.
+            At the first damaged entry, or where the file ends too early; the pages before it are good.
         """
         kind, head, n_bytes = self._next
         while kind == PAGE:
             if len(head) < PAGE_HEAD.size:
-                raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+                raise CorruptError(f"{self._name} is damaged after page {self.pages}")
             key, usage = PAGE_HEAD.unpack_from(head)
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
-                raise CorruptError(f"{self._name}: page {key.hex()} does not fit what comes before it")
+                raise CorruptError(f"{self._name}: page {key.hex()} has a wrong length, or its namespace is missing")
             if wants(key):
                 payload = self._payload(n_bytes)
                 if checksum(payload) != record.checksum:
-                    raise CorruptError(f"{self._name}: page {key.hex()}: the checksum does not fit the bytes")
+                    raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")
                 entry: StoredPage | None = StoredPage(key, record, Usage.unpack(usage), payload)
             else:
                 entry = None
-                self._pass(n_bytes)
+                self._skip(n_bytes)
             self.pages, self._bytes = self.pages + 1, self._bytes + n_bytes
             yield entry
             kind, head, n_bytes = self._entry()
@@ -159,30 +159,30 @@ class ExportReader:
             or len(head) != END_HEAD.size
             or END_HEAD.unpack(head) != (len(self.namespaces), self.pages, self._bytes, self._seals.digest())
         ):
-            raise CorruptError(f"{self._name}: its end does not fit what comes before it")
+            raise CorruptError(f"{self._name} is damaged: its end does not match its pages")
 
     def _entry(self) -> tuple[bytes, bytes, int]:
         start = self._read(ENTRY.size)
         kind, head_bytes, n_bytes = ENTRY.unpack(start)
         if head_bytes > LARGEST_HEAD or n_bytes > LARGEST_BODY:
-            raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+            raise CorruptError(f"{self._name} is damaged after page {self.pages}")
         head, seal = self._read(head_bytes), self._read(SEAL.size)
         if SEAL.pack(xxhash.xxh3_64_intdigest(start + head)) != seal:
-            raise CorruptError(f"{self._name} is damaged behind page {self.pages}")
+            raise CorruptError(f"{self._name} is damaged after page {self.pages}")
         if kind != END:
             self._seals.update(seal)
         return kind, head, n_bytes
 
     def _payload(self, n_bytes: int) -> Buffer:
-        """The body of an entry: where the file is mapped, it is not copied."""
+        """The body of an entry; not a copy where the file is mapped."""
         if self._mapped is None:
             return self._read(n_bytes)
         at = self._file.tell()
-        self._pass(n_bytes)
+        self._skip(n_bytes)
         return self._mapped[at : at + n_bytes]
 
     def _read(self, n_bytes: int) -> bytes:
-        # piece by piece: what a file claims to hold takes no memory before it is there
+        # piece by piece: a false length allocates no memory
         pieces = [self._file.read(min(n_bytes, READ_AT_ONCE))]
         while pieces[-1] and (left := n_bytes - sum(map(len, pieces))) > 0:
             pieces.append(self._file.read(min(left, READ_AT_ONCE)))
@@ -191,9 +191,9 @@ class ExportReader:
             raise CorruptError(f"{self._name}: truncated after {self.pages} pages; import again when it is complete")
         return found
 
-    def _pass(self, n_bytes: int) -> None:
+    def _skip(self, n_bytes: int) -> None:
         if self._seekable and n_bytes:
-            # the last byte is read, to see that it is there
+            # read the last byte, to see that the file has it
             self._file.seek(n_bytes - 1, 1)
             n_bytes = 1
         while n_bytes > 0:
@@ -201,8 +201,8 @@ class ExportReader:
 
 
 def _mapped(file: BinaryIO) -> memoryview | None:
-    """The bytes of a file on a disk. A view keeps the map open, and ends with it."""
+    """The bytes of a file on a disk, mapped; the map lives as long as a view of it."""
     try:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if file.seekable() else None
     except (OSError, ValueError):
-        return None  # no file, or an empty one
+        return None  # not a file on a disk, or an empty one

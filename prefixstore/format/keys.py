@@ -1,4 +1,4 @@
-"""Tokens to chained boundary hashes: the keys of pages."""
+"""Page keys: chained hashes of the namespace and of all tokens up to the end of a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
     Raises
     ------
     InvalidParameterError
-        If `tokens` is not a flat sequence of integers that fit into int32.
+        If `tokens` is not a flat sequence of 32-bit integers.
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.dtype("<i4") and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
@@ -42,21 +42,23 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
     except (ValueError, OverflowError) as error:
         raise InvalidParameterError(f"tokens must be a flat sequence of integers: {error}") from error
     if wide.min() < -(2**31) or wide.max() >= 2**31:
-        raise InvalidParameterError("tokens must fit into int32; llama.cpp's token ids are 32-bit integers")
+        raise InvalidParameterError(
+            f"tokens must be 32-bit integers, as llama.cpp's token ids are; these are {wide.min()} to {wide.max()}"
+        )
     return np.ascontiguousarray(wide, dtype="<i4")
 
 
 def page_key(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
-    """The key of the page with these token bytes behind `parent`: xxh3-128, 16 bytes.
+    """The key of the page with these token bytes after `parent`: xxh3-128, 16 bytes.
 
     Parameters
     ----------
     parent
-        The key of the page before, or the key of the namespace for a first page.
+        The key of the parent; for a first page, the key of the namespace.
     tokens
         The page's tokens as little-endian int32 bytes.
     form
-        The seed: a page and a snapshot of the same tokens have different keys.
+        `PAGE` or `SNAPSHOT`; it seeds the hash, so a page and a snapshot of the same tokens have different keys.
     """
     return xxhash.xxh3_128_digest(parent + tokens, seed=form)
 
@@ -74,7 +76,7 @@ def page_keys(namespace: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """The number of tokens at the start of `a` and `b` that are equal."""
+    """The length of the longest common prefix of `a` and `b`, in tokens."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     first = int(differ.argmax()) if n else 0

@@ -1,4 +1,4 @@
-"""What must be equal for a stored state to be valid in a context: the namespace."""
+"""The namespace: everything that must be equal for a stored state to be valid in a context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCALARS = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True)
 class Namespace:
-    """The settings a state depends on, and their fingerprint.
+    """The settings that a state depends on, and their fingerprint.
 
     Parameters
     ----------
@@ -26,20 +26,20 @@ class Namespace:
 
     Notes
     -----
-    Two contexts share pages exactly if their settings are equal. The settings are kept in the store beside the
-    fingerprint, so that a difference can be named later.
+    Two contexts share pages if and only if their settings are equal. The store keeps the settings beside the
+    fingerprint, so that it can show later what differs.
     """
 
     settings: Mapping[str, str | int | float | bool | None]
 
     @property
     def canonical(self) -> bytes:
-        """The settings as canonical JSON: sorted keys, no blanks, UTF-8."""
+        """The settings as canonical JSON: sorted keys, no whitespace, UTF-8."""
         return json.dumps(dict(self.settings), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @property
     def key(self) -> bytes:
-        """The 16 bytes that stand for the namespace: xxh3-128 of `canonical`."""
+        """The fingerprint, 16 bytes: xxh3-128 of `canonical`."""
         return xxhash.xxh3_128_digest(self.canonical)
 
     @property
@@ -61,13 +61,13 @@ class Namespace:
         Raises
         ------
         CorruptError
-            If they are no settings, or not canonical.
+            If they are not settings, or not canonical.
         """
         try:
             settings = json.loads(canonical)
             is_canonical = isinstance(settings, dict) and cls(settings).canonical == canonical
         except (ValueError, RecursionError) as error:
-            raise CorruptError(f"settings of a namespace: {error}") from None
+            raise CorruptError(f"the settings of a namespace are not valid JSON: {error}") from None
         if not is_canonical or not all(isinstance(value, _SCALARS) for value in settings.values()):
-            raise CorruptError("settings of a namespace: not an object of scalars, as canonical JSON")
+            raise CorruptError("the settings of a namespace are not a canonical JSON object of scalars")
         return cls(settings)

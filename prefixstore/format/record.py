@@ -1,4 +1,4 @@
-"""What is written about a page beside its state. The byte layout of records and usage is in this module only.
+"""Records and usage: what is stored of a page beside its state. Their byte layout is defined in this module only.
 
 ``docs/format.md`` shows the same tables; a test compares them with the structs below.
 """
@@ -20,7 +20,7 @@ Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 FORMAT_VERSION = 1
 
-# forms: the state of the tokens themselves, or what is needed to go on behind them
+# Forms. A page is the state of its tokens; a snapshot the state needed to resume after them.
 PAGE = 0
 SNAPSHOT = 1
 
@@ -31,7 +31,7 @@ RECORD = struct.Struct("<BBBBIIIQQQ16s16s16s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
-# of times and sizes: what every database has a number for
+# the largest time or size: every database has an integer type for it
 LARGEST = 2**63 - 1
 
 
@@ -51,9 +51,9 @@ class Usage:
     hits
         How often the page was restored.
     pinned
-        Whether eviction passes the page by.
+        Whether the page is exempt from eviction and expiry.
     priority
-        For the policy of this name: pages of lower priority go first. From -32768 to 32767.
+        Pages of lower priority are evicted first, under the policy of this name. From -32768 to 32767.
     expires
         Nanoseconds since the epoch; 0 for never.
     """
@@ -75,25 +75,25 @@ class Usage:
         Raises
         ------
         CorruptError
-            If it has another length, or a time that never comes.
+            If it has a wrong length, or a time that is out of range.
         """
         try:
             last_used, hits, pinned, priority, expires = USAGE.unpack(stored)
         except struct.error as error:
-            raise CorruptError(f"usage of a page: {error}") from None
+            raise CorruptError(f"the usage of a page cannot be unpacked: {error}") from None
         if max(last_used, expires) > LARGEST:
-            raise CorruptError(f"usage of a page: last used at {last_used}, expires at {expires}")
+            raise CorruptError(f"the usage of a page has times out of range: {last_used=}, {expires=}")
         return cls(last_used, hits, bool(pinned), priority, expires)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What never changes about a page: what it holds, how it is stored, and the proof of both.
+    """What never changes about a page: what it holds, how it is stored, and a checksum.
 
     Attributes
     ----------
     namespace, parent
-        Keys of the namespace and of the page before (of the namespace again for a first page), 16 bytes each.
+        Keys of the namespace and of the parent (for a first page: of the namespace again), 16 bytes each.
     start
         Position of the first token.
     tokens
@@ -101,7 +101,7 @@ class Record:
     codec
         One of the numbers in `prefixstore.format.codec.CODECS`.
     raw_bytes, stored_bytes
-        Size of the state, and of what the codec made of it.
+        Size of the state, and of its stored form.
     checksum
         xxh3-128 of the stored bytes.
     compute_us
@@ -126,15 +126,15 @@ class Record:
 
     @property
     def key(self) -> bytes:
-        """The boundary hash, which is the page's key in every backend."""
+        """The page key."""
         return page_key(self.parent, self.tokens, self.form)
 
-    def follows(self, before: Record | None) -> bool:
-        """Whether the page stands where the one before it ends; None if that is the start of a sequence."""
-        if before is None:
+    def follows(self, parent: Record | None) -> bool:
+        """Whether the page starts where its parent ends; `parent` is None for the first page of a sequence."""
+        if parent is None:
             return self.parent == self.namespace and self.start == 0
-        end = before.start + len(before.tokens) // TOKEN_BYTES
-        return (before.namespace, before.form, end) == (self.namespace, PAGE, self.start)
+        end = parent.start + len(parent.tokens) // TOKEN_BYTES
+        return (parent.namespace, parent.form, end) == (self.namespace, PAGE, self.start)
 
     def pack(self) -> bytes:
         """The stored form: `RECORD`, the tokens, `RECORD_SEAL`."""
@@ -165,36 +165,36 @@ class Record:
         Raises
         ------
         CorruptError
-            If a byte differs from what was written, the record belongs to another key, or it is that of no page.
+            If a byte differs from what was written, the record belongs to another key, or its values are impossible.
         IncompatibleError
             If a newer version wrote it, or it has a form that this version does not know.
         """
         view = memoryview(stored)
         if len(view) < RECORD.size + RECORD_SEAL.size:
-            raise CorruptError(f"record {key.hex()}: {len(view)} bytes are too few")
+            raise CorruptError(f"record {key.hex()} is truncated: {len(view)} bytes")
         head = RECORD.unpack_from(view)
         version, codec, form, _, n_tokens, start, us, raw, size, created, namespace, parent, proof = head
         body = view[: -RECORD_SEAL.size]
         seal = RECORD_SEAL.unpack(view[-RECORD_SEAL.size :])[0]
         if version != FORMAT_VERSION or xxhash.xxh3_64_intdigest(body) != seal:
-            # a record of ours whose version byte alone is damaged is not of the future
-            mended = bytes([FORMAT_VERSION]) + bytes(body[1:])
-            if version > FORMAT_VERSION and xxhash.xxh3_64_intdigest(mended) != seal:
+            # only the version byte may be damaged: then the record is not from a newer version
+            repaired = bytes([FORMAT_VERSION]) + bytes(body[1:])
+            if version > FORMAT_VERSION and xxhash.xxh3_64_intdigest(repaired) != seal:
                 raise IncompatibleError(
-                    f"record {key.hex()} has format {version}, this prefixstore reads up to {FORMAT_VERSION}; "
-                    "upgrade it"
+                    f"record {key.hex()} has format {version}, this version reads up to {FORMAT_VERSION}; "
+                    "upgrade prefixstore"
                 )
-            raise CorruptError(f"record {key.hex()}: checksum {seal:016x} does not fit its bytes")
+            raise CorruptError(f"record {key.hex()}: checksum mismatch")
         tokens = bytes(body[RECORD.size :])
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created, form)
         if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
             raise CorruptError(f"record {key.hex()} belongs to another page")
         if form not in (PAGE, SNAPSHOT):
             raise IncompatibleError(
-                f"record {key.hex()} has the form {form}, which this version does not know; upgrade"
+                f"record {key.hex()} has form {form}, which this version does not know; upgrade prefixstore"
             )
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
-            raise CorruptError(f"record {key.hex()} is that of no page: {n_tokens} tokens in {raw} bytes")
+            raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import llama_cpp
 import numpy as np
 
-from prefixstore.engine.snapshots import positions, thin
+from prefixstore.engine.snapshot_policy import positions, thin
 from prefixstore.format.keys import Tokens, as_tokens
 
 __all__ = ["TokenKind", "TokenKinds", "message_starts", "snapshot_stops"]

@@ -1,4 +1,4 @@
-"""A location without a model: inspect it, delete from it, keep it healthy. The command line is built on it."""
+"""A location without a model: inspect it, delete from it, repair it. The command line is built on it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 from prefixstore.backends import is_persistent, open_backend
 from prefixstore.backends.base import Backend, Used, View
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import Violation
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.engine.index import Page
+from prefixstore.engine.invariants import Violation
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
@@ -41,7 +41,7 @@ NO_BUDGET = Budget(2**63 - 1)
 
 @dataclass(frozen=True)
 class Holding:
-    """What a location has of one namespace.
+    """What a location holds of one namespace.
 
     Attributes
     ----------
@@ -50,13 +50,13 @@ class Holding:
     namespace
         Its settings; None if they are missing or damaged.
     pages, tokens, stored_bytes, raw_bytes
-        How many, how many tokens they hold, the size of their payloads, and of the states these stand for.
+        The number of pages and of their tokens, and the sizes of their payloads and of their states.
     hits
-        How often pages were restored.
+        How often its pages were restored.
     pinned
-        How many of the pages are pinned.
+        How many pages are pinned.
     created, last_used
-        Of the oldest page, and of the page used last; nanoseconds since the epoch.
+        Of the oldest page, and of the most recently used one; nanoseconds since the epoch.
     """
 
     key: bytes
@@ -72,9 +72,9 @@ class Holding:
 
 
 class Archive:
-    """A location, opened without a model. Other processes may serve from it meanwhile.
+    """A location, opened without a model. Other processes may use it at the same time.
 
-    It is an `Engine` that computes nothing, with the operations of maintenance on top.
+    It is an `Engine` without a model, with the operations of maintenance on top.
 
     Parameters
     ----------
@@ -90,16 +90,16 @@ class Archive:
     Attributes
     ----------
     engine
-        The pages.
+        Holds the pages.
     backend
-        The bytes, for measurements.
+        Holds the bytes; for measurements.
 
     Raises
     ------
     LocationError
         If there is no store, or it cannot be opened.
     IncompatibleError
-        If it belongs to another application, or to a newer version.
+        If it belongs to another application, or was written by a newer version.
 
     Examples
     --------
@@ -118,7 +118,7 @@ class Archive:
         read_only: bool = False,
     ) -> None:
         if not create and not read_only and is_persistent(location):
-            # opening to write would create a store where a path was mistyped
+            # opening for writing would create a store at a mistyped path
             open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
         size = max_bytes or DEFAULT_BYTES
         self._open(location, size, read_only=read_only)
@@ -153,7 +153,7 @@ class Archive:
         self.close()
 
     def close(self) -> None:
-        """Make what was changed durable, and release the location."""
+        """Make all changes durable, and release the location."""
         self.engine.close()
 
     @property
@@ -164,7 +164,7 @@ class Archive:
     # -- inspecting ---------------------------------------------------------------------------------------------------
 
     def view(self) -> AbstractContextManager[View]:
-        """What is stored now; `pages`, `path` and `find` see the same."""
+        """A view of what is stored now, to which the index is brought up, so that `path` and `find` agree with it."""
         return self.engine.view()
 
     def used(self) -> Used:
@@ -173,7 +173,7 @@ class Archive:
             return view.used
 
     def holdings(self) -> list[Holding]:
-        """What there is of each namespace, the one used last first."""
+        """What the location holds of each namespace, the most recently used first."""
         with self.view() as view:
             settings = view.namespaces()
         by_namespace: defaultdict[bytes, list[Page]] = defaultdict(list, {key: [] for key in settings})
@@ -188,7 +188,7 @@ class Archive:
         Raises
         ------
         InvalidParameterError
-            If there is none, or more than one.
+            If none or several do.
         """
         found = [
             holding
@@ -199,7 +199,7 @@ class Archive:
         return _only(found, "namespace", name, [holding.key.hex() for holding in found])
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
-        """The pages of a namespace, or all, parents before their children."""
+        """The pages of a namespace, or of all, parents before their children."""
         with self.view():
             return [page for page in self.engine.pages() if namespace in (None, page.namespace)]
 
@@ -209,7 +209,7 @@ class Archive:
         Raises
         ------
         InvalidParameterError
-            If there is none, or more than one.
+            If none or several do.
         """
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
         return _only(found, "page", digits, [page.key.hex() for page in found])
@@ -237,14 +237,14 @@ class Archive:
         tokens: TokenSequence | None = None,
         page: str | None = None,
     ) -> set[bytes]:
-        """The keys of the pages that are meant: those that fit everything that is given.
+        """The keys of the pages that match all of the given parameters.
 
         Parameters
         ----------
         namespaces
             Pages of these namespaces.
         tokens
-            Pages of sequences that begin with these tokens, and those that lead only to them.
+            Pages of sequences that begin with these tokens, and pages that lead only to them.
         page
             The page with this key, and its descendants; see `find`.
         """
@@ -252,16 +252,16 @@ class Archive:
             return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
-        """These keys, and those of the pages before them, without which they could not be restored."""
+        """These keys, and those of their ancestors, without which the pages could not be restored."""
         wanted: set[bytes] = set()
-        # children before their parents, so that each page is looked at once
+        # children before their parents: one pass is enough
         for page in reversed(self.pages()):
             if page.key in keys or page.key in wanted:
                 wanted |= {page.key, page.parent} - {page.namespace}
         return wanted
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
-        """Verify every invariant and every checksum; with `max_bytes` the budget as well."""
+        """Verify every invariant and every checksum; with `max_bytes` also that the location holds no more."""
         return self.engine.check(Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
 
     # -- changing -----------------------------------------------------------------------------------------------------
@@ -289,30 +289,32 @@ class Archive:
     ) -> Removed:
         """Delete pages, pinned ones too. What was deleted can be read from the files until `scrub` is called.
 
-        If several parameters are given, the pages that fit all of them are deleted.
+        If several parameters are given, the pages that match all of them are deleted.
 
         Parameters
         ----------
         namespace
-            Those of one namespace; see `Archive.namespace`.
+            Pages of one namespace; see `Archive.namespace`.
         salt
-            Those of one tenant, of all models.
+            Pages of one tenant, for all models.
         older_than
-            Those that were not used for so many seconds, and whose descendants were not either.
+            Pages that were not used for this many seconds, and whose descendants were not either.
         tokens
-            Those of sequences that begin with these tokens, and those that led only to them.
+            Pages of sequences that begin with these tokens, and pages that led only to them.
         page
             The page with this key and its descendants; see `find`.
         everything
-            All, unreadable ones included.
+            All pages, unreadable ones too.
 
         Raises
         ------
         InvalidParameterError
-            If nothing is chosen.
+            If no parameter is given.
         """
         if not everything and (namespace, salt, older_than, tokens, page) == (None,) * 5:
-            raise InvalidParameterError("purge() needs a choice: namespace=, salt=, older_than=, … or everything=True")
+            raise InvalidParameterError(
+                "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
+            )
         spaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
@@ -344,13 +346,16 @@ class Archive:
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of it can be read from the files.
 
-        Raises `UnavailableError` if another process still reads it. What each backend can promise is said in its
-        documentation.
+        Raises `UnavailableError` if another process still reads it. The documentation of each backend says what it can
+        guarantee.
         """
         self.engine.scrub()
 
     def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
-        """Delete what is broken, and the pages that depend on it; what was found, and how much was deleted."""
+        """Delete damaged pages and their descendants; returns what was found, and how much was deleted.
+
+        With `max_bytes`, pages are then evicted until the location holds no more.
+        """
         found = self.check(max_bytes)
         removed = self.engine.repair(found)
         if max_bytes is not None:
@@ -358,12 +363,12 @@ class Archive:
         return found, removed
 
     def compact(self) -> int:
-        """Return space that deletions have freed to the disk; how many bytes.
+        """Return the space that deletions have freed to the file system; how many bytes.
 
         Raises
         ------
         UnavailableError
-            If it cannot be done now.
+            If it cannot be done at present.
         """
         return self.engine.compact()
 

@@ -1,4 +1,4 @@
-"""How fast this location is on this machine, and from which length on restoring a prompt beats computing it."""
+"""Measures how fast a location is, and from which length on restoring a prompt is faster than computing it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ if TYPE_CHECKING:
 
 __all__ = ["BreakEven", "Rates", "measure_break_even", "measure_rates"]
 
-# of a page that is written to measure, if there is none whose size could be taken; and of all of them
+# size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
+# how much is written, and how much is read at most
 SCRATCH_BYTES = 64 << 20
 READ_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes of states in a second: verified and unpacked out of the location, and into it, durably. None: no room."""
+    """Bytes per second: of states read, verified and unpacked, and of payloads durably written. None: not measured."""
 
     read: float | None
     written: float | None
 
 
 def measure_rates(archive: Archive) -> Rates:
-    """Write a few pages into a namespace of their own, read them and others, and delete them again.
+    """Write a few pages into a temporary namespace, read them and others, and delete them again.
 
-    Nothing is evicted for it: where there is no room, only reading is measured.
+    Nothing is evicted for this: where there is no space, only reading is measured.
     """
     pages = archive.pages()
     size = round(sum(page.stored_bytes for page in pages) / len(pages)) if pages else PAGE_BYTES
@@ -77,7 +78,7 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
 
 
 def _read(archive: Archive) -> float | None:
-    """The pages used last are those a server reads."""
+    """Read the most recently used pages first, as a server would."""
     pages = sorted(archive.pages(), key=lambda page: -page.last_used)
     size = 0
     started = time.perf_counter()
@@ -96,14 +97,14 @@ def _read(archive: Archive) -> float | None:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Seconds for prompts of some lengths, computed and restored.
+    """Times to compute and to restore prompts of several lengths.
 
     Attributes
     ----------
     lengths, computed, restored
-        Tokens, and seconds for each.
+        Length in tokens, and seconds to compute and to restore it, for each prompt.
     n_tokens
-        From which length on restoring is faster; None if it is not for any of these.
+        The length from which on restoring is faster; None if the longest prompt is faster to compute.
     """
 
     lengths: tuple[int, ...]
@@ -115,24 +116,24 @@ class BreakEven:
         faster = [warm < cold for warm, cold in zip(self.restored, self.computed, strict=True)]
         if not faster or not faster[-1]:
             return None
-        # the last length at which computing is faster, and the one behind it
+        # between the last length at which computing is faster, and the next one
         i = max((i for i, is_faster in enumerate(faster) if not is_faster), default=-1) + 1
         if i == 0:
             return self.lengths[0]
         before = self.restored[i - 1] - self.computed[i - 1]
-        behind = self.computed[i] - self.restored[i]
-        return round(self.lengths[i - 1] + (self.lengths[i] - self.lengths[i - 1]) * before / (before + behind))
+        after = self.computed[i] - self.restored[i]
+        return round(self.lengths[i - 1] + (self.lengths[i] - self.lengths[i - 1]) * before / (before + after))
 
 
 def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest: int) -> BreakEven:
-    """Compute and restore prompts of growing length, and delete what was stored for it.
+    """Compute and restore prompts of increasing length, and delete what was stored for this.
 
     Parameters
     ----------
     llm
-        The model. Its context is used up.
+        The model. Its context is overwritten.
     store
-        Attached to it, with a salt of its own: its namespace is deleted at the end.
+        Attached to the model, with a salt of its own: its namespace is deleted at the end.
     archive
         The same location.
     longest
@@ -143,7 +144,7 @@ def measure_break_even(llm: Llama, store: PrefixStore, archive: Archive, longest
     prompts = [rng.integers(llm.n_vocab() // 4, llm.n_vocab() // 2, n).tolist() for n in lengths]
     computed, restored = [], []
     try:
-        llm.eval(prompts[0])  # the first one of a context is slow
+        llm.eval(prompts[0])  # the first evaluation of a context is slow
         for tokens in prompts:
             llm.reset()
             started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Pages from one location into another, directly or through a file. A few pages are in memory at a time."""
+"""Moves pages from one location into another, directly or through a file. A few pages are in memory at a time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from prefixstore.maintenance.archive import Archive
 
 __all__ = ["Moved", "copy_store", "export_store", "import_store"]
 
-# a view is held for so many bytes, so that what others delete meanwhile is not kept for long
+# A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
 VIEW_BYTES = 64 << 20
-# What waits to be written. One commit costs one flush of the disk; but what LMDB holds for a larger one is memory that
-# malloc gives back to the system each time, and page faults cost more than the flush (8 MiB: 0.52 GiB/s, 32: 0.40).
+# Size of a commit. Each one costs one flush of the disk. But what LMDB holds for a larger one is memory that malloc
+# returns to the system each time, and the page faults cost more than the flush (8 MiB: 0.52 GiB/s, 32 MiB: 0.40).
 BATCH_BYTES = 8 << 20
 
 
@@ -28,15 +28,15 @@ class Moved:
     Attributes
     ----------
     namespaces, pages, bytes
-        How many, and the size of the payloads.
+        How many namespaces and pages, and the size of the payloads.
     present
-        Pages that were there already.
+        Pages that were already there.
     damaged
-        Pages that could not be read, or depend on such a page.
+        Pages that could not be read. Their descendants are left out as well, but not counted.
     refused
-        Pages for which there was no space, or not for their parent.
+        Pages for which there was no space, or whose parent was refused.
     evicted
-        Pages that made space.
+        Pages that were evicted to make space.
     """
 
     namespaces: int = 0
@@ -64,9 +64,9 @@ class _Source:
         self.damaged = 0
 
     def __iter__(self) -> Iterator[StoredPage]:
-        """Parents before their children. A payload is valid until the next page is asked for.
+        """Parents before their children. A payload is valid until the next page is requested.
 
-        The caller holds a view of the archive meanwhile, and must not use it otherwise.
+        A view of the archive is open meanwhile: do not use the archive for anything else.
         """
         lost: set[bytes] = set()
         waiting = iter(self._pages)
@@ -78,7 +78,7 @@ class _Source:
                     try:
                         record, payload, usage = view.record(page.key), view.payload(page.key), view.usage(page.key)
                         if page.parent in lost or record is None or payload is None or usage is None:
-                            lost.add(page.key)  # deleted meanwhile
+                            lost.add(page.key)  # deleted meanwhile, or without its parent
                         elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
                             raise CorruptError(f"page {page.key.hex()}: checksum mismatch")
                         else:
@@ -91,7 +91,7 @@ class _Source:
 
 
 class _Target:
-    """An archive that pages are written into, in batches."""
+    """An archive into which pages are written, in batches."""
 
     def __init__(self, archive: Archive, settings: Mapping[bytes, bytes]) -> None:
         self._archive = archive
@@ -105,13 +105,13 @@ class _Target:
             pass
 
     def wants(self, key: bytes) -> bool:
-        """Whether the page is not here yet."""
+        """Whether the page is missing; counts those that are not."""
         known = self._archive.engine.knows(key)
         self._skipped += known
         return not known
 
     def add(self, page: StoredPage) -> None:
-        """Take a page, whose payload must not change."""
+        """Add a page, whose payload must not change."""
         if page.record.namespace not in self._settings:
             return
         self._batch.append(page)
@@ -120,7 +120,7 @@ class _Target:
             self._write()
 
     def finish(self, damaged: int = 0) -> Moved:
-        """Write what waits, and make it durable; what was done."""
+        """Write what is left, and make everything durable; what was done."""
         if self._batch:
             self._write()
         self._archive.engine.sync()
@@ -148,14 +148,14 @@ def copy_store(
     namespaces: Collection[bytes] | None = None,
     keys: Collection[bytes] | None = None,
 ) -> Moved:
-    """Copy pages into another location, of any backend; those that are there already stay as they are.
+    """Copy pages into another location, of any backend. Pages that are already there are not changed.
 
     Parameters
     ----------
     source, target
         Two locations.
     namespaces, keys
-        Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+        Copy only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
     """
     pages = _Source(source, namespaces, keys)
     into = _Target(target, pages.settings)
@@ -177,11 +177,11 @@ def export_store(
     Parameters
     ----------
     archive
-        Has the pages.
+        The source.
     file
-        Open for writing bytes; need not be seekable.
+        A binary file, open for writing; need not be seekable.
     namespaces, keys
-        Only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+        Export only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
     """
     pages = _Source(archive, namespaces, keys)
     writer = ExportWriter(file, pages.settings)
@@ -192,23 +192,23 @@ def export_store(
 
 
 def import_store(reader: ExportReader, target: Archive, *, namespaces: Collection[bytes] | None = None) -> Moved:
-    """Put the pages of a file into a location, within its budget. What is there already stays as it is.
+    """Import the pages of a file into a location, within its budget. Pages that are already there are not changed.
 
-    So an import that was interrupted is continued by running it again.
+    So an interrupted import can be continued: run it again.
 
     Parameters
     ----------
     reader
-        At its start.
+        The file, at its start.
     target
         The location.
     namespaces
-        Only pages of these.
+        Import only pages of these.
 
     Raises
     ------
     CorruptError
-        If the file is damaged, or ends too early. All pages before that place are stored.
+        If the file is damaged or truncated. All pages before that place are stored.
     FullError
         If the disk is full.
     """

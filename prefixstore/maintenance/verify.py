@@ -1,4 +1,4 @@
-"""Stored states against computed ones, by what they are for: the logits of the next token."""
+"""Compares stored states with computed ones by the logits of the next token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BOUND", "Comparison", "sample_leaves", "verify"]
 
-# Largest difference of two logits, as a share of the distance between the largest and the smallest one. The same tokens
-# in other batches, as a server computes them, differ by rounding; a state of other tokens differs by tenths.
+# The largest allowed difference of two logits, as a share of the distance between the largest and the smallest logit.
+# The same tokens in other batches, as a server computes them, differ by rounding; a state of other tokens by tenths.
 BOUND = 0.05
 
 
@@ -30,9 +30,9 @@ class Comparison:
     Attributes
     ----------
     page
-        Key of its last page, as hexadecimal digits.
+        Page key of its last page, as hexadecimal digits.
     n_tokens, restored
-        Its length in tokens, and how many of them came from the store: all but the last one, which is evaluated.
+        Its length in tokens, and how many of them were restored: all but the last one, which is evaluated.
     difference
         The largest difference of two logits.
     share
@@ -49,31 +49,31 @@ class Comparison:
     same_token: bool
 
     def is_within(self, bound: float) -> bool:
-        """Whether all was restored, and the difference is no larger than rounding makes it."""
+        """Whether everything was restored, and the difference is within the bound."""
         return self.restored == self.n_tokens - 1 and self.share <= bound
 
 
 def sample_leaves(archive: Archive, namespace: bytes, n: int, seed: int = 0) -> list[Page]:
-    """At most `n` pages that end a stored sequence, picked at random."""
+    """At most `n` pages that end a stored sequence, chosen at random."""
     leaves = [page for page in archive.pages(namespace) if page.is_leaf and page.end > 1]
     return random.Random(seed).sample(leaves, min(n, len(leaves)))
 
 
 def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: int = 0) -> Iterator[Comparison]:
-    """Compute stored sequences anew, and compare.
+    """Compute stored sequences again, and compare the results.
 
     Parameters
     ----------
     llm
-        The model. Its context is used up.
+        The model. Its context is overwritten.
     store
-        Attached to it; it is detached, so that nothing of what is computed here is stored.
+        Attached to the model; it is detached, so that nothing that is computed here is stored.
     archive
         The same location.
     n
         How many sequences.
     seed
-        Picks them.
+        Of the random choice.
     """
     from prefixstore.llama.prompt import logits_after  # noqa: PLC0415 - the extra "llama"
 

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine, text
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb.file import read_layout
-from prefixstore.engine.check import violations
+from prefixstore.engine.invariants import violations
 from prefixstore.format.codec import decode
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine
 
 from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import violations
+from prefixstore.engine.invariants import violations
 from tests.attacks.dying import Mortals
 from tests.attacks.power import MARK, MODES, SYNC, Disk, Entry, is_mapped, read_journal, shim
 from tests.attacks.surviving import look_at, look_without_writing, pack

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.engine.adaptive import SAMPLES
+from prefixstore.engine.adaptive_policy import SAMPLES
 from tests.support.models import TORTURE, answer, prompt
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120

@@ -25,9 +25,9 @@ from prefixstore.backends.location import cache_directory
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.invariants import violations
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import (
     FullError,

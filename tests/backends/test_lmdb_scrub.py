@@ -18,7 +18,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, split
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import violations
+from prefixstore.engine.invariants import violations
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page

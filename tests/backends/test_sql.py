@@ -22,9 +22,9 @@ from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.backends.sql.schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import violations
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.invariants import violations
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import (
     CorruptError,
@@ -413,12 +413,12 @@ def test_a_fetched_payload_does_not_change_while_a_memoryview_of_it_is_held(tmp_
             again = [memoryview(payload)[7:] for _, payload in view.fetch(keys)]
             for i, (_, _, payload) in enumerate(pages):
                 assert held[i] == again[i] == payload[7:]
-            assert buffers.leased == 10 * len(pages[0][2])
+            assert buffers.in_use == 10 * len(pages[0][2])
             del held, again
-            assert buffers.leased == 0
+            assert buffers.in_use == 0
             for _, payload in view.fetch(keys):
                 # one that is used, and one that is read
-                assert buffers.leased <= 2 * len(payload)
+                assert buffers.in_use <= 2 * len(payload)
 
 
 def test_without_blob_handles_payloads_are_the_same(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from prefixstore.backends.sql import migrations as migrate
 from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, REVISIONS, VERSION_TABLE
 from prefixstore.cli import main
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.check import violations
+from prefixstore.engine.invariants import violations
 from prefixstore.errors import IncompatibleError, LocationError, PrefixStoreError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page

@@ -1,4 +1,4 @@
-"""Room: quotas of tenants, pages that expire, priorities."""
+"""Budgets: quotas of tenants, expiry, priorities."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tenant:
         return path.n_tokens
 
     def held(self):
-        """How many of the pages of all sequences below are there."""
+        """How many of the sequences [0]*4 to [999]*4 are stored."""
         return sum(self.match([i] * P) == P for i in range(1000))
 
 
@@ -93,11 +93,11 @@ def test_a_tenant_with_a_quota_evicts_its_own_pages_only(backend):
     assert loud.engine.check() == []
 
 
-def test_a_full_location_is_first_emptied_of_the_pages_of_the_tenant_who_writes(backend):
-    # without the order among tenants, the oldest pages would go: those of the quiet one
-    room = 12 * (PAGE + 1000)
-    quiet = Tenant(backend, tenant("quiet"), max_bytes=room, quota=Quota(10 * PAGE))
-    loud = Tenant(backend, tenant("loud"), max_bytes=room, quota=Quota(10 * PAGE))
+def test_in_a_full_location_a_tenant_evicts_its_own_pages_first(backend):
+    # otherwise the oldest pages would be evicted: those of the quiet tenant
+    max_bytes = 12 * (PAGE + 1000)
+    quiet = Tenant(backend, tenant("quiet"), max_bytes=max_bytes, quota=Quota(10 * PAGE))
+    loud = Tenant(backend, tenant("loud"), max_bytes=max_bytes, quota=Quota(10 * PAGE))
     for i in range(6):
         quiet.put([i] * P)
     for i in range(100):
@@ -106,12 +106,12 @@ def test_a_full_location_is_first_emptied_of_the_pages_of_the_tenant_who_writes(
     assert loud.held() >= 5
 
 
-def test_a_newcomer_finds_room_in_a_location_that_others_have_filled(backend):
-    room = 12 * (PAGE + 1000)
-    first = Tenant(backend, tenant("first"), max_bytes=room)
+def test_a_new_tenant_gets_space_in_a_location_that_others_have_filled(backend):
+    max_bytes = 12 * (PAGE + 1000)
+    first = Tenant(backend, tenant("first"), max_bytes=max_bytes)
     for i in range(50):
         first.put([i] * P)
-    second = Tenant(backend, tenant("second"), max_bytes=room, quota=Quota(2 * PAGE))
+    second = Tenant(backend, tenant("second"), max_bytes=max_bytes, quota=Quota(2 * PAGE))
     assert second.put([1] * P) == 1
     assert second.held() == 1
 
@@ -129,7 +129,7 @@ def test_all_models_of_a_salt_share_its_quota(backend):
     assert (small.held(), large.held(), other.held()) == (1, 3, 4)
 
 
-def test_a_quota_for_namespaces_holds_for_each_model_alone(backend):
+def test_a_quota_for_namespaces_applies_to_each_model_separately(backend):
     small, large = (Tenant(backend, tenant("one", model), quota=Quota(namespace=2 * PAGE)) for model in "ab")
     for i in range(5):
         small.put([i] * P)
@@ -137,7 +137,7 @@ def test_a_quota_for_namespaces_holds_for_each_model_alone(backend):
     assert (small.held(), large.held()) == (2, 2)
 
 
-def test_without_a_salt_a_quota_for_salts_holds_nobody(backend):
+def test_a_quota_for_salts_does_not_apply_without_a_salt(backend):
     alone = Tenant(backend, tenant(None), quota=Quota(salt=PAGE))
     for i in range(5):
         alone.put([i] * P)
@@ -165,7 +165,7 @@ def test_a_quota_is_one_size_or_sizes_by_name():
         (0, "must be positive"),
     ],
 )
-def test_a_quota_that_cannot_be_is_named(quota, says):
+def test_an_invalid_quota_is_named_in_the_error(quota, says):
     with pytest.raises(InvalidParameterError, match="quota") as raised:
         Quota.parse(quota, 6)
     assert says in str(raised.value)
@@ -190,7 +190,7 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def test_a_page_that_was_not_used_for_its_time_is_not_found_and_then_deleted(backend, clock):
+def test_an_expired_page_is_not_matched_and_then_deleted(backend, clock):
     store = Tenant(backend, tenant("a"), ttl=60)
     store.put([1] * 8)
     clock.passes(59)
@@ -203,7 +203,7 @@ def test_a_page_that_was_not_used_for_its_time_is_not_found_and_then_deleted(bac
         assert list(view.scan()) == []
 
 
-def test_a_use_starts_the_time_anew_for_other_processes_too(backend, clock):
+def test_a_use_renews_the_time_to_live_for_other_processes_too(backend, clock):
     store, other = (Tenant(backend, tenant("a"), ttl=60) for _ in range(2))
     store.put([1] * P)
     assert other.match([1] * P) == P
@@ -215,13 +215,13 @@ def test_a_use_starts_the_time_anew_for_other_processes_too(backend, clock):
     assert store.match([1] * P) == other.match([1] * P) == P
 
 
-def test_a_page_stays_as_long_as_a_page_behind_it(backend, clock):
+def test_a_page_stays_as_long_as_its_descendants(backend, clock):
     store = Tenant(backend, tenant("a"), ttl=60)
     store.put([1] * 4)
     clock.passes(50)
     store.put([1] * 8)
     clock.passes(50)
-    # the first page was not used since, but what follows it needs it
+    # the first page was not used since, but its child needs it
     store.engine.commit([])
     assert store.match([1] * 4) == 4
     assert store.match([1] * 8) == 8
@@ -244,7 +244,7 @@ def test_pinned_pages_do_not_expire(backend, clock):
     assert store.match([1] * 8) == 0
 
 
-def test_what_a_store_without_a_time_has_written_stays(backend, clock):
+def test_pages_of_a_store_without_a_ttl_do_not_expire(backend, clock):
     forever, brief = Tenant(backend, tenant("a")), Tenant(backend, tenant("a"), ttl=60)
     forever.put([1] * 4)
     brief.put([2] * 4)
@@ -254,7 +254,7 @@ def test_what_a_store_without_a_time_has_written_stays(backend, clock):
     assert (brief.match([1] * 4), brief.match([2] * 4)) == (4, 0)
 
 
-def test_a_time_is_seconds_or_text_or_a_timedelta():
+def test_a_duration_is_seconds_or_text_or_a_timedelta():
     from datetime import timedelta
 
     assert parse_seconds(90, "ttl") == parse_seconds("90s", "ttl") == parse_seconds("1.5m", "ttl") == 90
@@ -262,12 +262,12 @@ def test_a_time_is_seconds_or_text_or_a_timedelta():
 
 
 @pytest.mark.parametrize("ttl", ["soon", "-1s", 0, -5, float("nan"), float("inf"), True, None, "1 fortnight", [1]])
-def test_a_time_that_is_none_is_named(ttl):
+def test_an_invalid_duration_is_named_in_the_error(ttl):
     with pytest.raises(InvalidParameterError, match="ttl="):
         parse_seconds(ttl, "ttl")
 
 
-# -- what is remembered of a page --------------------------------------------------------------------------------------
+# -- what is stored with a page ----------------------------------------------------------------------------------------
 
 
 def test_priority_and_expiry_are_stored_with_the_page(backend, clock):

@@ -1,4 +1,4 @@
-"""Which page goes first."""
+"""Which page is evicted first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixstore.engine.adaptive import AGES, REMEMBERED, SAMPLES, Adaptive, Hazards, Memory, age_of
+from prefixstore.engine.adaptive_policy import AGES, GHOSTS_PER_PAGE, SAMPLES, Adaptive, GhostTable, Hazards, age_of
 from prefixstore.engine.eviction import POLICIES, Ordering, VictimQueue, lfu, longest_first, lru, priority
 from prefixstore.engine.index import Index, Page
 
@@ -48,10 +48,10 @@ def name(*what):
 
 
 class Cache:
-    """Pages of one token under a policy, with room for so many; time is counted in prompts."""
+    """A cache of `capacity` pages of one token under a policy; time is counted in prompts."""
 
-    def __init__(self, policy, room):
-        self.policy, self.room, self.now = policy, room, 0
+    def __init__(self, policy, capacity):
+        self.policy, self.capacity, self.now = policy, capacity, 0
         self.index = Index()
         self.queue = VictimQueue(self.index, policy)
 
@@ -70,7 +70,7 @@ class Cache:
             self.policy.added(new)
             news.append(new)
         victims = self.queue.victims()
-        while len(self.index) > self.room:
+        while len(self.index) > self.capacity:
             victim = next(victims)
             self.policy.evicted(victim)
             self.index.remove(victim.key)
@@ -83,30 +83,30 @@ class Cache:
         return len(here)
 
 
-# -- the simple policies ----------------------------------------------------------------------------------------------
+# -- the simple policies -----------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_use_goes_first_and_of_one_use_the_deepest():
+def test_lru_evicts_the_oldest_use_first_and_among_equal_uses_the_deepest():
     assert lru(page(b"a", last_used=1)) < lru(page(b"b", last_used=2))
     assert lru(page(b"a", last_used=1, start=256)) < lru(page(b"b", last_used=1, start=0))
 
 
-def test_the_least_often_used_goes_first_and_of_those_the_oldest_use():
+def test_lfu_evicts_the_least_often_used_first_and_among_those_the_oldest_use():
     assert lfu(page(b"a", last_used=9, hits=1)) < lfu(page(b"b", last_used=1, hits=2))
     assert lfu(page(b"a", last_used=1, hits=2)) < lfu(page(b"b", last_used=2, hits=2))
 
 
-def test_the_end_of_the_longest_prompt_goes_first():
+def test_longest_first_evicts_the_end_of_the_longest_prompt_first():
     assert longest_first(page(b"a", last_used=9, start=512)) < longest_first(page(b"b", last_used=1, start=256))
     assert longest_first(page(b"a", last_used=1, start=256)) < longest_first(page(b"b", last_used=2, start=256))
 
 
-def test_the_lowest_priority_goes_first_and_of_one_priority_the_oldest_use():
+def test_priority_evicts_the_lowest_priority_first_and_among_equals_the_oldest_use():
     assert priority(page(b"a", last_used=9, priority=-1)) < priority(page(b"b", last_used=1))
     assert priority(page(b"a", last_used=1, priority=3)) < priority(page(b"b", last_used=2, priority=3))
 
 
-def test_every_policy_has_its_name_and_each_engine_a_policy_of_its_own():
+def test_policies_have_names_and_each_engine_gets_its_own_instance():
     assert list(POLICIES) == ["adaptive", "lru", "lfu", "longest_first", "priority"]
     assert all(make() is not make() for make in POLICIES.values())
 
@@ -123,11 +123,11 @@ def test_lfu_counts_uses_before_an_eviction():
     assert lfu(back)[0] == 6
 
 
-# -- the queue --------------------------------------------------------------------------------------------------------
+# -- the queue ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_children_go_before_their_parents(policy):
+def test_children_are_evicted_before_their_parents(policy):
     index, queue = queue_of(
         page(b"a", last_used=1),
         page(b"b", b"a", last_used=9, start=4),
@@ -140,7 +140,7 @@ def test_children_go_before_their_parents(policy):
     assert order.index(b"a") > max(order.index(b"b"), order.index(b"c"))
 
 
-def test_by_last_use_the_order_is_known():
+def test_lru_gives_the_expected_order_of_a_small_tree():
     index, queue = queue_of(
         page(b"a", last_used=1),
         page(b"b", b"a", last_used=9, start=4),
@@ -150,7 +150,7 @@ def test_by_last_use_the_order_is_known():
     assert drain(index, queue) == [b"c", b"d", b"b", b"a"]
 
 
-def test_a_page_that_was_used_meanwhile_goes_later():
+def test_a_page_that_was_used_meanwhile_is_evicted_later():
     pages = [page(bytes([i]), last_used=i) for i in range(4)]
     index, queue = queue_of(*pages)
     pages[0].last_used = 10
@@ -158,7 +158,7 @@ def test_a_page_that_was_used_meanwhile_goes_later():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_pinned_pages_are_passed_by_and_remembered(policy):
+def test_pinned_pages_are_skipped_until_they_are_unpinned(policy):
     pages = [page(bytes([i]), last_used=i, pinned=i < 2) for i in range(4)]
     index, queue = queue_of(*pages, policy=POLICIES[policy]())
     assert sorted(drain(index, queue)) == [b"\2", b"\3"]
@@ -167,7 +167,7 @@ def test_pinned_pages_are_passed_by_and_remembered(policy):
     assert drain(index, queue) == [b"\1"]
 
 
-def test_a_page_that_was_given_back_comes_again():
+def test_a_page_that_was_put_back_is_given_out_again():
     _index, queue = queue_of(page(b"a"), page(b"b", last_used=1))
     victims = queue.victims()
     first = next(victims)
@@ -176,7 +176,7 @@ def test_a_page_that_was_given_back_comes_again():
     assert [next(victims).key, next(victims).key] == [b"b", b"a"]
 
 
-def test_what_is_gone_or_has_children_now_is_passed_by():
+def test_pages_that_are_gone_or_have_children_are_skipped():
     a, b, c = page(b"a"), page(b"b", last_used=1), page(b"c", last_used=2)
     index, queue = queue_of(a, b, c)
     index.remove(b"b")
@@ -196,8 +196,8 @@ def test_the_queue_does_not_grow_with_uses():
     assert drain(index, queue) == [each.key for each in sorted(pages, key=lru)]
 
 
-class Turning(Ordering):
-    """What a page is worth changes without a use: the order turns round."""
+class Reversing(Ordering):
+    """A policy whose order is reversed without a use."""
 
     drifts = True
     sign = 1
@@ -206,9 +206,9 @@ class Turning(Ordering):
         super().__init__(lambda each: (self.sign * each.last_used,))
 
 
-def test_if_the_policy_drifts_pages_are_ranked_anew_after_one_in_sixteen():
+def test_if_the_policy_drifts_pages_are_ranked_again_after_one_in_sixteen():
     pages = [page(bytes([i]), last_used=i) for i in range(100)]
-    policy = Turning()
+    policy = Reversing()
     _, queue = queue_of(*pages, policy=policy)
     victims = queue.victims()
     before = [next(victims).last_used for _ in range(10)]
@@ -224,8 +224,8 @@ def forests(draw):
     """Pages in a trie, a few of them pinned."""
     pages = []
     for i in range(draw(st.integers(1, 25))):
-        behind = draw(st.sampled_from([None, *range(i)]))
-        parent, start = (NS, 0) if behind is None else (pages[behind].key, pages[behind].start + 1)
+        before = draw(st.sampled_from([None, *range(i)]))
+        parent, start = (NS, 0) if before is None else (pages[before].key, pages[before].start + 1)
         fields = {name: draw(st.integers(0, 5)) for name in ("last_used", "hits", "priority")}
         pages.append(page(bytes([i]) * 4, parent, start=start, pinned=draw(st.integers(0, 9)) == 0, **fields))
     return pages
@@ -233,7 +233,7 @@ def forests(draw):
 
 @settings(deadline=None)
 @given(forests(), st.sampled_from(sorted(POLICIES)))
-def test_victims_come_as_if_the_lowest_of_all_leaves_were_looked_for_each_time(pages, name_of):
+def test_each_victim_is_the_leaf_with_the_lowest_rank(pages, name_of):
     policy = POLICIES[name_of]()
     index, queue = queue_of(*pages, policy=policy)
     here = {each.key: each for each in pages}
@@ -246,10 +246,10 @@ def test_victims_come_as_if_the_lowest_of_all_leaves_were_looked_for_each_time(p
     assert all(each.pinned for each in leaves)
 
 
-# -- the policy that learns -------------------------------------------------------------------------------------------
+# -- the policy that learns --------------------------------------------------------------------------------------------
 
 
-def test_before_anything_is_learned_the_oldest_use_goes_first_and_uses_count():
+def test_before_anything_is_learned_recency_and_uses_decide():
     policy = Adaptive()
     day = 86_400 * 10**9
     now = policy._prompt.ns
@@ -258,7 +258,7 @@ def test_before_anything_is_learned_the_oldest_use_goes_first_and_uses_count():
     assert policy.rank(old) < policy.rank(new)
     assert policy.rank(old) < policy.rank(used)
     for each in (old, new, used):
-        each.note = None
+        each.policy_data = None
     policy.looked_up(NS, [new])
     assert policy.rank(old) < policy.rank(new)
 
@@ -274,7 +274,7 @@ def test_a_use_by_another_process_counts():
     assert policy.rank(seen) > before
 
 
-def test_of_pages_alike_the_larger_one_goes_first_and_the_one_whose_tokens_are_slow_goes_last():
+def test_among_similar_pages_the_largest_is_evicted_first_and_the_slowest_to_compute_last():
     policy = Adaptive()
     small, large, slow = (page(bytes([i]) * 16) for i in range(3))
     large.stored_bytes = 100
@@ -286,7 +286,7 @@ def test_of_pages_alike_the_larger_one_goes_first_and_the_one_whose_tokens_are_s
     assert policy.rank(large) < policy.rank(small) < policy.rank(slow)
 
 
-def test_a_measured_time_far_from_the_average_is_not_believed():
+def test_a_measured_time_far_from_the_average_is_clipped():
     policy = Adaptive()
     usual = page(b"u" * 16)
     policy._us_per_token = 10.0
@@ -295,12 +295,12 @@ def test_a_measured_time_far_from_the_average_is_not_believed():
     assert policy._gain(odd) == 2 * policy._gain(usual)
 
 
-def test_it_learns_that_a_scan_does_not_come_back():
-    adaptive, by_use = (Cache(POLICIES[name_of](), room=120) for name_of in ("adaptive", "lru"))
+def test_it_learns_that_the_pages_of_a_scan_are_not_used_again():
+    adaptive, by_use = (Cache(POLICIES[name_of](), capacity=120) for name_of in ("adaptive", "lru"))
     hits = {adaptive: 0, by_use: 0}
     chance = random.Random(3)
     for i in range(3000):
-        # documents of ten blocks come back after about 100 prompts, and what comes between never does
+        # documents of ten blocks are used again after about 100 prompts, those of the scan never
         document = chance.randrange(15) if i % 4 == 0 else ("scan", i)
         blocks = [(document, j) for j in range(10)]
         for cache in hits:
@@ -309,7 +309,7 @@ def test_it_learns_that_a_scan_does_not_come_back():
 
 
 def test_it_keeps_a_part_of_a_loop_that_does_not_fit():
-    adaptive, by_use = (Cache(POLICIES[name_of](), room=50) for name_of in ("adaptive", "lru"))
+    adaptive, by_use = (Cache(POLICIES[name_of](), capacity=50) for name_of in ("adaptive", "lru"))
     hits = {adaptive: 0, by_use: 0}
     for i in range(3000):
         for cache in hits:
@@ -318,8 +318,8 @@ def test_it_keeps_a_part_of_a_loop_that_does_not_fit():
     assert hits[adaptive] > 3000 * 5 * 0.3
 
 
-def test_a_page_that_comes_back_after_its_eviction_keeps_its_uses():
-    cache = Cache(Adaptive(), room=4)
+def test_a_page_that_is_stored_again_after_its_eviction_keeps_its_uses():
+    cache = Cache(Adaptive(), capacity=4)
     for _ in range(3):
         cache.prompt("a")
     policy, key = cache.policy, name(("a",))
@@ -327,39 +327,39 @@ def test_a_page_that_comes_back_after_its_eviction_keeps_its_uses():
     policy.evicted(gone)
     cache.index.remove(key)
     cache.prompt("a")
-    assert cache.index.get(key).note.uses == 4
+    assert cache.index.get(key).policy_data.uses == 4
 
 
-def test_what_it_remembers_is_bounded():
-    cache = Cache(Adaptive(), room=100)
+def test_its_memory_is_bounded():
+    cache = Cache(Adaptive(), capacity=100)
     for i in range(6000):
         cache.prompt(*((i, j) for j in range(3)))
     policy = cache.policy
     assert len(policy._samples) <= SAMPLES
     assert len(policy._recent) <= 3
-    assert policy._memory._table.itemsize * len(policy._memory._table) == 8 << Memory._BASE
-    policy.renew(100_000)
-    assert len(policy._memory._table) < 2 * REMEMBERED * 100_000
+    assert policy._ghosts._table.itemsize * len(policy._ghosts._table) == 8 << GhostTable._BASE
+    policy.prepare(100_000)
+    assert len(policy._ghosts._table) < 2 * GHOSTS_PER_PAGE * 100_000
 
 
-def test_what_is_remembered_survives_growth():
-    memory = Memory()
+def test_ghosts_survive_the_growth_of_their_table():
+    ghosts = GhostTable()
     keys = [name(i) for i in range(2000)]
     for i, key in enumerate(keys):
-        memory.keep(key, i % 200 + 1, i)
-    before = [memory.recall(key) for key in keys]
-    memory.grow(60_000)
-    assert [memory.recall(key) for key in keys] == before
+        ghosts.remember(key, i % 200 + 1, i)
+    before = [ghosts.recall(key) for key in keys]
+    ghosts.grow(60_000)
+    assert [ghosts.recall(key) for key in keys] == before
     kept = sum(known == (i % 200 + 1, i) for i, known in enumerate(before))
     assert kept > 1800
-    assert memory.recall(name("never")) is None
+    assert ghosts.recall(name("never")) is None
 
 
 def test_fewer_samples_reach_as_far_when_the_index_grows():
     policy = Adaptive()
-    policy.renew(100)
+    policy.prepare(100)
     assert policy._share == 1 << 32
-    policy.renew(50_000)
+    policy.prepare(50_000)
     assert policy._share <= 1 << 30
 
 
@@ -368,36 +368,36 @@ def test_ages_are_half_octaves():
     assert age_of(1e30) == AGES - 1
 
 
-def test_the_worth_of_a_page_is_the_best_rate_of_hits_that_waiting_can_bring():
+def test_the_worth_of_a_page_is_the_best_rate_of_hits_over_all_times_to_wait():
     hazards = Hazards()
     for _ in range(10_000):
-        hazards.end(0, 100, hit=True)
+        hazards.observe(0, 100, hit=True)
     hazards.learn((), 0)
-    # all come back at 100 prompts: the nearer that is, the better is the rate
+    # all are used again at an age of 100 prompts: the nearer that is, the higher is the rate
     worth = hazards.worth[0]
     assert worth[0] < worth[age_of(50)] < worth[age_of(80)]
     assert worth[0] == pytest.approx(1 / 100, rel=0.3)
     assert worth[age_of(5000)] < worth[0]
 
 
-def test_pages_that_wait_count_as_not_come_back():
+def test_pages_that_were_not_used_again_yet_lower_the_worth_of_their_class():
     alone, among_others = Hazards(), Hazards()
     for each in (alone, among_others):
         for _ in range(500):
-            each.end(0, 10, hit=True)
+            each.observe(0, 10, hit=True)
     alone.learn([], 1000)
     among_others.learn([(0, 0)] * 5000, 1000)
     assert among_others.worth[0][0] < alone.worth[0][0] / 5
 
 
-def test_where_nearly_all_comes_back_soon_the_order_of_last_use_is_kept():
+def test_where_nearly_all_pages_are_used_again_soon_the_order_is_that_of_last_use():
     policy = Adaptive()
     for i in range(200):
         policy.looked_up(NS, [])
         policy.added(page(name(i)))
     for _ in range(1000):
-        policy._hazards.end(0, 3, hit=True)
-    policy.renew(100)
+        policy._hazards.observe(0, 3, hit=True)
+    policy.prepare(100)
     old, new = page(name("old"), hits=50), page(name("new"))
     policy.looked_up(NS, [old])
     policy.looked_up(NS, [])
@@ -405,10 +405,10 @@ def test_where_nearly_all_comes_back_soon_the_order_of_last_use_is_kept():
     assert policy.rank(old) < policy.rank(new)
 
 
-def test_when_the_share_of_samples_is_halved_what_was_counted_weighs_half():
+def test_when_the_share_of_samples_is_halved_the_counts_are_halved():
     hazards = Hazards()
     for _ in range(1000):
-        hazards.end(0, 10, hit=True)
+        hazards.observe(0, 10, hit=True)
     hazards.learn([(0, 0)] * 1000, 1000)
     before = hazards.worth[0][0]
     hazards.halve()

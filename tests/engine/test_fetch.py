@@ -1,166 +1,38 @@
-"""States of stored pages: in order, verified, from wherever they are nearest, and nothing is left behind."""
+"""States of stored pages: in order, verified, from the nearest source, and without leaks."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import BufferPool
-from prefixstore.engine import readers as read_ahead
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine import readers
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
-from prefixstore.format.autocodec import Encoder, encode
-from prefixstore.format.keys import as_tokens, page_key
-from prefixstore.stats import Counters
-
-NS = b"n" * 16
-P = 4
-SIZE = 30_001
-
-
-def state_of(i: int, size: int = SIZE) -> bytes:
-    return np.random.default_rng(i).standard_normal(size // 2 + 1).astype("<f2").tobytes()[:size]
-
-
-class Snapshot:
-    """Passes everything on, and notices two threads at once, and threads that come too late."""
-
-    def __init__(self, view, watcher):
-        self.view = view
-        self.watcher = watcher
-
-    def fetch(self, keys):
-        inner = self.view.fetch(keys)
-        try:
-            for i, _ in enumerate(keys):
-                with self.watcher.alone():
-                    found = next(inner, None)
-                    self.watcher.before(i)
-                if found is None:
-                    return
-                yield self.watcher.change(i, *found)
-        finally:
-            self.watcher.fetches_closed += 1
-
-    def __getattr__(self, name):
-        return getattr(self.view, name)
-
-
-class Watcher(MemoryBackend):
-    """A backend in memory that can be slow, forge what it returns, or have states at hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.open = 0
-        self.fetches_closed = 0
-        self.in_use = threading.Lock()
-        self.before = lambda i: None
-        self.change = lambda i, record, payload: (record, payload)
-
-    @contextmanager
-    def alone(self):
-        assert self.in_use.acquire(blocking=False), "two threads use one view"
-        try:
-            assert self.open, "the view is closed"
-            yield
-        finally:
-            self.in_use.release()
-
-    @contextmanager
-    def view(self):
-        with super().view() as view:
-            self.open += 1
-            try:
-                yield Snapshot(view, self)
-            finally:
-                self.open -= 1
-
-
-class Turns(Encoder):
-    """Packs each page with the next of some codecs."""
-
-    def __init__(self, codecs):
-        super().__init__()
-        self._codecs = iter(codecs)
-
-    def __call__(self, namespace, raw):
-        return encode(raw, next(self._codecs))
-
-
-class Store:
-    """A catalog with one sequence of pages in a backend, and a fetcher."""
-
-    def __init__(self, backend, codecs, *, pending=0):
-        self.backend, self.counters = backend, Counters()
-        self.engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), Turns(codecs), self.counters)
-        self.catalog, self.fetcher = self.engine._catalog, self.engine._fetcher
-        self.buffers = BufferPool(1 << 30)
-        self.news, parent = [], NS
-        for i in range(len(codecs) + pending):
-            tokens = as_tokens([i] * P).tobytes()
-            buffer = self.buffers.acquire(SIZE)
-            buffer.view[:] = state_of(i)
-            new = PendingPage.of(NS, b"{}", parent, i * P, tokens, buffer)
-            parent = page_key(parent, tokens)
-            assert self.engine.announce(new)
-            self.news.append(new)
-        assert self.engine.commit(self.news[: len(codecs)]) == len(codecs)
-        for new in self.news[: len(codecs)]:
-            new.buffer.release()
-        self.pages = [new.page for new in self.news]
-
-    @property
-    def leased(self):
-        return self.fetcher._readers.buffers.leased
-
-    def fetch(self, pages=None, **options):
-        """How many states came, each of them right while it was looked at."""
-        n = 0
-        with self.fetcher.fetching(self.pages if pages is None else pages, **options) as states:
-            for i, state in enumerate(states):
-                assert bytes(state) == state_of(i)
-                n += 1
-        assert self.leased == 0
-        return n
-
-
-@contextmanager
-def store_of(codecs, backend=None, **options):
-    store = Store(Watcher() if backend is None else backend, codecs, **options)
-    try:
-        yield store
-    finally:
-        store.fetcher.close()
-        store.backend.close()
-
+from prefixstore.format.keys import as_tokens
+from tests.support.fetching import SIZE, P, forging, state_of, store_of
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
 
 
 @pytest.fixture(params=[1, 4])
 def workers(request, monkeypatch):
-    """However many cores this machine has."""
-    monkeypatch.setattr(read_ahead, "UNPACKERS", request.param)
+    """The number of threads that unpack, whatever the number of cores."""
+    monkeypatch.setattr(readers, "UNPACKERS", request.param)
     return request.param
 
 
-# -- what comes --------------------------------------------------------------------------------------------------------
+# -- order and buffers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("codecs", [MIXED, ["raw"] * 6, ["planes"] * 20, ["zstd"], []], ids=len)
-def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed):
+def test_states_are_in_order_for_any_mix_of_codecs(workers, codecs, streamed):
     with store_of(codecs) as store:
         for _ in range(3):
             assert store.fetch(streamed=streamed) == len(codecs)
@@ -168,7 +40,7 @@ def test_states_come_in_order_from_stores_of_any_codec(workers, codecs, streamed
         assert store.backend.fetches_closed == (3 if codecs else 0)
 
 
-def test_states_are_there_until_the_block_is_left(workers):
+def test_states_stay_valid_until_the_block_is_left(workers):
     with store_of(MIXED) as store, store.fetcher.fetching(store.pages) as states:
         all_of_them = list(states)
         with store.fetcher.fetching(store.pages, streamed=True) as others:
@@ -176,12 +48,12 @@ def test_states_are_there_until_the_block_is_left(workers):
         assert [bytes(state) for state in all_of_them] == [state_of(i) for i in range(len(MIXED))]
 
 
-def test_streamed_a_few_buffers_are_enough(workers):
+def test_streaming_needs_only_a_few_buffers(workers):
     with store_of(["planes"] * 30) as store:
         most = 0
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             for _ in states:
-                most = max(most, store.leased)
+                most = max(most, store.bytes_in_use)
         # a page for each worker, one that is in use, and what each worker needs to unpack
         assert SIZE <= most <= SIZE * (2 * workers + 1)
 
@@ -196,20 +68,20 @@ def test_a_raw_page_is_not_copied(tmp_path):
 
 
 def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
-    monkeypatch.setattr(read_ahead, "UNPACKERS", 3)
+    monkeypatch.setattr(readers, "UNPACKERS", 3)
     together = threading.Barrier(3, timeout=20)
 
     def unpack(*args):
         together.wait()
         return real(*args)
 
-    real = read_ahead.decode_into
-    monkeypatch.setattr(read_ahead, "decode_into", unpack)
+    real = readers.decode_into
+    monkeypatch.setattr(readers, "decode_into", unpack)
     with store_of(["planes"] * 6) as store:
         assert store.fetch() == 6
 
 
-def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
+def test_reading_ahead_is_bounded(workers):
     with store_of(["zstd"] * 20) as store:
         read = []
         store.backend.before = read.append
@@ -219,15 +91,15 @@ def test_no_more_is_read_than_is_in_work_ready_or_in_use(workers):
                 assert len(read) <= i + 1 + workers
 
 
-# -- what needs no work ------------------------------------------------------------------------------------------------
+# -- states in memory --------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_to_be_written_comes_from_its_buffer():
+def test_a_pending_page_is_served_from_its_buffer():
     with store_of(MIXED, pending=3) as store:
         assert store.fetch() == len(MIXED) + 3
         for new in store.news[-3:]:
             new.buffer.release()
-        assert store.buffers.leased == 0
+        assert store.buffers.in_use == 0
 
 
 def test_a_state_in_ram_is_not_read():
@@ -245,25 +117,11 @@ def test_a_state_in_ram_is_not_read():
         assert len(read) == len(MIXED) - 4
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
-
-
-def forging(at, **changes):
-    def change(i, record, payload):
-        if i != at:
-            return record, payload
-        for name, value in changes.items():
-            if name == "payload":
-                payload = value(payload)
-            else:
-                object.__setattr__(record, name, value)
-        return record, payload
-
-    return change
+# -- what can go wrong -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 9])
-def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
+def test_a_damaged_page_ends_the_restore_early_and_is_reported(workers, at):
     with store_of(MIXED) as store:
         store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
         assert store.fetch() == at
@@ -272,7 +130,7 @@ def test_a_damaged_page_ends_the_restore_there_and_is_noted(workers, at):
         assert not store.catalog.has(store.pages[at])
 
 
-def test_only_the_first_of_several_damaged_pages_is_noted(workers):
+def test_only_the_first_of_several_damaged_pages_is_reported(workers):
     with store_of(MIXED) as store:
         store.backend.change = lambda i, record, payload: (record, bytes(payload[:-1]) if i > 1 else payload)
         assert store.fetch() == 2
@@ -280,14 +138,14 @@ def test_only_the_first_of_several_damaged_pages_is_noted(workers):
         assert store.catalog.deferred().damaged == {store.pages[2].key}
 
 
-def test_a_page_of_other_tokens_is_damaged():
+def test_a_page_with_other_tokens_counts_as_damaged():
     with store_of(MIXED) as store:
         store.backend.change = forging(2, tokens=as_tokens([7] * P).tobytes())
         assert store.fetch() == 2
         assert store.counters.group("unreadable") == {"corrupt": 1}
 
 
-def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
+def test_a_page_of_an_unknown_codec_is_not_restored_and_not_deleted():
     with store_of(MIXED) as store:
         store.backend.change = forging(3, codec=77)
         assert store.fetch() == 3
@@ -304,7 +162,7 @@ def test_a_page_of_an_unknown_codec_is_a_miss_and_kept():
         (UnavailableError("no"), "unavailable", False),
     ],
 )
-def test_what_the_backend_raises_is_counted_when_the_turn_of_that_page_comes(workers, error, reason, damages):
+def test_an_error_of_the_backend_ends_the_restore_at_its_page(workers, error, reason, damages):
     def fail(i):
         if i == 5:
             raise error
@@ -326,7 +184,7 @@ def test_a_page_that_is_gone_ends_the_restore(workers):
         assert not store.catalog.deferred().damaged
 
 
-def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
+def test_a_lack_of_memory_is_not_counted_as_damage(monkeypatch):
     with store_of(["planes"] * 3) as store:
         monkeypatch.setattr(np, "empty", lambda *args: (_ for _ in ()).throw(MemoryError))
         with store.fetcher.fetching(store.pages) as states:
@@ -335,7 +193,7 @@ def test_no_memory_for_a_page_is_no_fault_of_the_page(monkeypatch):
         assert not store.catalog.deferred().damaged
 
 
-def test_a_fault_of_the_program_reaches_the_caller(workers):
+def test_a_bug_reaches_the_caller(workers):
     def fail(i):
         if i == 2:
             raise ZeroDivisionError
@@ -344,12 +202,12 @@ def test_a_fault_of_the_program_reaches_the_caller(workers):
         store.backend.before = fail
         with pytest.raises(ZeroDivisionError), store.fetcher.fetching(store.pages) as states:
             list(states)
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
         store.backend.before = lambda i: None
         assert store.fetch() == len(MIXED)
 
 
-# -- who leaves early --------------------------------------------------------------------------------------------------
+# -- leaving early -----------------------------------------------------------------------------------------------------
 
 
 class EnoughError(Exception):
@@ -360,7 +218,7 @@ class EnoughError(Exception):
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("slow", [0.0, 0.01])
 @pytest.mark.parametrize("end", [None, EnoughError])
-def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, slow, end):
+def test_leaving_early_leaves_no_thread_and_no_buffer(workers, taken, streamed, slow, end):
     with store_of(MIXED) as store:
         store.backend.before = lambda i: time.sleep(slow)
         expected = pytest.raises(end) if end else nullcontext()
@@ -369,14 +227,14 @@ def test_whoever_leaves_early_leaves_nothing_running(workers, taken, streamed, s
                 assert bytes(next(states)) == state_of(i)
             if end:
                 raise end
-        # the watcher sees it if a thread reads on
+        # the watcher would notice a thread that still reads
         assert store.backend.open == 0
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
         assert next(states, None) is None
         assert store.fetch() == len(MIXED)
 
 
-def test_many_threads_restore_at_the_same_time(workers):
+def test_many_threads_can_restore_at_the_same_time(workers):
     with store_of(MIXED) as store:
         store.backend.alone = nullcontext  # each has a view of its own
         failed = []
@@ -401,12 +259,12 @@ def test_many_threads_restore_at_the_same_time(workers):
                 thread.start()
                 stack.callback(thread.join)
         assert not failed
-        assert store.leased == 0
+        assert store.bytes_in_use == 0
 
 
-def test_the_pace_of_the_location_is_noted(monkeypatch):
-    monkeypatch.setattr("prefixstore.format.autocodec.ReadPace.SHORTEST", 1000)
+def test_the_read_rate_of_the_location_is_measured(monkeypatch):
+    monkeypatch.setattr("prefixstore.format.autocodec.ReadRate.MIN_BYTES", 1000)
     with store_of(["raw"] * 5) as store:
         store.backend.before = lambda i: time.sleep(0.005)
         assert store.fetch() == 5
-        assert 0.005 < store.fetcher._pace.seconds_per_byte * SIZE < 0.5
+        assert 0.005 < store.fetcher._read_rate.seconds_per_byte * SIZE < 0.5

@@ -1,4 +1,4 @@
-"""The trie of pages: against brute force, with pages that come and go."""
+"""The trie of pages, compared with brute force, while pages are added and removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ P = 3
 NS, OTHER = b"n" * 16, b"o" * 16
 
 sequences = st.lists(st.integers(0, 2), max_size=11)
-# 256 and -1 are neighbours of 1 and 0 in other byte orders than that of tokens
+# 256 and -1 are next to 1 and 0 in another byte order
 wide = st.lists(st.sampled_from([0, 1, 256, 65536, -1, 2**31 - 1]), max_size=11)
 
 
@@ -92,7 +92,7 @@ def test_a_match_is_the_longest_common_prefix_with_anything_stored(data, kind):
         assert index.match(OTHER, as_tokens(wanted), P).pages == ()
 
 
-def test_removed_pages_come_deepest_first():
+def test_removed_pages_are_returned_deepest_first():
     index = Index()
     insert(index, [1] * 9)
     insert(index, [1] * 6 + [2] * 3)
@@ -104,7 +104,7 @@ def test_removed_pages_come_deepest_first():
     assert index.remove(first.key) == []
 
 
-def test_a_page_without_its_parent_is_not_taken():
+def test_a_page_without_its_parent_is_not_added():
     index = Index()
     first, second = chain([1] * 6)
     assert not index.add(second)
@@ -115,7 +115,7 @@ def test_a_page_without_its_parent_is_not_taken():
     assert second.is_leaf
 
 
-def test_a_page_knows_which_tail_it_continues_and_which_page_covers_it():
+def test_the_tail_that_a_page_continues_and_the_page_that_covers_it_are_found():
     index = Index()
     insert(index, [1, 2])
     insert(index, [3])
@@ -131,7 +131,7 @@ def test_a_page_knows_which_tail_it_continues_and_which_page_covers_it():
     assert Index().superseded_by(longer) is None
 
 
-def test_among_thousands_of_siblings_the_nearest_is_found():
+def test_the_nearest_of_thousands_of_siblings_is_found():
     index = Index()
     for a in range(60):
         for b in range(60):
@@ -143,7 +143,7 @@ def test_among_thousands_of_siblings_the_nearest_is_found():
     assert index.match(NS, as_tokens([99, 0, 0]), P).n_tokens == 0
 
 
-def test_the_size_of_a_page_may_become_known_later():
+def test_the_stored_size_of_a_page_can_be_set_later():
     index = Index()
     insert(index, [1, 2, 3])
     (page,) = index
@@ -154,7 +154,7 @@ def test_the_size_of_a_page_may_become_known_later():
 
 
 def snapshot(tokens, namespace=NS):
-    """A snapshot behind these tokens."""
+    """A snapshot after these tokens."""
     full = len(tokens) - len(tokens) % P
     parent = chain(tokens[:full], namespace)[-1].key if full else namespace
     raw = as_tokens(tokens[full:]).tobytes()
@@ -163,7 +163,7 @@ def snapshot(tokens, namespace=NS):
 
 @settings(deadline=None)
 @given(st.lists(sequences.filter(bool), max_size=8), st.lists(sequences.filter(bool), max_size=8), sequences)
-def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, taken, prompt):
+def test_snapshots_are_found_if_their_tokens_are_a_prefix_of_the_prompt(stored, taken, prompt):
     index = Index()
     for tokens in stored:
         insert(index, tokens)
@@ -174,7 +174,7 @@ def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, ta
             expected.add(len(tokens))
         assert index.superseded_by(page) is None
         assert not index.covers(page)
-    found = index.standing(NS, as_tokens(prompt), P)
+    found = index.snapshots_along(NS, as_tokens(prompt), P)
     assert [path.n_tokens for path in found] == sorted(expected, reverse=True)
     for path in found:
         assert [tuple(as_tokens_of(page)) for page in path.pages[:-1]] == [
@@ -190,7 +190,7 @@ def test_snapshots_are_found_where_all_their_tokens_are_in_the_prompt(stored, ta
     assert index.match(NS, as_tokens(prompt), P).n_tokens == without.match(NS, as_tokens(prompt), P).n_tokens
 
 
-def test_a_page_goes_with_the_snapshots_behind_it():
+def test_a_page_is_removed_with_its_snapshots():
     index = Index()
     insert(index, [0] * 6)
     first, second = chain([0] * 6)
@@ -205,15 +205,15 @@ def test_a_page_goes_with_the_snapshots_behind_it():
     assert len(index) == index.raw_bytes == 0
 
 
-def test_a_namespace_may_begin_with_a_snapshot():
+def test_the_first_node_of_a_namespace_may_be_a_snapshot():
     index = Index()
     assert index.add(snapshot([1, 2]))
-    assert [path.n_tokens for path in index.standing(NS, as_tokens([1, 2, 0]), P)] == [2]
+    assert [path.n_tokens for path in index.snapshots_along(NS, as_tokens([1, 2, 0]), P)] == [2]
     assert index.remove(snapshot([1, 2]).key)
-    assert index.standing(NS, as_tokens([1, 2, 0]), P) == []
+    assert index.snapshots_along(NS, as_tokens([1, 2, 0]), P) == []
 
 
-def test_branches_are_where_sequences_go_different_ways():
+def test_branches_are_the_positions_at_which_sequences_branch_off():
     index = Index()
     for tokens in ([0, 0, 0, 0, 0, 0, 0], [0, 0, 1], [0, 0, 0, 0, 2]):
         insert(index, tokens)

@@ -1,4 +1,4 @@
-"""The RAM tier: states of hot pages, within its limit, never the only copy."""
+"""The RAM tier: states of hot pages, within its limit, and never the only copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def page_of(number, payload=b"payload"):
-    """The node of a page, which nothing stores."""
+    """The node of a page that is not stored."""
     key, record = make_page(payload, [number])
     return Page.stored(key, record, Usage(1))
 
@@ -68,7 +68,7 @@ def test_a_kept_state_is_a_copy():
     assert tier.state(page) == b"state"
 
 
-def test_other_tokens_under_the_same_key_are_not_believed():
+def test_a_state_under_the_same_key_with_other_tokens_is_not_used():
     tier = RamTier(MIB)
     page = page_of(1)
     tier.keep(page, b"state")
@@ -99,7 +99,7 @@ def test_a_state_in_use_stays_valid_when_the_tier_drops_it():
     assert held == b"a" * 1000
 
 
-def test_a_tier_without_memory_keeps_nothing():
+def test_a_tier_of_size_zero_keeps_nothing():
     tier = RamTier(0)
     page = page_of(1)
     tier.keep(page, b"")
@@ -107,7 +107,7 @@ def test_a_tier_without_memory_keeps_nothing():
     assert (tier.state(page), tier.used, tier.wants_pages) == (None, 0, False)
 
 
-def test_wanted_pages_are_given_out_newest_first_and_only_those_that_are_missing():
+def test_wanted_pages_are_the_missing_ones_newest_first():
     tier = RamTier(MIB)
     pages = [page_of(i) for i in range(3)]
     tier.keep(pages[1], b"state")
@@ -116,7 +116,7 @@ def test_wanted_pages_are_given_out_newest_first_and_only_those_that_are_missing
 
 
 @pytest.mark.parametrize("refreshed_before", [True, False])
-def test_a_page_that_leaves_the_location_leaves_the_tier(tiered, refreshed_before):
+def test_a_page_that_is_deleted_from_the_location_leaves_the_tier(tiered, refreshed_before):
     gone, kept = put(tiered._backend, 1), put(tiered._backend, 2)
     if refreshed_before:
         look_up(tiered)
@@ -141,7 +141,7 @@ def test_after_too_many_changes_to_follow_only_stored_pages_stay_in_the_tier(tie
     assert (tiered._ram.state(gone), tiered._ram.state(kept)) == (None, b"state")
 
 
-def test_many_threads_keep_and_read_states_and_the_sum_is_right():
+def test_many_threads_keep_and_read_states_and_the_size_stays_correct():
     tier = RamTier(20 * (100 + 4 + ENTRY_BYTES))
     pages = [page_of(i) for i in range(50)]
 
@@ -177,12 +177,12 @@ def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
                 break
             until.wait(0.05)
         assert store.stats().bytes_in_ram > 0
-        # restored from RAM, whatever becomes of the location
+        # restored from RAM
         llm.reset()
         assert store.restore(tokens) == 699
 
 
-def test_damage_in_the_location_is_not_hidden_from_check(tmp_path, llama):
+def test_check_finds_damage_in_the_location_despite_the_tier(tmp_path, llama):
     with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB", codec="raw") as store:
         llm.set_cache(store)
         answer(llm, prompt(600))

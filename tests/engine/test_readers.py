@@ -1,4 +1,4 @@
-"""Raw pages are verified while they are used: what turns out wrong is told before anything else is given out."""
+"""Raw pages are verified while they are used: a damaged one is reported before the next one is given out."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine import readers as read_along
+from prefixstore.engine import readers
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.kv_memory import PagedMemory
-from tests.engine.test_fetch import forging, state_of, store_of
+from tests.support.fetching import forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
 RAW = ["raw"] * 8
 
 
 def take_all(store):
-    """The states that were given out, and how many of them turned out right."""
+    """The states that were given out, and how many of them were verified."""
     with store.fetcher.fetching(store.pages, streamed=True) as states:
         return [bytes(state) for state in states], states.verified()
 
 
 @pytest.mark.parametrize("n", [0, 1, 8])
-def test_all_states_come_in_order_and_are_right(n):
+def test_all_states_are_given_out_in_order_and_verified(n):
     with store_of(["raw"] * n) as store:
         given, verified = take_all(store)
         assert given == [state_of(i) for i in range(n)]
         assert verified == n
-        assert store.fetcher._pace.seconds_per_byte is None  # these are too small to tell
+        assert store.fetcher._read_rate.seconds_per_byte is None  # these are too small to be measured
 
 
 @pytest.mark.parametrize("at", [0, 1, 7])
-def test_a_damaged_page_may_be_given_out_and_is_told_before_the_next(at):
+def test_a_damaged_page_is_reported_before_the_next_one_is_given_out(at):
     with store_of(RAW) as store:
         store.backend.change = forging(at, payload=lambda payload: bytes(payload[:-1]) + b"?")
         given, verified = take_all(store)
@@ -46,7 +46,7 @@ def test_a_damaged_page_may_be_given_out_and_is_told_before_the_next(at):
         assert store.catalog.deferred().damaged == {store.pages[at].key}
 
 
-def test_a_page_of_another_length_or_other_tokens_is_not_given_out():
+def test_a_page_with_a_wrong_length_or_other_tokens_is_not_given_out():
     for changes in ({"payload": lambda payload: bytes(payload[:-1])}, {"tokens": b"1234"}, {"codec": 77}):
         with store_of(RAW) as store:
             store.backend.change = forging(3, **changes)
@@ -58,7 +58,7 @@ def test_a_page_of_another_length_or_other_tokens_is_not_given_out():
     ("error", "reason"),
     [(CorruptError, "corrupt"), (IncompatibleError, "incompatible"), (UnavailableError, "unavailable")],
 )
-def test_what_the_backend_raises_is_no_word_against_the_page_before(error, reason):
+def test_an_error_of_the_backend_does_not_affect_the_page_given_out_before(error, reason):
     def fail(i):
         if i == 5:
             raise error("no")
@@ -70,7 +70,7 @@ def test_what_the_backend_raises_is_no_word_against_the_page_before(error, reaso
         assert store.counters.group("unreadable") == {reason: 1}
 
 
-def test_a_page_that_is_gone_ends_it():
+def test_a_page_that_is_gone_ends_the_restore():
     with store_of(RAW) as store:
         with store.backend.update() as transaction:
             for page in store.pages[6:]:
@@ -80,7 +80,7 @@ def test_a_page_that_is_gone_ends_it():
         assert store.counters.group("unreadable") == {"vanished": 1}
 
 
-def test_a_fault_of_the_program_reaches_the_caller():
+def test_a_bug_reaches_the_caller():
     def fail(i):
         if i == 2:
             raise ZeroDivisionError
@@ -92,7 +92,7 @@ def test_a_fault_of_the_program_reaches_the_caller():
         assert store.backend.open == 0
 
 
-def test_a_page_that_was_written_anew_and_packed_meanwhile_is_unpacked():
+def test_a_page_that_was_written_again_as_packed_is_unpacked():
     def packed(i, record, payload):
         if i != 3:
             return record, payload
@@ -108,17 +108,17 @@ def test_a_page_that_was_written_anew_and_packed_meanwhile_is_unpacked():
         assert verified == 8
 
 
-def test_what_is_packed_is_verified_before_it_is_given_out():
+def test_packed_pages_are_verified_before_they_are_given_out():
     with store_of(["raw", "planes", "raw"]) as store:
         store.backend.change = forging(2, payload=lambda payload: bytes(payload[:-1]) + b"?")
         given, verified = take_all(store)
         assert len(given) == verified == 2
 
 
-def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_path):
-    """The page lies in memory of the view, which must not close under the thread."""
+def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_path):
+    """The page is in memory of the view, which must not close while the thread reads it."""
     begun, go_on, over = threading.Event(), threading.Event(), []
-    real = read_along.verify_checksum
+    real = readers.verify_checksum
 
     def slow(*args):
         begun.set()
@@ -126,7 +126,7 @@ def test_whoever_leaves_while_a_page_is_verified_waits_for_it(monkeypatch, tmp_p
         real(*args)
         over.append(1)
 
-    monkeypatch.setattr(read_along, "verify_checksum", slow)
+    monkeypatch.setattr(readers, "verify_checksum", slow)
     with store_of(RAW, LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             next(states)
@@ -143,7 +143,7 @@ TOKENS = prompt(1024)
 
 
 @pytest.mark.parametrize("number", [0, 2, 3])
-def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monkeypatch, number):
+def test_a_damaged_page_is_removed_from_the_context_again(models, tmp_path, monkeypatch, number):
     llm = load(models("llama"))
     cold = answer(llm, TOKENS, 6)
     with PrefixStore(tmp_path, llm, codec="raw") as store:
@@ -157,7 +157,7 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
             llm.eval(TOKENS[:n])
             expected[n] = state_digest(llm, n)
         checks, loaded = [], []
-        real, load_page = read_along.verify_checksum, PagedMemory.load
+        real, load_page = readers.verify_checksum, PagedMemory.load
 
         def verify(record, view):
             checks.append(record)
@@ -165,7 +165,8 @@ def test_a_damaged_page_is_taken_out_of_the_context_again(models, tmp_path, monk
                 raise CorruptError("flipped on purpose")
             real(record, view)
 
-        monkeypatch.setattr(read_along, "verify_checksum", verify)
+        monkeypatch.setattr(readers, "verify_checksum", verify)
+        monkeypatch.setattr(readers, "verify_checksum", verify)
         monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
         llm.reset()
         n = store.restore([*TOKENS, 7])

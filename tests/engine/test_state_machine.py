@@ -1,4 +1,4 @@
-"""A real engine and a plain model, driven together at random."""
+"""A real engine and a simple model of it, driven together at random."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shared(a, b) -> int:
 
 
 class Machine(RuleBasedStateMachine):
-    """Without a limit: the model says to the token what a match finds."""
+    """Without a limit: the model predicts to the token what a match finds."""
 
     budget = Budget(64 << 20)
     codec = "raw"
@@ -122,7 +122,7 @@ class Machine(RuleBasedStateMachine):
             self.writes = which % len(self.engines)
         self.waiting = self.waiting + self.capture(self.writes, namespace, tokens)
         found = self.engines[self.writes].match(namespace, as_tokens(tokens), P).n_tokens
-        # what was refused for want of room is not even captured
+        # a page that was refused for lack of space is not captured
         assert found == len(tokens) or self.refuses
         self.later = {*getattr(self, "later", ()), (namespace, tokens)}
 
@@ -178,10 +178,10 @@ class Machine(RuleBasedStateMachine):
     # -- what always holds --------------------------------------------------------------------------------------------
 
     @invariant()
-    def nothing_is_wrong_with_what_is_stored(self):
+    def every_invariant_holds(self):
         for engine in self.engines:
             assert engine.check() == []
-            # the index knows what is stored, and what waits
+            # the index has the stored and the pending pages
             engine.match(NAMESPACES[0], as_tokens([]), P)
             with engine._backend.view() as view:
                 keys = {key for key, _, _ in view.scan()}
@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class Small(Machine):
-    """Within a budget nothing is promised but that it holds, and that all that is found can be restored."""
+    """Within a budget: it holds, and everything that is matched can be restored."""
 
     budget = Budget(64 << 20, max_entries=5)
     refuses = True

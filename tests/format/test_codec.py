@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
-from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadPace, choose, encode, pick
+from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadRate, choose, encode, pick
 from prefixstore.format.codec import BLOCK, CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
@@ -114,7 +114,7 @@ def test_a_page_is_decoded_into_the_given_memory_and_lent_buffers_are_returned()
         out = bytearray(len(raw) + 8)
         decode_into(record, verify(record, stored), memoryview(out)[4:-4], buffers)
         assert out == bytes(4) + raw + bytes(4)
-        assert buffers.leased == 0
+        assert buffers.in_use == 0
 
 
 # -- what is damaged or forged -----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_damaged_page_with_a_new_checksum_writes_nothing_outside_its_memory(na
     with suppress(CorruptError):
         decode_into(record, verify(record, stored), memoryview(out)[32:-32], buffers)
     assert out[:32] == out[-32:] == b"?" * 32
-    assert buffers.leased == 0
+    assert buffers.in_use == 0
 
 
 def planes_of(upper, lower, *, split=None):
@@ -187,7 +187,7 @@ def test_a_forged_size_is_refused_before_memory_is_taken_for_it(name, monkeypatc
     raw = bytes(50_000_000)
     stored = PACKINGS[name].pack(raw)
     monkeypatch.setattr(np, "empty", lambda *args: pytest.fail("memory was taken"))
-    with pytest.raises(CorruptError, match="50000000 bytes of state, 1000 written"):
+    with pytest.raises(CorruptError, match="50000000 bytes of state, 1000 expected"):
         decode(record_of(stored, 1000, CODECS[name]), stored)
 
 
@@ -211,7 +211,7 @@ def test_an_unknown_codec_is_refused_and_the_known_ones_are_listed(name):
 
 @pytest.mark.parametrize("name", ["zstd:0", "zstd:23", "zstd:", "zstd:-1", "zstd:x", "zstd:1.5", "planes:99", "zstd:²"])
 def test_a_level_outside_its_bounds_is_refused(name):
-    with pytest.raises(InvalidParameterError, match="the level is a number from 1 to 22"):
+    with pytest.raises(InvalidParameterError, match="the level must be a number from 1 to 22"):
         pick(name)
 
 
@@ -228,7 +228,7 @@ def test_a_codec_without_levels_takes_none():
 def slow():
     """As it is with pages of a location that was slow so far."""
     auto = AutoCodec()
-    auto.pace.note(1 << 20, 60.0)
+    auto.read_rate.observe(1 << 20, 60.0)
     return auto
 
 
@@ -245,19 +245,19 @@ def test_auto_packs_what_shrinks_in_a_slow_location_and_leaves_what_does_not():
 def test_auto_stores_raw_until_it_knows_that_the_location_is_slow():
     auto = AutoCodec()
     assert numbers_of(auto, floats(), 10) == {CODECS["raw"]}
-    auto.pace.note(1 << 20, 60.0)
+    auto.read_rate.observe(1 << 20, 60.0)
     assert numbers_of(auto, floats(), 10) == {CODECS["planes"]}
     for _ in range(1000):
-        auto.pace.note(1 << 30, 1e-9)
+        auto.read_rate.observe(1 << 30, 1e-9)
     assert numbers_of(auto, floats(), 10) == {CODECS["raw"]}
 
 
 def test_auto_decides_by_the_first_pages_and_measures_again():
-    auto, turn = slow(), AutoCodec.LOOK + AutoCodec.LOOK_AGAIN
+    auto, turn = slow(), AutoCodec.PAGES_MEASURED + AutoCodec.PAGES_BETWEEN
     assert numbers_of(auto, chance(), turn - 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), 5) == {CODECS["raw"]}
     assert numbers_of(auto, floats(), turn) == {CODECS["planes"]}
-    # until the next look these are packed for nothing, and stored raw as they do not shrink
+    # until the next measurement these are packed for nothing, and stored raw as they do not shrink
     assert numbers_of(auto, chance(), 2 * turn) == {CODECS["raw"]}
     assert auto(NS, floats())[0] == CODECS["planes"]
     assert auto(NS, floats())[0] == CODECS["planes"]
@@ -265,7 +265,7 @@ def test_auto_decides_by_the_first_pages_and_measures_again():
 
 def test_auto_decides_for_each_namespace():
     auto = slow()
-    for _ in range(AutoCodec.LOOK + 5):
+    for _ in range(AutoCodec.PAGES_MEASURED + 5):
         assert auto(NS, floats())[0] == CODECS["planes"]
         assert auto(OTHER, chance())[0] == CODECS["raw"]
 
@@ -299,15 +299,15 @@ def test_of_two_codecs_that_save_the_same_the_faster_is_taken():
     assert choose({}, None) == "raw"
 
 
-def test_a_pace_is_the_best_of_the_last_reads_and_ignores_small_ones():
-    pace = ReadPace()
-    pace.note(ReadPace.SHORTEST - 1, 1.0)
-    assert pace.seconds_per_byte is None
-    pace.note(1 << 20, 1.0)
-    assert pace.seconds_per_byte == 1 / (1 << 20)
-    pace.note(1 << 20, 0.5)
-    pace.note(1 << 20, 2.0)
-    assert pace.seconds_per_byte == 0.5 / (1 << 20)
-    for _ in range(ReadPace.LAST):
-        pace.note(1 << 20, 4.0)
-    assert pace.seconds_per_byte == 4.0 / (1 << 20)
+def test_a_read_rate_is_the_best_of_the_last_reads_and_ignores_small_ones():
+    rate = ReadRate()
+    rate.observe(ReadRate.MIN_BYTES - 1, 1.0)
+    assert rate.seconds_per_byte is None
+    rate.observe(1 << 20, 1.0)
+    assert rate.seconds_per_byte == 1 / (1 << 20)
+    rate.observe(1 << 20, 0.5)
+    rate.observe(1 << 20, 2.0)
+    assert rate.seconds_per_byte == 0.5 / (1 << 20)
+    for _ in range(ReadRate.READS_KEPT):
+        rate.observe(1 << 20, 4.0)
+    assert rate.seconds_per_byte == 4.0 / (1 << 20)

@@ -1,4 +1,4 @@
-"""A location without a model: what is in it, and how it gets out."""
+"""A location without a model: inspect it, delete from it, repair it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keys_of(archive):
     return set(contents(archive.backend))
 
 
-def test_holdings_are_told_apart_by_namespace_and_counted(archive):
+def test_holdings_are_counted_by_namespace(archive):
     fill(archive.backend, MINE, SEQUENCES)
     fill(archive.backend, YOURS, SEQUENCES[:1], pinned=True)
     found = {holding.key: holding for holding in archive.holdings()}
@@ -46,7 +46,7 @@ def test_holdings_are_told_apart_by_namespace_and_counted(archive):
         archive.namespace("")
 
 
-def test_pages_come_before_what_is_behind_them_and_are_found_by_their_first_digits(archive):
+def test_parents_are_listed_before_their_children_and_pages_are_found_by_their_first_digits(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     pages = archive.pages()
     seen = {MINE.key}
@@ -60,7 +60,7 @@ def test_pages_come_before_what_is_behind_them_and_are_found_by_their_first_digi
         archive.find("x")
 
 
-def test_a_mistyped_location_is_not_made_a_store(tmp_path):
+def test_no_store_is_created_at_a_mistyped_location(tmp_path):
     for location in (f"lmdb://{tmp_path}/none", f"sqlite:///{tmp_path}/none.db"):
         for read_only in (False, True):
             with pytest.raises(LocationError):
@@ -85,7 +85,7 @@ def test_a_mistyped_location_is_not_made_a_store(tmp_path):
         ({"older_than": 3600.0, "tokens": [30]}, {"mine": 6, "yours": 2}),
     ],
 )
-def test_what_is_chosen_is_purged_and_nothing_else(archive, choice, left):
+def test_exactly_the_chosen_pages_are_purged(archive, choice, left):
     fill(archive.backend, MINE, SEQUENCES)
     fill(archive.backend, YOURS, SEQUENCES[:1], last_used=time.time_ns(), pinned=True)
     before = contents(archive.backend)
@@ -100,15 +100,15 @@ def test_what_is_chosen_is_purged_and_nothing_else(archive, choice, left):
         assert len(view.namespaces()) == len(left)
 
 
-def test_a_page_is_purged_with_all_behind_it(archive):
+def test_a_page_is_purged_with_its_descendants(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     assert archive.purge(page=paths[0][0].hex()).pages == 4
     assert keys_of(archive) == {*paths[2], *paths[3]}
-    with pytest.raises(InvalidParameterError, match="needs a choice"):
+    with pytest.raises(InvalidParameterError, match="needs at least one of"):
         archive.purge()
 
 
-def test_what_was_used_of_late_keeps_what_it_is_behind_of(archive):
+def test_a_recently_used_page_keeps_its_ancestors(archive):
     paths = fill(archive.backend, MINE, SEQUENCES[:2], last_used=1)
     with archive.backend.update() as transaction:
         usage = transaction.usage(paths[1][-1])
@@ -117,17 +117,17 @@ def test_what_was_used_of_late_keeps_what_it_is_behind_of(archive):
     assert keys_of(archive) == set(paths[1])
 
 
-def test_a_purge_of_everything_leaves_nothing_that_was_unreadable_either(archive):
+def test_a_purge_deletes_orphans_too(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     with archive.backend.update() as transaction:
-        transaction.delete(paths[0][0])  # two pages hang in the air now
+        transaction.delete(paths[0][0])  # two pages have no parent now
     assert len(archive.check()) == 2
     archive.purge(namespace=MINE.key.hex())
     assert keys_of(archive) == set()
     assert archive.check() == []
 
 
-def test_pages_are_pinned_as_a_path_and_unpinned_as_far_as_nothing_else_needs_it(archive):
+def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_others_need(archive):
     paths = fill(archive.backend, MINE, SEQUENCES)
     one, two = (archive.find(path[-1].hex()) for path in paths[:2])
     assert archive.pin(one) == 2
@@ -140,7 +140,7 @@ def test_pages_are_pinned_as_a_path_and_unpinned_as_far_as_nothing_else_needs_it
     assert keys_of(archive) == set(paths[1])
 
 
-def test_eviction_stops_at_the_size_and_takes_the_least_recently_used_first(archive):
+def test_eviction_stops_at_the_size_and_starts_with_the_least_recently_used(archive):
     old = [list(range(100 * i, 100 * i + 4)) for i in range(30)]
     paths = fill(archive.backend, MINE, old, last_used=10, size=50_000)
     kept = fill(archive.backend, MINE, [[9001, 2, 3, 4]], last_used=20)[0]
@@ -170,7 +170,7 @@ def damage(location, key):
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_repair_drops_what_is_damaged_and_what_is_behind_it_and_says_so(scheme, tmp_path, request):
+def test_repair_deletes_damaged_pages_and_their_descendants_and_reports_them(scheme, tmp_path, request):
     location = place(scheme, tmp_path, request)
     with Archive(location, create=True) as archive:
         paths = fill(archive.backend, MINE, SEQUENCES)
@@ -186,7 +186,7 @@ def test_repair_drops_what_is_damaged_and_what_is_behind_it_and_says_so(scheme, 
         assert len(archive.pages()) == 3
 
 
-def test_repair_keeps_to_a_budget_that_is_given(archive):
+def test_repair_evicts_down_to_a_given_budget(archive):
     fill(archive.backend, MINE, [list(range(100 * i, 100 * i + 4)) for i in range(30)], size=50_000)
     used = archive.used().bytes
     assert archive.check(used) == []
@@ -196,7 +196,7 @@ def test_repair_keeps_to_a_budget_that_is_given(archive):
     assert archive.check(used // 2) == []
 
 
-def test_what_servers_put_behind_a_page_while_it_is_purged_goes_too(tmp_path, request, monkeypatch):
+def test_children_that_are_added_to_a_page_while_it_is_purged_are_purged_too(tmp_path, request, monkeypatch):
     with Archive(place("lmdb", tmp_path, request), create=True) as archive:
         fill(archive.backend, MINE, SEQUENCES)
         other = LMDBBackend(tmp_path / "kv", 1 << 30)
@@ -204,7 +204,7 @@ def test_what_servers_put_behind_a_page_while_it_is_purged_goes_too(tmp_path, re
         written = []
 
         def continued():
-            # a server continues a conversation between the look and the deletion
+            # a server continues a conversation between the choice and the deletion
             if not written:
                 written.append(fill(other, MINE, [[*SEQUENCES[0], 50, 51, 52, 53]]))
             return update()
@@ -220,6 +220,6 @@ def test_what_servers_put_behind_a_page_while_it_is_purged_goes_too(tmp_path, re
         assert archive.check() == []
 
 
-def test_memory_has_nothing_to_give_back():
+def test_compacting_memory_frees_nothing():
     with Archive("memory:", create=True) as archive:
         assert archive.compact() == 0

@@ -54,7 +54,7 @@ class Pipe(io.RawIOBase):
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(SCHEMES, SCHEMES)))
-def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, request):
+def test_pages_move_between_all_backends_unchanged(one, other, tmp_path, request):
     with (
         Archive(place(one, tmp_path, request, "one"), create=True) as source,
         Archive(place(other, tmp_path, request, "other"), create=True) as target,
@@ -75,7 +75,7 @@ def test_what_one_backend_holds_every_other_can_be_given(one, other, tmp_path, r
         assert target.check() == []
 
 
-def test_only_what_was_chosen_is_exported_with_all_that_it_needs(source, tmp_path):
+def test_only_the_chosen_pages_are_exported_with_their_ancestors(source, tmp_path):
     page = source.find(fill(source.backend, MINE, SEQUENCES)[1][-1].hex())
     with Archive(tmp_path / "target", create=True) as target:
         data = packed(source, keys=source.with_ancestors({page.key}))
@@ -98,14 +98,14 @@ def ends_of_entries(data):
 
 
 @pytest.mark.parametrize("opened", [io.BytesIO, Pipe])
-def test_a_truncated_file_gives_all_its_whole_pages_and_the_rest_when_it_is_complete(source, tmp_path, opened):
+def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest(source, tmp_path, opened):
     data = packed(source)
     ends = ends_of_entries(data)
     first_page = next(end for end, pages in ends if pages == 0 and end > ends[0][0])
     for i, cut in enumerate((first_page, first_page + 3, len(data) // 2, ends[-2][0], len(data) - 1)):
         whole = max((pages for end, pages in ends if end <= cut), default=0)
         with Archive(tmp_path / f"target{i}", create=True) as target:
-            # the start of the entry behind the namespaces is read with them
+            # the start of the entry after the namespaces is read with them
             with pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"):
                 import_store(ExportReader(opened(data[:cut]), "f"), target)
             assert len(contents(target.backend)) == whole
@@ -115,7 +115,7 @@ def test_a_truncated_file_gives_all_its_whole_pages_and_the_rest_when_it_is_comp
             assert contents(target.backend) == contents(source.backend)
 
 
-def test_a_flipped_bit_is_seen_wherever_it_is_and_nothing_wrong_is_stored(source, tmp_path):
+def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, tmp_path):
     data = packed(source)
     good = contents(source.backend)
     rng = np.random.default_rng(0)
@@ -129,14 +129,14 @@ def test_a_flipped_bit_is_seen_wherever_it_is_and_nothing_wrong_is_stored(source
             assert target.check() == []
 
 
-def test_lengths_that_are_lies_take_no_memory(tmp_path):
+def test_false_lengths_allocate_no_memory(tmp_path):
     head = export.HEADER.pack(export.MAGIC, export.EXPORT_VERSION, FORMAT_VERSION)
     for lengths in ((1 << 31, 0), (16, 1 << 60)):
         with pytest.raises(CorruptError):
             ExportReader(io.BytesIO(head + export.ENTRY.pack(b"PAGE", *lengths) + bytes(100)), "f")
 
 
-def test_another_file_and_a_newer_one_are_refused(source):
+def test_other_files_and_newer_versions_are_refused(source):
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
         ExportReader(io.BytesIO(b"GGUF" + bytes(100)), "f")
     with pytest.raises(IncompatibleError, match="not written by prefixstore"):
@@ -147,7 +147,7 @@ def test_another_file_and_a_newer_one_are_refused(source):
             ExportReader(io.BytesIO(data), "f")
 
 
-def test_an_import_keeps_to_the_budget_and_never_evicts_what_it_builds_on(tmp_path):
+def test_an_import_respects_the_budget_and_never_evicts_the_parents_of_its_pages(tmp_path):
     sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]
     with (
         Archive(tmp_path / "source", create=True) as source,
@@ -161,7 +161,7 @@ def test_an_import_keeps_to_the_budget_and_never_evicts_what_it_builds_on(tmp_pa
         assert len(contents(target.backend)) > 50
 
 
-def test_pages_that_others_pinned_leave_no_room_and_that_is_told(tmp_path):
+def test_pages_that_find_no_space_among_pinned_ones_are_reported_as_refused(tmp_path):
     with Archive(tmp_path / "target", create=True, max_bytes=2 << 20) as target:
         fill(target.backend, YOURS, [list(range(32))], size=200_000, pinned=True)
         with Archive(tmp_path / "source", create=True) as source:
@@ -171,7 +171,7 @@ def test_pages_that_others_pinned_leave_no_room_and_that_is_told(tmp_path):
         assert target.check(2 << 20) == []
 
 
-def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_brought_back(tmp_path):
+def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_imported_again(tmp_path):
     with Archive(tmp_path / "a", create=True) as short, Archive(tmp_path / "b", create=True) as long:
         fill(short.backend, MINE, [[1, 2]], pinned=True)
         fill(long.backend, MINE, [[1, 2, 3]])
@@ -185,7 +185,7 @@ def test_a_tail_is_replaced_by_the_page_that_continues_it_and_is_not_brought_bac
         assert short.check() == []
 
 
-def test_damaged_pages_are_left_out_with_what_is_behind_them(source, tmp_path):
+def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
     paths = fill(source.backend, MINE, SEQUENCES)
     with source.backend.update() as transaction:
         key = paths[0][0]
@@ -200,7 +200,7 @@ def test_damaged_pages_are_left_out_with_what_is_behind_them(source, tmp_path):
         assert target.check() == []
 
 
-def test_pages_that_vanish_meanwhile_are_left_out_with_what_is_behind_them(source, monkeypatch):
+def test_pages_that_are_deleted_meanwhile_are_left_out_with_their_descendants(source, monkeypatch):
     look = source.pages
 
     def pages():
@@ -215,7 +215,7 @@ def test_pages_that_vanish_meanwhile_are_left_out_with_what_is_behind_them(sourc
     assert moved.damaged == 0
 
 
-def test_the_memory_that_a_transfer_takes_does_not_grow_with_the_store(tmp_path):
+def test_the_memory_of_a_transfer_does_not_grow_with_the_store(tmp_path):
     import tracemalloc
 
     sequences = [list(range(1000 * i, 1000 * i + 40)) for i in range(20)]

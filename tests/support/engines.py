@@ -1,12 +1,52 @@
-"""An engine whose queue a test may close while it still looks at the store."""
+"""An engine without a model, and what tests do with it: put sequences of tokens, match, fetch, fail, fork."""
 
 from __future__ import annotations
 
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from prefixstore.engine.engine import Engine
+import numpy as np
 
-__all__ = ["Writer"]
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
+from prefixstore.buffers import BufferPool
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pending import PendingPage
+from prefixstore.format.autocodec import pick
+from prefixstore.format.keys import as_tokens, page_key, page_keys
+from prefixstore.format.record import SNAPSHOT
+from prefixstore.stats import Counters
+
+__all__ = [
+    "KIB",
+    "MIB",
+    "NS",
+    "OTHER",
+    "A",
+    "B",
+    "C",
+    "P",
+    "Store",
+    "Writer",
+    "entry",
+    "put_snapshots",
+    "snapshot_of",
+    "state_of",
+    "store_of",
+    "two_stores",
+    "wait_for",
+    "writer_of",
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+P = 4  # tokens in a page
+NS, OTHER = b"n" * 16, b"o" * 16
+# three sequences of three pages, which share nothing
+A, B, C = [1] * 12, [2] * 12, [3] * 12
 
 
 class Writer:
@@ -22,3 +62,139 @@ class Writer:
         self.engine._queue.close()
         if not self.engine.read_only:
             self.engine.sync()
+
+
+def state_of(key: bytes, size: int = 1000) -> bytes:
+    """The state of a page, which cannot be compressed."""
+    return np.random.default_rng(int.from_bytes(key, "little")).bytes(size)
+
+
+@dataclass
+class Store:
+    """An engine, and what a test does with it."""
+
+    backend: Any
+    max_bytes: int = 64 * MIB
+    max_entries: int | None = None
+    codec: str = "raw"
+    quota: Quota = field(default_factory=Quota)
+    settings: bytes = b'{"n":1}'
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.open(**self.options)
+        self.buffers = BufferPool(1 << 30)
+
+    def open(self, **options):
+        """A new engine on the backend."""
+        self.counters = Counters()
+        budget = Budget(self.max_bytes, self.max_entries, self.quota)
+        self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
+
+    def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
+        """The pages of a sequence that are worth capturing, the tail included."""
+        raw = as_tokens(tokens).tobytes()
+        parent, news = namespace, []
+        for start in range(0, len(raw), 4 * P):
+            piece = raw[start : start + 4 * P]
+            key = page_key(parent, piece)
+            if self.engine.wants(namespace, parent, piece) or news:
+                buffer = self.buffers.acquire(size)
+                buffer.view[:] = state_of(key, size)
+                news.append(PendingPage.of(namespace, self.settings, parent, start // 4, piece, buffer))
+            parent = key
+        return news
+
+    def announce(self, tokens, size=1000, **options) -> list[PendingPage]:
+        return [new for new in self.pages(tokens, size, **options) if self.engine.announce(new)]
+
+    def put(self, tokens, size=1000, **options) -> int:
+        """Store what is missing of a sequence; how many pages of it were written."""
+        self.engine.match(NS, as_tokens(tokens), P)
+        batch = self.announce(tokens, size, **options)
+        stored = self.engine.commit(batch)
+        for new in batch:
+            new.buffer.release()
+        return stored
+
+    def match(self, tokens, *, namespace=NS) -> int:
+        return self.engine.match(namespace, as_tokens(tokens), P).n_tokens
+
+    def match_snapshot(self, tokens, limit=None, multiple_of=1) -> int:
+        limit = len(tokens) if limit is None else limit
+        return self.engine.match_snapshot(NS, as_tokens(tokens), P, limit, multiple_of).n_tokens
+
+    def fetch(self, tokens, **options) -> int:
+        """Restore a prompt, verify the bytes, record the use; how many pages were restored."""
+        path = self.engine.match(NS, as_tokens(tokens), P)
+        loaded = []
+        with self.engine.fetching(path.pages, **options) as states:
+            for page, state in zip(path.pages, states, strict=False):
+                assert bytes(state) == state_of(page.key, len(state))
+                loaded.append(page)
+        self.engine.touch(NS, loaded)
+        return len(loaded)
+
+    def stored_keys(self) -> set[bytes]:
+        with self.backend.view() as view:
+            return {key for key, _, _ in view.scan()}
+
+    def close(self):
+        assert self.engine.check() == []
+        self.engine.close()
+
+
+@contextmanager
+def store_of(backend=None, **options):
+    """A store that is checked at the end."""
+    store = Store(MemoryBackend() if backend is None else backend, **options)
+    with closing(store):
+        yield store
+
+
+@contextmanager
+def two_stores(path, **options):
+    """Two stores on one location, as two processes have them."""
+    with store_of(LMDBBackend(path, MIB), **options) as one, store_of(LMDBBackend(path, MIB), **options) as two:
+        yield one, two
+
+
+@contextmanager
+def writer_of(store, queue_bytes=MIB, *, behind=True, read_only=False):
+    """Replace the engine of a store by one with these options; its writing side."""
+    store.open(queue_bytes=queue_bytes, write_behind=behind, read_only=read_only)
+    writer = Writer(store.engine)
+    store.buffers = store.engine._queue._buffers
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def snapshot_of(store, tokens, size=100) -> PendingPage:
+    """A snapshot after these tokens, as captured just now."""
+    keys = [NS, *page_keys(NS, as_tokens(tokens), P)]
+    start = (len(keys) - 1) * P
+    buffer = store.buffers.acquire(size)
+    raw = as_tokens(tokens[start:]).tobytes()
+    new = PendingPage.of(NS, store.settings, keys[-1], start, raw, buffer, 0, SNAPSHOT)
+    buffer.view[:] = state_of(new.page.key, size)
+    return new
+
+
+def put_snapshots(store, tokens, positions) -> int:
+    """Store the pages of a sequence, which hold tokens only, and snapshots at these positions."""
+    store.put(tokens[: len(tokens) - len(tokens) % P], 0)
+    return store.engine.commit([new for n in positions if store.engine.announce(new := snapshot_of(store, tokens[:n]))])
+
+
+def entry(n_tokens=P, size=1000):
+    """What a page costs in memory."""
+    return ENTRY_BYTES + 4 * n_tokens + size
+
+
+def wait_for(condition, what="it"):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not happen within 20 s"
+        time.sleep(0.002)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from prefixstore.engine import breaker
-from prefixstore.llama import compute_rate as rate
+from prefixstore.llama import compute_rate
 
 # when the package takes something for slow, and values with which it never does
 ENDLESS = (
     (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
-    (rate, "LOSES_BY", 100.0),  # a restore that loses to computing: these models compute a prompt in milliseconds
+    (compute_rate, "LOSES_BY", 100.0),  # a restore that loses to computing: these models compute a prompt in milliseconds
 )
 
 

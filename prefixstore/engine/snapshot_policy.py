@@ -1,4 +1,4 @@
-"""Where snapshots are taken, and which of them are given up: the policy, as functions of positions."""
+"""Where snapshots are taken, and which of them are deleted again, as functions of positions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from collections.abc import Collection, Sequence
 
 __all__ = ["positions", "thin"]
 
-# tokens that a batch evaluates on the way, at no cost
-CLOSE = 8
-# "<|start_header_id|>assistant<|end_header_id|>" and a line break
-HEADER = 4
+# No stop is made this close after the start: to evaluate these tokens again costs next to nothing in a batch.
+MIN_DISTANCE = 8
+# tokens of "<|start_header_id|>assistant<|end_header_id|>" and a line break
+HEADER_TOKENS = 4
 
 
 def positions(start: int, end: int, borders: Sequence[int], interval: int) -> list[int]:
     """Where to stop for a snapshot while the tokens from `start` up to `end` are evaluated.
 
-    One token before the end: the same prompt again has to evaluate one, and the memory cannot step back. The first
-    border, behind the system prompt, where conversations start to differ. The last two: before and behind what the
-    user said. And one every `interval` tokens, at a border where there is one.
+    - One token before the end: if the same prompt comes again, one token has to be evaluated, and the memory cannot
+      step back.
+    - The first border, after the system prompt, where conversations start to differ.
+    - The last two borders: before and after the user's message.
+    - Every `interval` tokens, at a border where there is one.
 
-    Every stop costs a batch, which takes as long as a generated token. So there is none that gains next to nothing:
-    close behind the start, where the turn before ended; at the bare header of the answer that is to come; or close to
-    another, among those that only the interval asks for.
+    Every stop costs a batch, which takes as long as a generated token. So none is made where it would gain next to
+    nothing: just after the start, where the previous turn ended; at the bare header of the coming answer; or, for the
+    stops that only the interval asks for, close to another one.
 
     Parameters
     ----------
@@ -32,14 +34,16 @@ def positions(start: int, end: int, borders: Sequence[int], interval: int) -> li
     borders
         Positions at which messages begin, ascending; of the whole sequence.
     interval
-        Tokens between snapshots that nothing else asks for.
+        Tokens between snapshots where there is no other reason for one.
 
     Returns
     -------
     list of int
         Ascending, above `start`; `end` is among them only as a multiple of `interval`.
     """
-    inside = borders[bisect_left(borders, start + CLOSE if start else 1) : bisect_left(borders, end - HEADER)]
+    inside = borders[
+        bisect_left(borders, start + MIN_DISTANCE if start else 1) : bisect_left(borders, end - HEADER_TOKENS)
+    ]
     last = inside[-2:] if len(inside) > 1 and borders[-1] == inside[-1] else inside[-1:]
     asked = {*last, *inside[: borders[:1] == inside[:1]]} | ({end - 1} if end - 1 > start else set())
     grid: list[int] = []
@@ -52,10 +56,10 @@ def positions(start: int, end: int, borders: Sequence[int], interval: int) -> li
 
 
 def thin(taken: Sequence[int], keep: int, interval: int, shared: Collection[int] = ()) -> set[int]:
-    """Which of the snapshots along one sequence to give up.
+    """Which of the snapshots along one sequence to delete.
 
-    The newest stays. Of the others the one goes first whose loss leaves the smallest gap, by the logarithm of the
-    distance from the newest: so they stay spread out, dense behind the newest and ever wider before.
+    The newest stays. Of the others, the one whose loss leaves the smallest gap is deleted first, by the logarithm of
+    the distance from the newest: so they stay dense near the newest, and older ones are spaced further apart.
 
     Parameters
     ----------
@@ -66,7 +70,7 @@ def thin(taken: Sequence[int], keep: int, interval: int, shared: Collection[int]
     interval
         Distances much smaller than this do not matter.
     shared
-        Positions from which other sequences go their own way: they go last.
+        Positions from which other sequences branch off: they are deleted last.
     """
     left = list(taken)
     while len(left) > keep:

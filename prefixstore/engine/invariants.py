@@ -1,4 +1,4 @@
-"""Every invariant of a location, each with the violations found."""
+"""Checks every invariant of a location, and lists the violations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["Violation", "violations"]
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that must not be.
+    """An invariant that does not hold.
 
     Attributes
     ----------
     rule
-        ``"record"`` (it cannot be read), ``"parent"`` (a page without a page before it), ``"position"`` (it does not
-        start where that one ends), ``"payload"`` (missing, damaged, or of the wrong length), ``"orphan"`` (a payload
-        without a record), ``"namespace"`` (a page of an unknown namespace), ``"budget"`` (more than it allows).
+        ``"record"`` (it cannot be read), ``"parent"`` (the parent is missing, or cannot have children), ``"position"``
+        (the page does not start where its parent ends), ``"payload"`` (missing, damaged, or of the wrong length),
+        ``"orphan"`` (a payload without a record), ``"namespace"`` (unknown, or not that of the parent), ``"budget"``
+        (exceeded).
     key
         The page, as hexadecimal digits; empty for the location as a whole.
     message
@@ -38,7 +39,7 @@ class Violation:
 
 
 def violations(view: View, budget: Budget) -> list[Violation]:
-    """Walk the location and verify every checksum. An empty list is what you want to see."""
+    """Read the whole location and verify every checksum. An empty list means that no problems were found."""
     found: list[Violation] = []
     records: dict[bytes, Record] = {}
     foreign: set[bytes] = set()
@@ -46,7 +47,7 @@ def violations(view: View, budget: Budget) -> list[Violation]:
         if isinstance(record, Record):
             records[key] = record
         elif isinstance(record, IncompatibleError):
-            foreign.add(key)  # a newer version's: not ours to judge
+            foreign.add(key)  # written by a newer version: this one cannot check it
         else:
             found.append(Violation("record", key.hex(), str(record)))
     namespaces = view.namespaces()
@@ -60,34 +61,34 @@ def violations(view: View, budget: Budget) -> list[Violation]:
             found.append(Violation("orphan", key.hex(), "a payload without a record"))
     used = view.used
     if budget.exceeded(used):
-        found.append(Violation("budget", "", f"{used.bytes} bytes in {used.entries} pages, the budget is {budget}"))
+        found.append(Violation("budget", "", f"{used.bytes} bytes in {used.entries} pages exceed {budget}"))
     return found
 
 
 def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) -> list[tuple[str, str]]:
-    """What is wrong with where the page stands."""
+    """What is wrong with the place of a page in its sequence."""
     if record.parent == record.namespace:
-        return [] if record.start == 0 else [("position", f"a first page starts at {record.start}")]
-    before = records.get(record.parent)
-    if before is None:
-        return [] if record.parent in foreign else [("parent", f"the page before, {record.parent.hex()}, is not here")]
-    end = before.start + len(before.tokens) // 4
-    problems = [] if end == record.start else [("position", f"starts at {record.start}, the page before ends at {end}")]
-    if before.form == SNAPSHOT:
-        problems.append(("parent", "what is before it is a view, behind which there can be nothing"))
-    if before.namespace != record.namespace:
-        problems.append(("namespace", "the page before is in another namespace"))
+        return [] if record.start == 0 else [("position", f"a first page starts at {record.start}, not at 0")]
+    parent = records.get(record.parent)
+    if parent is None:
+        return [] if record.parent in foreign else [("parent", f"its parent {record.parent.hex()} is missing")]
+    end = parent.start + len(parent.tokens) // 4
+    problems = [] if end == record.start else [("position", f"starts at {record.start}, but its parent ends at {end}")]
+    if parent.form == SNAPSHOT:
+        problems.append(("parent", "its parent is a snapshot, which cannot have children"))
+    if parent.namespace != record.namespace:
+        problems.append(("namespace", "its parent is in another namespace"))
     return problems
 
 
 def _payload(view: View, key: bytes, record: Record) -> list[str]:
-    """What is wrong with the bytes of the page."""
+    """What is wrong with the stored bytes of a page."""
     try:
         payload = view.payload(key)
     except CorruptError as error:
         return [str(error)]
     if payload is None:
-        return ["there is none"]
+        return ["the payload is missing"]
     try:
         decode(record, payload)
     except IncompatibleError:

@@ -1,0 +1,198 @@
+"""Commits: one transaction for pages, uses and deletions, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import FullError
+from prefixstore.format.keys import as_tokens, page_keys
+from prefixstore.format.record import SNAPSHOT
+from prefixstore.testing import FaultyBackend
+from tests.support.engines import (
+    NS,
+    A,
+    B,
+    C,
+    P,
+    store_of,
+)
+
+# -- tails -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tail_is_replaced_by_the_page_that_continues_it():
+    with store_of() as store:
+        for n in (1, 2, 3, 4):
+            assert store.put([1, 2, 3, 4][:n]) == 1
+            assert len(store.stored_keys()) == 1
+        assert store.put([1, 2, 9]) == 1
+        assert len(store.stored_keys()) == 2
+        assert store.match([1, 2, 3, 4]) == 4
+        assert store.counters.group("dropped") == {}
+
+
+def test_a_pending_tail_that_is_continued_is_never_written():
+    with store_of() as store:
+        batch = store.announce([1, 2]) + store.announce([1, 2, 3]) + store.announce([1, 2, 3, 4, 5])
+        assert len(batch) == 4
+        assert store.engine.commit(batch) == 2
+        assert store.match([1, 2, 3, 4, 5]) == 5
+        assert len(store.stored_keys()) == 2
+
+
+def test_the_page_that_continues_a_pinned_tail_is_pinned():
+    with store_of(max_entries=2) as store:
+        store.put([1, 2])
+        assert store.engine.pin(NS, as_tokens([1, 2]), P, pinned=True) == 2
+        store.put([1, 2, 3])
+        store.put(B[:4])
+        store.put(C[:4])
+        assert [store.match(tokens) for tokens in ([1, 2, 3], B, C)] == [3, 0, 4]
+
+
+def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_next_commit():
+    with store_of() as store:
+        longer = []
+        tail = store.announce([1, 2])
+        # between the end of the transaction and the moment when the catalog learns of it
+        store.engine._ram.keep = lambda *_: longer.extend(store.announce([1, 2, 3]))
+        assert store.engine.commit(tail) == 1
+        assert store.match([1, 2, 3]) == 3
+        assert store.engine.commit(longer) == 1
+        assert store.stored_keys() == {longer[0].page.key}
+        assert {*store.engine._catalog._index.pages} == store.stored_keys()
+        assert store.engine._catalog._writing == set()
+
+
+# -- uses --------------------------------------------------------------------------------------------------------------
+
+
+def test_uses_of_a_pending_page_are_counted_once():
+    with store_of() as store:
+        batch = store.announce(A[:4])
+        assert store.fetch(A) == store.fetch(A) == 1
+        store.engine.commit(batch)
+        store.fetch(A)
+        store.engine.commit([])
+        with store.backend.view() as view:
+            assert view.usage(batch[0].page.key).hits == 3
+
+
+# -- a backend that fails ----------------------------------------------------------------------------------------------
+
+
+def test_a_full_backend_is_tried_again_after_space_was_made():
+    backend = FaultyBackend(MemoryBackend(), "put", FullError("full"), at=4, times=2)
+    with store_of(backend) as store:
+        store.put(A)
+        assert store.put(B) == 3
+        assert store.counters.group("dropped") == {}
+        assert backend.failures == 2
+        assert store.match(B) == 12
+
+
+def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception():
+    backend = FaultyBackend(MemoryBackend(), "commit", FullError("full"), at=2, times=None)
+    with store_of(backend) as store:
+        store.put(A)
+        assert store.put(B) == 0
+        assert store.counters.group("dropped") == {"full": 3}
+        # the failed attempts have left no trace
+        assert [store.match(A), store.match(B)] == [12, 0]
+        assert store.fetch(A) == 3
+        assert store.engine.wants(NS, NS, as_tokens(B[:4]).tobytes())
+
+
+@pytest.mark.parametrize("operation", ["update", "record", "put", "delete", "commit"])
+def test_a_backend_that_fails_once_costs_one_batch(operation):
+    backend = FaultyBackend(MemoryBackend(), operation, at=10**9)
+    with store_of(backend, max_entries=5) as store:
+        store.put(A)
+        store.match(A)
+        calls = backend.calls.get(operation, 0)
+        backend._failing = range(calls + 1, calls + 2)
+        assert store.put(B) == 0
+        assert backend.failures == 1
+        assert store.counters.group("dropped") == {"unavailable": 3}
+        assert [store.match(A), store.match(B)] == [12, 0]
+        assert store.put(B) == 3
+        assert store.match(B) == 12
+
+
+def test_a_bug_in_the_codec_leaves_no_unreadable_page():
+    with store_of() as store:
+
+        def broken(namespace, raw):
+            raise ZeroDivisionError
+
+        encode, store.engine._committer._encode = store.engine._committer._encode, broken
+        batch = store.announce(A)
+        with pytest.raises(ZeroDivisionError):
+            store.engine.commit(batch)
+        assert store.match(A) == 0
+        store.engine._committer._encode = encode
+        assert store.put(A) == 3
+
+
+# -- snapshots that are deleted at the same time -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interfere", ["thin", "damage"])
+def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interfere):
+    class InterferingBackend(MemoryBackend):
+        """Thins a snapshot, or reports it as damaged, at the moment when space is made for it."""
+
+        interfere = None
+
+        @contextmanager
+        def update(self):
+            with super().update() as transaction:
+                cost = transaction.cost
+
+                def asked(record, n_bytes):
+                    if record.form == SNAPSHOT:
+                        self.interfere()
+                    return cost(record, n_bytes)
+
+                transaction.cost = asked
+                yield transaction
+
+    backend = InterferingBackend()
+    with store_of(backend, max_entries=1) as store:
+        store.put(A[:4])
+        parent = page_keys(NS, as_tokens(A), P)[0]
+        buffer = store.buffers.acquire(1000)
+        new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
+        assert store.engine.announce(new)
+        catalog = store.engine._catalog
+        backend.interfere = (
+            (lambda: catalog.discard_snapshot(new.page))
+            if interfere == "thin"
+            else (lambda: catalog.damage(new.page.key))
+        )
+        assert store.engine.commit([new]) == 0
+        buffer.release()
+        assert store.engine.check() == []
+        assert new.page.key not in store.stored_keys()
+
+
+def test_the_parent_of_a_thinned_snapshot_stays_until_the_snapshot_is_deleted():
+    with store_of(max_entries=2) as store:
+        store.put(A[:4])
+        parent = page_keys(NS, as_tokens(A), P)[0]
+        buffer = store.buffers.acquire(1000)
+        new = PendingPage.of(NS, b"{}", parent, 4, as_tokens(A[4:6]).tobytes(), buffer, form=SNAPSHOT)
+        assert store.engine.announce(new)
+        assert store.engine.commit([new]) == 1
+        buffer.release()
+        # inside a transaction, which deletes only what was thinned before it began
+        with store.engine._catalog.update(store.backend) as transaction:
+            store.engine._catalog.discard_snapshot(new.page)
+            evictor = store.engine._committer._evictor
+            assert evictor._evict(transaction, lambda: transaction.used.entries > 1)
+        assert store.engine.check() == []
+        assert store.stored_keys() == {parent}

@@ -1,0 +1,152 @@
+"""Damaged pages in an engine: they are not restored, and are deleted with their descendants."""
+
+from __future__ import annotations
+
+import struct
+
+import lmdb
+import pytest
+import xxhash
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.format.keys import as_tokens, page_keys
+from prefixstore.format.record import RECORD
+from tests.support.engines import (
+    MIB,
+    NS,
+    A,
+    B,
+    C,
+    P,
+    store_of,
+)
+
+
+def flip(path, database, key, at):
+    """Flip a bit of a stored value, past the store."""
+    with lmdb.open(str(path), max_dbs=8, map_size=64 * MIB) as env:
+        handle = env.open_db(database)
+        with env.begin(write=True) as txn:
+            value = bytearray(txn.get(key, db=handle))
+            value[at] ^= 16
+            txn.put(key, bytes(value), db=handle)
+
+
+def raw_keys(path, database):
+    with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin(db=env.open_db(database)) as txn:
+        return {bytes(key) for key, _ in txn.cursor()}
+
+
+@pytest.mark.parametrize("damage", ["payload", "no payload", "record", "other tokens"])
+def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp_path, damage):
+    tokens = list(range(16))
+    keys = page_keys(NS, as_tokens(tokens), P)
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        store.put(tokens)
+        store.put([7] * 8)
+    if damage == "payload":
+        flip(tmp_path, b"payloads", keys[1], 500)
+    elif damage == "record":
+        flip(tmp_path, b"records", keys[1], RECORD.size + 1)
+    else:
+        with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+            if damage == "no payload":
+                assert txn.delete(keys[1], db=env.open_db(b"payloads", txn))
+            else:
+                records = env.open_db(b"records", txn)
+                txn.put(keys[1], txn.get(keys[2], db=records), db=records)
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        assert {violation.key for violation in store.engine.check()} >= {keys[1].hex()}
+        # a record is read when the store is opened, a payload when it is fetched
+        assert store.match(tokens) == (4 if damage in ("record", "other tokens") else 16)
+        assert store.fetch(tokens) == 1
+        assert store.match(tokens) == 4
+        assert store.engine.has_deferred
+        assert store.engine.commit([]) == 0
+        assert store.counters["corrupt"] == 3
+        assert not store.engine.has_deferred
+        assert store.engine.check() == []
+        assert store.match([7] * 8) == 8
+        assert store.put(tokens) == 3
+        assert store.fetch(tokens) == 4
+    assert raw_keys(tmp_path, b"payloads") == raw_keys(tmp_path, b"records") == raw_keys(tmp_path, b"usage")
+    assert len(raw_keys(tmp_path, b"records")) == 6
+
+
+def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        store.put(A[:4])
+    key = page_keys(NS, as_tokens(A), P)[0]
+    flip(tmp_path, b"records", key, 20)
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        # without a match first, the index is empty and the page is captured again
+        batch = store.announce(A) + store.announce(B)
+        assert store.engine.commit(batch) == 6
+        assert store.match(A) == 12
+        assert store.counters.group("dropped") == {}
+
+
+def test_a_page_without_its_parent_is_deleted(tmp_path):
+    tokens = list(range(12))
+    keys = page_keys(NS, as_tokens(tokens), P)
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        store.put(tokens)
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        for name in (b"records", b"usage", b"payloads"):
+            txn.delete(keys[0], db=env.open_db(name, txn))
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        assert [violation.rule for violation in store.engine.check()] == ["parent"]
+        assert store.match(tokens) == 0
+        store.engine.commit([])
+        assert store.stored_keys() == set()
+
+
+def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        store.put(A)
+        store.put(B)
+    keys = page_keys(NS, as_tokens(A), P)
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        records = env.open_db(b"records", txn)
+        future = b"\xff" + txn.get(keys[1], db=records)[1:-8]
+        txn.put(keys[1], future + struct.pack("<Q", xxhash.xxh3_64_intdigest(future)), db=records)
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        assert store.match(A) == 4
+        batch = store.pages(A)
+        announced = [new for new in [*batch, *store.pages(C)] if store.engine.announce(new)]
+        # A's second page may not be replaced, so its children cannot be stored; C can
+        assert store.engine.commit(announced) == 3
+        assert store.counters.group("dropped") == {"unavailable": 2}
+        assert keys[1] in store.stored_keys()
+        assert store.match(C) == 12
+
+
+def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too(tmp_path):
+    tokens = list(range(12))
+    with store_of(LMDBBackend(tmp_path, MIB)) as one:
+        one.put(tokens[:4])
+        key = page_keys(NS, as_tokens(tokens), P)[0]
+    flip(tmp_path, b"payloads", key, 3)
+    with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
+        assert one.match(tokens) == two.match(tokens) == 4
+        assert one.fetch(tokens) == 0
+        assert two.put(tokens) == 2  # it has not read the first page
+        assert one.engine.commit([]) == 0
+        assert one.stored_keys() == set()
+        assert one.engine.check() == []
+        assert two.match(tokens) == 0
+
+
+def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
+    tokens = list(range(12))
+    with store_of(LMDBBackend(tmp_path, MIB)) as one:
+        one.put(tokens)
+        key = page_keys(NS, as_tokens(tokens), P)[0]
+    flip(tmp_path, b"payloads", key, 3)
+    with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
+        assert one.fetch(tokens) == two.fetch(tokens) == 0
+        two.engine.commit([])
+        assert two.put(tokens) == 3
+        one.engine.commit([])
+        assert len(one.stored_keys()) == 3
+        assert one.fetch(tokens) == two.fetch(tokens) == 3

@@ -1,0 +1,143 @@
+"""Two engines on one location, as two processes have them."""
+
+from __future__ import annotations
+
+import threading
+
+from prefixstore.format.keys import as_tokens, page_keys
+from tests.support.engines import (
+    MIB,
+    NS,
+    A,
+    B,
+    C,
+    P,
+    two_stores,
+)
+
+
+def test_each_engine_sees_at_its_next_match_what_the_other_has_committed(tmp_path):
+    with two_stores(tmp_path) as (one, two):
+        one.put(A)
+        assert two.match(A) == 12
+        assert two.fetch(A) == 3
+        two.put(B)
+        assert one.match(B) == 12
+        assert two.engine.clear(NS) == 6
+        assert [one.match(A), one.match(B)] == [0, 0]
+
+
+def test_two_engines_share_one_budget(tmp_path):
+    with two_stores(tmp_path, max_bytes=MIB, max_entries=40) as (one, two):
+        for number in range(60):
+            assert one.put([1, number, 3, 4, 5], 10_000) == 2
+            assert two.put([2, number, 3, 4, 5], 20_000) == 2
+            used = one.engine.used()[0]
+            assert used.bytes <= MIB
+            assert used.entries <= 40
+        assert used == two.engine.used()[0]
+        assert used.bytes > 0.5 * MIB
+        assert {*one.engine._catalog._index.pages} == {*two.engine._catalog._index.pages} == one.stored_keys()
+
+
+def test_a_use_is_written_with_the_next_batch_and_respected_by_the_other_engine(tmp_path):
+    with two_stores(tmp_path, max_entries=6) as (one, two):
+        one.put(A)
+        one.put(B)
+        assert two.match(A) == 12
+        key = page_keys(NS, as_tokens(A), P)[0]
+        with one.backend.view() as view:
+            before = view.usage(key)
+        assert one.fetch(A) == 3
+        with one.backend.view() as view:
+            assert view.usage(key) == before
+        assert one.engine.has_deferred
+        one.engine.commit([])
+        assert not one.engine.has_deferred
+        with one.backend.view() as view:
+            assert view.usage(key).hits == 1
+            assert view.usage(key).last_used > before.last_used
+        two.put(C)
+        assert [one.match(A), one.match(B), one.match(C)] == [12, 0, 12]
+
+
+def test_a_pin_of_one_engine_is_respected_by_the_other(tmp_path):
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A)
+        assert two.match(A) == 12
+        assert one.engine.pin(NS, as_tokens(A), P, pinned=True) == 12
+        assert two.put(B) == 0
+        assert two.match(A) == 12
+
+
+def test_a_page_whose_parent_was_evicted_meanwhile_is_an_orphan(tmp_path):
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A[:4])
+        assert one.match(A) == 4
+        batch = one.announce(A)
+        assert len(batch) == 2
+        two.put(B)
+        assert one.engine.commit(batch) == 0
+        assert one.counters.group("dropped") == {"orphan": 2}
+        assert one.match(A) == 0
+
+
+def test_a_page_that_both_engines_have_captured_is_stored_once(tmp_path):
+    with two_stores(tmp_path) as (one, two):
+        # neither has read the location before
+        ours, theirs = one.announce(A), two.announce([*A, 5, 6])
+        assert one.engine.commit(ours) == 3
+        assert two.engine.commit(theirs) == 4
+        assert two.match([*A, 5, 6]) == one.match([*A, 5, 6]) == 14
+        assert two.counters.group("dropped") == one.counters.group("dropped") == {}
+        assert one.engine.used()[1] == two.engine.used()[1] == 4000
+        assert two.fetch([*A, 5, 6]) == 4
+
+
+def test_an_older_view_does_not_set_the_index_back(tmp_path):
+    with two_stores(tmp_path) as (one, two):
+        assert one.match(A) == 0
+        with one.backend.view() as old:
+            threads = [threading.Thread(target=two.put, args=(A,))]
+            threads[0].start()
+            threads[0].join()
+            assert one.match(A) == 12
+            child = one.announce([*A, 5])
+            assert len(child) == 1
+            # another thread opened its view before, and continues only now
+            one.engine._catalog.refresh(old)
+            assert one.match([*A, 5]) == 13
+        assert one.engine.commit(child) == 1
+        assert one.counters.group("dropped") == {}
+
+
+def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pending_one(tmp_path):
+    """If it were forgotten, its parent would seem to be a leaf, and would be evicted before it."""
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A[:4])
+        tail = one.announce(A[:6])
+        two.put(A[:6])
+        assert one.match(A[:6]) == 6  # from here on, one knows that it is stored as well
+        longer = one.announce(A[:8])
+        one.engine.commit([*tail, *longer])
+        assert one.engine.check() == []
+        assert one.match(A[:8]) == 8
+        for number in range(10, 20):
+            one.put([number] * 4)
+            assert one.engine.check() == []
+        assert {*one.engine._catalog._index.pages} == one.stored_keys()
+
+
+def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixstore.backends.lmdb.backend.CHANGES_KEPT", 2)
+    with two_stores(tmp_path, max_entries=20) as (one, two):
+        one.put(A)
+        pending = one.announce([*A, 5])
+        two.match(A)
+        for number in range(10, 40):
+            two.put([number] * 4)
+            two.fetch(A)
+        assert one.match([*A, 5]) == 13
+        assert {*one.engine._catalog._index.pages} == one.stored_keys() | {pending[0].page.key}
+        assert one.engine.commit(pending) == 1
+        assert two.match([*A, 5]) == 13

@@ -1,0 +1,215 @@
+"""The write queue: what is submitted is written in the background, in order, and within its memory."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import UnavailableError
+from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.testing import FaultyBackend, SlowBackend
+from tests.support.engines import (
+    MIB,
+    NS,
+    A,
+    B,
+    P,
+    Store,
+    state_of,
+    store_of,
+    wait_for,
+    writer_of,
+)
+
+# -- what is written, and when -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
+    with store_of(LMDBBackend(tmp_path, MIB)) as store, writer_of(store, behind=behind) as writer:
+        assert [writer.submit(new) for new in store.pages(A)] == [True] * 3
+        writer.flush()
+        assert len(store.stored_keys()) == 3
+        assert writer.queued_bytes == 0
+        # these pages are known already: the buffers are released at once
+        again = Store(MemoryBackend()).pages(A)
+        assert [writer.submit(new) for new in again] == [False] * 3
+        assert not any(new.buffer.hold() for new in again)
+
+
+def test_close_writes_queued_pages_and_deferred_uses():
+    backend = SlowBackend(MemoryBackend(), 0.05, ("commit",))
+    with store_of(backend) as store:
+        with writer_of(store) as writer:
+            for number in range(5):
+                for new in store.pages([number] * 4):
+                    writer.submit(new)
+            store.fetch([4] * 4)
+            assert writer.queued_bytes > 0
+        assert writer.queued_bytes == 0
+        assert len(store.stored_keys()) == 5
+        assert not store.engine.has_deferred
+        writer.close()
+        writer.flush()
+
+
+def test_a_page_that_is_submitted_after_the_close_is_written_and_a_second_close_returns():
+    with store_of() as store:
+        with writer_of(store) as writer:
+            for new in store.pages(A):
+                writer.submit(new)
+        for new in store.pages(B):
+            assert writer.submit(new)
+        closing_thread = threading.Thread(target=writer.close, daemon=True)
+        closing_thread.start()
+        closing_thread.join(20)
+        assert not closing_thread.is_alive()
+        assert store.match(B) == 12
+        assert len(store.stored_keys()) == 6
+
+
+def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
+    gate = threading.Event()
+
+    class Gated(MemoryBackend):
+        @contextmanager
+        def update(self):
+            gate.wait(20)
+            with super().update() as transaction:
+                yield transaction
+
+    with store_of(Gated()) as store, writer_of(store, queue_bytes=2500) as writer:
+        for number in (1, 2):
+            (new,) = store.pages([number] * 4)
+            assert writer.submit(new)
+        assert writer.queued_bytes == 2000
+        assert writer.acquire(1000) is None
+        assert writer.acquire(500) is not None
+        waiting = []
+        thread = threading.Thread(target=lambda: waiting.append(writer.acquire(1000, wait=True)), daemon=True)
+        thread.start()
+        gate.set()
+        thread.join(20)
+        assert [buffer.view.nbytes for buffer in waiting] == [1000]
+        writer.flush()
+        assert len(store.stored_keys()) == 2
+
+
+def test_uses_are_written_in_the_background_without_a_batch(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.DEFERRED_SECONDS", 0.02)
+    with store_of() as store:
+        store.put(A)
+        with writer_of(store) as writer:
+            store.fetch(A)
+            writer.nudge()
+            wait_for(lambda: not store.engine.has_deferred, "the write of the use")
+        with store.backend.view() as view:
+            assert {usage.hits for _, _, usage in view.scan()} == {1}
+
+
+def test_a_read_only_engine_writes_nothing(tmp_path):
+    LMDBBackend(tmp_path, MIB).close()
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        store.put(A)
+    with store_of(LMDBBackend(tmp_path, MIB, read_only=True)) as store:
+        with writer_of(store, read_only=True) as writer:
+            assert store.fetch(A) == 3
+            writer.nudge()
+            writer.flush()
+        assert store.engine.has_deferred
+        assert store.counters.group("dropped") == {}
+
+
+def test_a_flush_raises_if_the_location_cannot_make_it_durable():
+    with store_of(FaultyBackend(MemoryBackend(), "sync")) as store, writer_of(store) as writer:
+        for new in store.pages(A):
+            writer.submit(new)
+        with pytest.raises(UnavailableError, match="sync"):
+            writer.flush()
+        writer.flush()
+        assert store.match(A) == 12
+
+
+def test_a_bug_does_not_end_the_thread_of_the_queue():
+    backend = FaultyBackend(MemoryBackend(), "put", ZeroDivisionError(), at=2)
+    with store_of(backend) as store, writer_of(store) as writer:
+        for new in store.pages(A[:4]):
+            writer.submit(new)
+        writer.flush()
+        for new in store.pages(B[:4]):
+            writer.submit(new)
+        writer.drain()
+        assert store.counters.group("dropped") == {"error": 1}
+        assert store.match(B) == 0
+        for new in store.pages(B):
+            writer.submit(new)
+        writer.flush()
+        assert store.fetch(B) == 3
+        assert writer.queued_bytes == 0
+
+
+# -- many threads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
+    backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)
+    failures, restored = [], itertools.count()
+    with store_of(backend, max_bytes=MIB, max_entries=60) as store, writer_of(store, 100_000) as writer:
+
+        def work(seed):
+            chance = random.Random(seed)
+            try:
+                for _ in range(60):
+                    tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 30))]
+                    for _ in range(store.fetch(tokens)):
+                        next(restored)
+                    for new in captured(store, writer, tokens, chance.choice([100, 3000])):
+                        writer.submit(new)
+                    if chance.random() < 0.05:
+                        store.engine.pin(NS, as_tokens(tokens), P, pinned=chance.random() < 0.3)
+                    if chance.random() < 0.02:
+                        store.engine.clear(NS)
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+        assert failures == []
+        writer.flush()
+        assert writer.queued_bytes == 0
+        assert store.engine.check() == []
+        store.match([0])
+        assert {*store.engine._catalog._index.pages} == store.stored_keys()
+        assert store.engine._catalog._pending == {}
+        assert next(restored) > 0
+        assert "error" not in store.counters.group("dropped")
+        assert "corrupt" not in store.counters.group("unreadable")
+
+
+def captured(store, writer, tokens, size):
+    """Capture as a store does: without waiting for a buffer."""
+    raw = as_tokens(tokens).tobytes()
+    parent = NS
+    for start in range(0, len(raw), 4 * P):
+        piece = raw[start : start + 4 * P]
+        key = page_key(parent, piece)
+        if store.engine.wants(NS, parent, piece):
+            buffer = writer.acquire(size)
+            if buffer is None:
+                return
+            buffer.view[:] = state_of(key, size)
+            yield PendingPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
+        parent = key
