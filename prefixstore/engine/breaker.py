@@ -1,4 +1,4 @@
-"""Leaves a location alone that fails or is slow, so that completions do not wait for it again and again."""
+"""A circuit breaker: a location that fails or is slow is not asked again and again by completions that wait for it."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.stats import Counters
 
-__all__ = ["Breaker"]
+__all__ = ["CircuitBreaker"]
 
 log = logging.getLogger("prefixstore")
 
-# What a question may take, and how fast bytes and records have to come: what is slower counts as failing.
+# What a request may take, and how fast bytes and records have to arrive: what is slower counts as a failure.
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
 SLOW_RECORDS_PER_SECOND = 2000
-# For so many times as long as a failure took nothing is asked: failures take less than a fiftieth of the time. What
-# fails as fast as this may be asked at once.
-REST = 50
+# After a failure the circuit is open for this many times as long as the failure took, so that failures take less than a
+# fiftieth of the time. A failure as fast as FAST_SECONDS does not open it.
+OPEN_FACTOR = 50
 FAST_SECONDS = 0.002
-# A longer rest than this ends when a thread has found the location well, which it asks after so many seconds, then
-# after twice as many, and so on.
-SHORT_REST = 1.0
+# If that is longer than this, the circuit stays open until a thread has found the location healthy. It probes after
+# FIRST_PROBE seconds, then after twice as many, and so on.
+SHORT_OPEN = 1.0
 FIRST_PROBE = 0.05
 LAST_PROBE = 5.0
 
 
 @dataclass
-class Question:
-    """What the location is asked for: a page, or records, of which there may be many when all are read anew."""
+class Request:
+    """What the location is asked for: a page, or records, of which there may be many when the index is rebuilt."""
 
     page: Page | None
     n_records: int = 0
 
     @property
-    def patience(self) -> float:
+    def time_limit(self) -> float:
         """Seconds that the answer may take."""
         n_bytes = self.page.raw_bytes if self.page is not None else 0
         return SLOW_SECONDS + n_bytes / SLOW_BYTES_PER_SECOND + self.n_records / SLOW_RECORDS_PER_SECOND
 
 
-class Breaker:
-    """Lets questions through to a location, and none while it is left alone.
+class CircuitBreaker:
+    """Lets requests through to a location while the circuit is closed, and fails them at once while it is open.
 
     Parameters
     ----------
     probe
-        Asks the location what it last failed to answer: of this page, or, for None, what is stored. By a thread.
-        Returns how many records were read.
+        Repeats the request that failed: reads this page, or, for None, what is stored. Called by a thread. Returns how
+        many records were read.
     counters
-        Counts how often the location was left alone (``"outages"``), and the time that was lost on it.
+        Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
     """
 
     def __init__(self, probe: Callable[[Page | None], int], counters: Counters) -> None:
@@ -63,21 +63,21 @@ class Breaker:
         self._counters = counters
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._rests_until = 0.0
+        self._open_until = 0.0
         self._probing = False
 
     def close(self) -> None:
-        """End the thread, as soon as the location lets it."""
+        """End the probing thread, as soon as the location lets it."""
         self._closing.set()
 
     @property
-    def is_resting(self) -> bool:
-        """Whether the location is left alone at the moment."""
-        return time.monotonic() < self._rests_until
+    def is_open(self) -> bool:
+        """Whether requests fail at once."""
+        return time.monotonic() < self._open_until
 
     @contextmanager
-    def asking(self, page: Page | None = None) -> Iterator[Question]:
-        """A question to the location; whoever asks for many records notes how many they were.
+    def asking(self, page: Page | None = None) -> Iterator[Request]:
+        """A request to the location; one that reads many records notes how many.
 
         Parameters
         ----------
@@ -87,59 +87,62 @@ class Breaker:
         Raises
         ------
         UnavailableError
-            If the location is left alone.
+            If the circuit is open.
         """
-        if self.is_resting:
-            raise UnavailableError("the location has failed, or was slow, and is left alone until it is well again")
+        if self.is_open:
+            raise UnavailableError("circuit open after failures of the location; probing it in the background")
         started = time.monotonic()
-        question = Question(page)
+        request = Request(page)
         try:
-            yield question
+            yield request
         except (CorruptError, IncompatibleError) as error:
-            if page is None:  # otherwise it is the page's fault
-                self._rest(time.monotonic() - started, page, f"it fails: {error}")
+            if page is None:  # otherwise the page is at fault, not the location
+                self._open(time.monotonic() - started, page, f"it fails: {error}")
             raise
         except StorageError as error:
-            self._rest(time.monotonic() - started, page, f"it fails: {error}")
+            self._open(time.monotonic() - started, page, f"it fails: {error}")
             raise
         seconds = time.monotonic() - started
-        if seconds > question.patience:
-            self._rest(seconds, page, f"it took {seconds:.1f} s to answer")
+        if seconds > request.time_limit:
+            self._open(seconds, page, f"it took {seconds:.1f} s to answer")
 
-    def _rest(self, seconds: float, page: Page | None, why: str) -> None:
+    def _open(self, seconds: float, page: Page | None, why: str) -> None:
+        """Open the circuit after a failure that took so many seconds."""
         self._counters.time("lost", seconds)
-        rest = seconds * REST if seconds > FAST_SECONDS else 0.0
+        open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
-            self._rests_until = max(self._rests_until, time.monotonic() + rest)
-            starts = rest > SHORT_REST and not self._probing and not self._closing.is_set()
+            self._open_until = max(self._open_until, time.monotonic() + open_seconds)
+            starts = open_seconds > SHORT_OPEN and not self._probing and not self._closing.is_set()
             self._probing = self._probing or starts
         if starts:
-            log.warning("the location is left alone until it is well again: %s", why)
+            log.warning("the location is not used until a probe succeeds: %s", why)
             self._counters.count("outages")
             try:
-                threading.Thread(target=self._watch, args=(page,), name="prefixstore-probe", daemon=True).start()
+                threading.Thread(
+                    target=self._probe_until_healthy, args=(page,), name="prefixstore-probe", daemon=True
+                ).start()
             except RuntimeError:
-                # the interpreter is ending; nobody will ask again
+                # the interpreter is shutting down; there will be no more requests
                 self._probing = False
 
-    def _watch(self, page: Page | None) -> None:
-        """Ask from time to time, and end the rest when there is an answer in time."""
+    def _probe_until_healthy(self, page: Page | None) -> None:
+        """Close the circuit when the location answers in time."""
         pause = FIRST_PROBE
         while not self._closing.wait(pause):
             started = time.monotonic()
             try:
-                question = Question(page, self._probe(page))
-                well = time.monotonic() - started <= question.patience
+                request = Request(page, self._probe(page))
+                healthy = time.monotonic() - started <= request.time_limit
             except StorageError:
-                well = False
-            except Exception:  # whatever it is, it is not well, and must be asked again
-                log.exception("the location cannot be asked")
-                well = False
+                healthy = False
+            except Exception:  # whatever it is, the location does not work
+                log.exception("the location cannot be probed")
+                healthy = False
             with self._lock:
-                self._probing = not well
-                # as long as this thread goes on, nobody else asks
-                self._rests_until = 0.0 if well else float("inf")
-            if well:
-                log.warning("the location is well again")
+                self._probing = not healthy
+                # as long as this thread probes, it alone asks
+                self._open_until = 0.0 if healthy else float("inf")
+            if healthy:
+                log.warning("the location is used again")
                 return
             pause = min(2 * pause, LAST_PROBE)

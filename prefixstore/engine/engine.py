@@ -16,7 +16,7 @@ from typing import NamedTuple
 from prefixstore.backends.base import Backend, Used, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.breaker import Breaker
+from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.commit import Committer
@@ -130,7 +130,7 @@ class Engine:
         backend, counters = self._backend, self.counters
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
-        self._breaker = Breaker(self._probe, counters)
+        self._breaker = CircuitBreaker(self._probe, counters)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
         self._committer = Committer(backend, catalog, self._deleter, self._ram, self._budget, self._encode, counters)
@@ -221,8 +221,8 @@ class Engine:
         return self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
 
     def _refresh(self) -> None:
-        with self._breaker.asking() as question, self._backend.view() as view:
-            question.n_records = self._catalog.refresh(view)
+        with self._breaker.asking() as request, self._backend.view() as view:
+            request.n_records = self._catalog.refresh(view)
 
     def _probe(self, page: Page | None) -> int:
         """Ask the location what it failed to answer, or took long to; called by a thread of the breaker."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from prefixstore.backends.base import Backend, View
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.breaker import Breaker
+from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.engine.ram import RamTier
@@ -47,7 +47,7 @@ class States(Iterator[memoryview]):
         pages: Sequence[Page],
         in_memory: Mapping[bytes, memoryview],
         reader: Reader,
-        breaker: Breaker,
+        breaker: CircuitBreaker,
         give_up: Callable[[Page, StorageError | None], None],
         look: Look | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class Fetcher:
         ram: RamTier,
         counters: Counters,
         read_rate: ReadRate,
-        breaker: Breaker,
+        breaker: CircuitBreaker,
     ) -> None:
         self._backend = backend
         self._catalog = catalog

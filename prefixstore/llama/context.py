@@ -73,6 +73,8 @@ class Context(Generic[M_co]):
         self.lineage = Lineage(namespace.key, parameters.page_tokens, llm.n_ctx())
         self.rate = ComputeRate()
         self._settings = namespace.canonical
+        # asked for each evaluated token
+        self._unstorable = self.kind.reason
 
     @property
     def llm(self) -> llama_cpp.Llama:
@@ -92,6 +94,10 @@ class Context(Generic[M_co]):
     def llm_or_none(self) -> llama_cpp.Llama | None:
         """The model; None if it is gone."""
         return self._llm()
+
+    def bypass_reason(self) -> str | None:
+        """Why the context is neither stored nor restored at the moment; None if it is."""
+        return self._unstorable or ("multimodal" if is_multimodal(self.llm) else None)
 
     def catch_up(self) -> bool:
         """Let the lineage follow a context that was rewound; whether everything that it holds is known."""

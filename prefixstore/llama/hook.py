@@ -29,7 +29,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.context import Guard, bypass_reason
+from prefixstore.llama.context import Guard
 from prefixstore.llama.strategy import strategy_for
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
@@ -150,7 +150,7 @@ class Hook:
         context = self.context
         lineage, counters = context.lineage, context.engine.counters
         original = self._original("eval")
-        known = self._bypass_reason() is None and context.catch_up()
+        known = context.bypass_reason() is None and context.catch_up()
         if not known:
             lineage.rewind(0)
         stops = self._stops(tokens) if known else []
@@ -259,7 +259,7 @@ class Hook:
 
     def capture(self) -> int:
         """Capture all of the context that is not stored, waiting for space in the queue; the number of pages."""
-        if self.context.parameters.read_only or self._bypass_reason() is not None:
+        if self.context.parameters.read_only or self.context.bypass_reason() is not None:
             return 0
         if not self._originals:
             # not attached: the store has not seen the tokens enter, the caller vouches for them
@@ -271,26 +271,24 @@ class Hook:
     def _guard(self, fault: str, unavailable: str | None = None) -> Guard:
         return Guard(self.context.engine.counters, fault, unavailable)
 
-    def _bypass_reason(self) -> str | None:
-        return bypass_reason(self.context.llm, self.context.kind)
-
     def _restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        reason = self._bypass_reason()
+        reason = self.context.bypass_reason()
         if reason is not None:
             self.context.engine.counters.count(f"miss:{reason}")
             return False
-        self._before_leaving()
+        with self._guard("dropped:error"):
+            self.strategy.before_leaving()
         with self._guard("miss:error", "miss:unavailable"):
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
         return False
 
     def _capture(self, *, tail: bool) -> None:
-        if not self.context.parameters.read_only and self._bypass_reason() is None:
+        if not self.context.parameters.read_only and self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.capture(tail=tail)
 
     def _before_leaving(self) -> None:
-        if self._bypass_reason() is None:
+        if self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.before_leaving()
 

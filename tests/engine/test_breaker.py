@@ -1,4 +1,4 @@
-"""How long a location may take to answer before it is left alone."""
+"""How long a location may take to answer before its circuit opens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from prefixstore.engine import breaker as module
-from prefixstore.engine.breaker import Breaker
+from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
 
@@ -22,7 +22,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def breaker():
-    made = Breaker(lambda page: 0, Counters())
+    made = CircuitBreaker(lambda page: 0, Counters())
     yield made
     made.close()
     for thread in threading.enumerate():
@@ -30,18 +30,18 @@ def breaker():
             thread.join()
 
 
-@pytest.mark.parametrize(("n_records", "rests"), [(0, True), (100, True), (10_000, False)])
-def test_reading_many_records_may_take_longer(breaker, clock, n_records, rests):
+@pytest.mark.parametrize(("n_records", "opens"), [(0, True), (100, True), (10_000, False)])
+def test_reading_many_records_may_take_longer(breaker, clock, n_records, opens):
     with breaker.asking() as question:
         clock[0] += 2.0
         question.n_records = n_records
-    assert breaker.is_resting is rests
+    assert breaker.is_open is opens
 
 
 def test_an_answer_in_time_changes_nothing(breaker, clock):
     with breaker.asking():
         clock[0] += module.SLOW_SECONDS
-    assert not breaker.is_resting
+    assert not breaker.is_open
 
 
 def ask_in_vain(breaker, clock, error, page=None):
@@ -57,13 +57,13 @@ def ask(breaker, clock, error, page):
 
 def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
     ask_in_vain(breaker, clock, UnavailableError("no"))
-    assert breaker.is_resting
-    with pytest.raises(UnavailableError, match="left alone"), breaker.asking():
+    assert breaker.is_open
+    with pytest.raises(UnavailableError, match="circuit open"), breaker.asking():
         pytest.fail("nothing is asked")
-    clock[0] += 0.011 * module.REST
-    assert not breaker.is_resting
+    clock[0] += 0.011 * module.OPEN_FACTOR
+    assert not breaker.is_open
 
 
 def test_a_damaged_page_is_no_word_against_the_location(breaker, clock):
     ask_in_vain(breaker, clock, CorruptError("no"), page=object())
-    assert not breaker.is_resting
+    assert not breaker.is_open
