@@ -12,14 +12,7 @@ from prefixstore.errors import FullError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import SNAPSHOT
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import (
-    NS,
-    A,
-    B,
-    C,
-    P,
-    store_of,
-)
+from tests.support.engines import NS, A, B, C, P, store_of
 
 # -- tails -------------------------------------------------------------------------------------------------------------
 

@@ -11,15 +11,7 @@ import xxhash
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import RECORD
-from tests.support.engines import (
-    MIB,
-    NS,
-    A,
-    B,
-    C,
-    P,
-    store_of,
-)
+from tests.support.engines import MIB, NS, A, B, C, P, store_of
 
 
 def flip(path, database, key, at):

@@ -5,14 +5,7 @@ from __future__ import annotations
 import os
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from tests.support.engines import (
-    MIB,
-    A,
-    B,
-    C,
-    store_of,
-    writer_of,
-)
+from tests.support.engines import MIB, A, B, C, store_of, writer_of
 
 
 def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):

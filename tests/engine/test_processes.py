@@ -5,15 +5,7 @@ from __future__ import annotations
 import threading
 
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import (
-    MIB,
-    NS,
-    A,
-    B,
-    C,
-    P,
-    two_stores,
-)
+from tests.support.engines import MIB, NS, A, B, C, P, two_stores
 
 
 def test_each_engine_sees_at_its_next_match_what_the_other_has_committed(tmp_path):

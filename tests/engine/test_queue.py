@@ -15,18 +15,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.testing import FaultyBackend, SlowBackend
-from tests.support.engines import (
-    MIB,
-    NS,
-    A,
-    B,
-    P,
-    Store,
-    state_of,
-    store_of,
-    wait_for,
-    writer_of,
-)
+from tests.support.engines import MIB, NS, A, B, P, Store, state_of, store_of, wait_for, writer_of
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 
@@ -158,6 +147,22 @@ def test_a_bug_does_not_end_the_thread_of_the_queue():
 # -- many threads ------------------------------------------------------------------------------------------------------
 
 
+def captured(store, writer, tokens, size):
+    """Capture as a store does: without waiting for a buffer."""
+    raw = as_tokens(tokens).tobytes()
+    parent = NS
+    for start in range(0, len(raw), 4 * P):
+        piece = raw[start : start + 4 * P]
+        key = page_key(parent, piece)
+        if store.engine.wants(NS, parent, piece):
+            buffer = writer.acquire(size)
+            if buffer is None:
+                return
+            buffer.view[:] = state_of(key, size)
+            yield PendingPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
+        parent = key
+
+
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
     backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)
@@ -197,19 +202,3 @@ def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
         assert next(restored) > 0
         assert "error" not in store.counters.group("dropped")
         assert "corrupt" not in store.counters.group("unreadable")
-
-
-def captured(store, writer, tokens, size):
-    """Capture as a store does: without waiting for a buffer."""
-    raw = as_tokens(tokens).tobytes()
-    parent = NS
-    for start in range(0, len(raw), 4 * P):
-        piece = raw[start : start + 4 * P]
-        key = page_key(parent, piece)
-        if store.engine.wants(NS, parent, piece):
-            buffer = writer.acquire(size)
-            if buffer is None:
-                return
-            buffer.view[:] = state_of(key, size)
-            yield PendingPage.of(NS, b'{"n":1}', parent, start // 4, piece, buffer)
-        parent = key

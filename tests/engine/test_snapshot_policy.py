@@ -13,15 +13,7 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.snapshot_policy import positions, thin
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import SNAPSHOT
-from tests.support.engines import (
-    MIB,
-    NS,
-    P,
-    put_snapshots,
-    snapshot_of,
-    state_of,
-    store_of,
-)
+from tests.support.engines import MIB, NS, P, put_snapshots, snapshot_of, state_of, store_of
 
 
 def test_a_prompt_has_a_snapshot_one_token_before_its_end():
