@@ -131,10 +131,39 @@ def test_the_map_of_the_architecture_has_every_module_and_no_other():
     assert {path for path in modules if not named & {path, *path.parents}} == set()
 
 
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_a_document_names_exists(document):
+    text = document.read_text()
+    files = [
+        path.relative_to(ROOT) for top in ("prefixstore", "tests", "benchmarks") for path in (ROOT / top).rglob("*")
+    ]
+    named = set(re.findall(r"`([\w/]+\.py)`", text)) - {"prefixstore_onefile.py"}  # an example of another package
+    assert {name for name in named if not any(path.match(name) for path in files)} == set()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert {name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in tests} == set()
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        name, _, heading = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if heading else []
+        assert not heading or heading in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, (
+            link
+        )
+
+
 def test_every_document_is_in_the_reading_order():
     readme = (ROOT / "README.md").read_text()
     order = readme.split("\n## Documentation\n", 1)[1]
     assert set(re.findall(r"\]\((docs/\w+\.md)\)", order)) == {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")}
+    names = [Path(name).stem for name in re.findall(r"\]\((docs/\w+\.md)\)", order)]
+    for name in names:
+        line = (ROOT / "docs" / f"{name}.md").read_text().split("\nReading order: ", 1)[1].split("\n\n", 1)[0]
+        assert re.findall(r"\[(\w+)\]\(\w+\.md\)|\*\*(\w+)\*\*", line) == [
+            ("", one) if one == name else (one, "") for one in names
+        ]
 
 
 def test_the_reasons_that_are_counted_are_documented():

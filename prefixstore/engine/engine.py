@@ -358,7 +358,7 @@ class Engine:
         return self._catalog.has_deferred
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
-        """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshots.thin`.
+        """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
 
         Pinned ones stay, and those from which other prompts branch off stay before others.
         """

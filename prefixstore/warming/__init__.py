@@ -1,6 +1,6 @@
 """Lists of prompts into a store, each shared prefix computed once.
 
-In the order of the data: `prompts` reads files and makes tokens, `context` says how long a context they need, `trie`
-sorts them and divides them into parts, `survey` finds what is already stored, `job` computes the rest, and `leases`
-keep several jobs from computing the same part. `estimate` predicts a job; `report` holds what a job shows.
+In the order of the data: `prompts` reads files and makes tokens, `context_size` says how long a context they need,
+`prompt_trie` sorts them and divides them into parts, `survey` finds what is already stored, `job` computes the rest,
+and `leases` keep several jobs from computing the same part. `estimate` predicts a job; `report` holds what a job shows.
 """

@@ -2,7 +2,7 @@
 
 llama.cpp compares types and sizes itself, and refuses those that differ. It does not check positions and sequences, nor
 anything after what it reads: a page that is wrong there would be accepted, and answers would be wrong. The layout is in
-`state`.
+`view`.
 """
 
 from __future__ import annotations
