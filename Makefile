@@ -15,7 +15,7 @@ demo: $(VENV)/.demo
 	$(BIN)/prefixstore demo $(if $(MODEL),--model "$(MODEL)")
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'not attack'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -24,10 +24,11 @@ lint: $(VENV)/.dev
 
 # one test at a time: many of them are crowds of processes
 attack: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/attacks
+	$(BIN)/python -m pytest -m attack
 
 torture: $(VENV)/.dev
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/attacks tests/llama/test_state.py tests/llama/test_portable.py
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/llama/test_portable.py
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

@@ -25,6 +25,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in tests/attacks is an attack; others are marked one by one."""
+    for item in items:
+        if "attacks" in item.path.parts:
+            item.add_marker(pytest.mark.attack)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes a model once: ``models("llama")``, ``models("llama", seed=1)``."""

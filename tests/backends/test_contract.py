@@ -369,6 +369,7 @@ def test_a_location_opened_twice_is_one_environment_until_both_are_closed(tmp_pa
         assert keys_of(three) == {key}
 
 
+@pytest.mark.attack
 def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
     code = """
 import sys
@@ -520,6 +521,7 @@ def test_a_killed_process_leaves_an_intact_store(tmp_path):
 # -- LMDB: room --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.attack
 def test_under_churn_the_file_stays_within_its_bound_and_uses_the_budget(tmp_path, record_property):
     max_bytes = 8 * MIB
     counters = Counters()

@@ -146,6 +146,7 @@ def test_a_keyboard_interrupt_while_a_thread_waits_to_hold_alone_lets_the_others
     assert is_free(handle)
 
 
+@pytest.mark.attack
 def test_a_ctrl_c_at_any_moment_leaves_no_count(monkeypatch):
     handle, chance = HandleLock(), random.Random(1)
     armed = False

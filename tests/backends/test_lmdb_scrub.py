@@ -151,6 +151,7 @@ def server(path):
     )
 
 
+@pytest.mark.attack
 def test_a_server_that_wrote_deleted_pages_and_keeps_writing_does_not_restore_them(tmp_path):
     with server(tmp_path) as other:
         assert other.stdout.readline() == "written\n"
@@ -271,6 +272,7 @@ backend.scrub()
 """
 
 
+@pytest.mark.attack
 def test_a_killed_scrub_damages_nothing_and_can_be_repeated(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(60))

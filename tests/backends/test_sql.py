@@ -731,6 +731,7 @@ for number in range(10_000):
 """
 
 
+@pytest.mark.attack
 def test_a_killed_process_leaves_an_intact_store(url):
     for attempt in range(2):
         process = python(KILLED, url, attempt)
@@ -777,6 +778,7 @@ print("done", counters.group("dropped"))
 """
 
 
+@pytest.mark.attack
 def test_two_processes_keep_the_budget_together(url):
     with opened(url):
         pass

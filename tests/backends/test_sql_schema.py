@@ -186,6 +186,7 @@ def test_the_printed_statements_make_a_new_store_too(empty_url):
         assert keys_of(backend) == {key}
 
 
+@pytest.mark.attack
 def test_processes_that_upgrade_at_once_all_get_it(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
     write_old(url)
@@ -394,6 +395,7 @@ def test_a_directory_that_cannot_be_written_is_refused():
         Path(name).chmod(0o700)
 
 
+@pytest.mark.attack
 def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
     url = f"sqlite:///{tmp_path}/kv.db"
     open_at_once(url)

@@ -55,7 +55,7 @@ def cuts(page: int, window: int, n: int, seed: int) -> list[int]:
     return sorted({cut for cut in (*near, *anywhere, n) if 20 < cut <= n and cut % 512 != 1})
 
 
-@pytest.mark.parametrize("page_tokens", [48, 100, 1000])
+@pytest.mark.parametrize("page_tokens", [100, *(pytest.param(n, marks=pytest.mark.attack) for n in (48, 1000))])
 def test_the_next_logits_are_those_of_a_cold_evaluation_wherever_a_restore_ends(llama, arch, swa_full, page_tokens):
     window, tokens = WINDOWS[arch], prompt(1400, seed=page_tokens)
     llm, cold = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)

@@ -352,6 +352,7 @@ def one_system_prompt() -> list[list[int]]:
     return [prompt(1500) + prompt(80, seed) for seed in range(1, 60)]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("prompts", [PROMPTS, one_system_prompt()], ids=["documents", "one system prompt"])
 def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, scheme):
@@ -367,6 +368,7 @@ def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, 
         assert holds_all(store, prompts)
 
 
+@pytest.mark.attack
 def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
     one, other = (start(models, tmp_path, pause=0.02) for _ in range(2))
     lost = 0
