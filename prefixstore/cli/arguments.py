@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from prefixstore.config import Config, load_config
-from prefixstore.errors import ContextError, InvalidParameterError, MissingExtraError
+from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ class _Tokenizer:
         except ImportError as error:
             raise MissingExtraError("--tokenizer needs the package tokenizers; pip install tokenizers") from error
         if not path.is_file():
-            raise ContextError(f"tokenizer file not found: {path}")
+            raise InvalidParameterError(f"tokenizer file not found: {path}")
         try:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # it raises nothing narrower
-            raise ContextError(f"{path} is not a valid tokenizer.json: {error}") from error
+            raise InvalidParameterError(f"{path} is not a valid tokenizer.json: {error}") from error
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -102,7 +102,7 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
     if model is None:
         return None
     if not model.is_file():
-        raise ContextError(f"model file not found: {model}")
+        raise InvalidParameterError(f"model file not found: {model}")
     try:
         from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:

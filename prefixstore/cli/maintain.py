@@ -76,7 +76,7 @@ def _print_violations(location: str, found: list[Violation], pages: int) -> None
     for violation in found:
         typer.echo(str(violation))
     rules = ", ".join(f"{rule} {n}" for rule, n in sorted(Counter(one.rule for one in found).items()))
-    result = f"{len(found)} problems ({rules})" if found else "no problems found"
+    result = f"{len(found):,} problem{'s' * (len(found) > 1)} ({rules})" if found else "no problems found"
     typer.echo(f"{location}: {pages:,} pages, {result}")
 
 

@@ -69,6 +69,10 @@ class Budget:
     max_entries: int | None = None
     quota: Quota = Quota()
 
+    def __str__(self) -> str:
+        entries = f" in {self.max_entries:,} pages" if self.max_entries is not None else ""
+        return f"the limit of {self.max_bytes:,} bytes{entries}"
+
     def exceeded(self, used: Used, *, adding: int = 0, entries: int = 0) -> bool:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""
         too_many = self.max_entries is not None and used.entries + entries > self.max_entries

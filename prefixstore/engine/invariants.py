@@ -61,7 +61,7 @@ def violations(view: View, budget: Budget) -> list[Violation]:
             found.append(Violation("orphan", key.hex(), "a payload without a record"))
     used = view.used
     if budget.exceeded(used):
-        found.append(Violation("budget", "", f"{used.bytes} bytes in {used.entries} pages exceed {budget}"))
+        found.append(Violation("budget", "", f"{used.bytes:,} bytes in {used.entries:,} pages exceed {budget}"))
     return found
 
 

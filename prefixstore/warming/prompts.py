@@ -220,9 +220,10 @@ def encode(
     if not len(tokens):
         raise InvalidParameterError("the prompt has no tokens")
     # one position is needed for the answer
-    if trained is None and len(tokens) >= llm.n_ctx():
+    # llama.cpp rounds n_ctx up; llama-cpp-python has input_ids for the n_ctx that was asked for
+    if trained is None and len(tokens) >= (n_ctx := min(llm.n_ctx(), len(llm.input_ids))):
         raise InvalidParameterError(
-            f"{len(tokens):,} tokens do not fit the context (n_ctx={llm.n_ctx()}), which must hold the prompt and one "
+            f"{len(tokens):,} tokens do not fit the context (n_ctx={n_ctx}), which must hold the prompt and one "
             "token more; set a larger n_ctx"
         )
     if trained is not None and len(tokens) >= trained:

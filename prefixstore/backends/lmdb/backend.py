@@ -192,6 +192,8 @@ class LMDBBackend(Backend):
         try:
             if not self._read_only:
                 make_directory(self._path)
+            if not self._path.exists():
+                raise LocationError(f"{self._path} does not exist; an LMDB store is a directory")
             if not self._path.is_dir():
                 raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
         except (FileExistsError, NotADirectoryError):
