@@ -11,26 +11,9 @@ from contextlib import suppress
 
 from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
+from tests.support import in_thread
 
 PATIENCE = 20
-
-
-def in_thread(work, *arguments):
-    thread = threading.Thread(target=work, args=arguments, daemon=True)
-    thread.start()
-    return thread
-
-
-def is_free(gate):
-    """Whether a thread can be alone."""
-
-    def be_alone():
-        with gate.alone():
-            pass
-
-    thread = in_thread(be_alone)
-    thread.join(PATIENCE)
-    return not thread.is_alive()
 
 
 def exit_code_of_child(work):

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 
 from prefixstore.backends.handle_lock import HandleLock
+from tests.support import in_thread
 
 PATIENCE = 20
-
-
-def in_thread(work, *arguments):
-    thread = threading.Thread(target=work, args=arguments, daemon=True)
-    thread.start()
-    return thread
 
 
 def is_free(handle):
@@ -33,16 +26,6 @@ def is_free(handle):
     thread = in_thread(hold_alone)
     thread.join(PATIENCE)
     return not thread.is_alive()
-
-
-def exit_code_of_child(work):
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        with suppress(BaseException):
-            code = work()
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def test_a_thread_is_alone_when_all_others_have_left():
