@@ -70,13 +70,17 @@ class BufferPool:
         """Bytes that are in use now."""
         return self._in_use
 
-    def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
-        """A buffer of `size` bytes. If the limit is reached: wait for a release, or return None."""
+    def acquire(self, size: int, *, wait: bool = False, timeout: float | None = None) -> PooledBuffer | None:
+        """A buffer of `size` bytes. At the limit: None, or with `wait` a wait until enough are released.
+
+        The wait ends with None if nothing is released for `timeout` seconds; None waits forever.
+        """
         with self.lock:
             while self._in_use and self._in_use + size > self._limit:
                 if not wait:
                     return None
-                self.lock.wait()
+                if not self.lock.wait(timeout):
+                    return None
             self._in_use += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
             if fitting:

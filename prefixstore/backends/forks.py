@@ -34,7 +34,7 @@ class ForkParticipant(Protocol):
 class ForkLevel(IntEnum):
     """The order of participants: before a fork from the last level to the first, after it from the first to the last.
 
-    So a lock is taken before those that are taken under it, and in a child everything that a participant is built on
+    So outer locks are taken before inner ones, and in a child everything that a participant is built on
     has been renewed when its turn comes.
     """
 
@@ -49,7 +49,7 @@ class ForkLevel(IntEnum):
 # one thread forks at a time: another must not release what this one holds
 _forking = threading.Lock()
 # held while participants are added or listed, and during the fork itself
-_registering = threading.Lock()
+_registering = threading.RLock()
 _levels: WeakKeyDictionary[ForkParticipant, ForkLevel] = WeakKeyDictionary()
 # by the thread that forks, in the order in which they were held
 _held: list[ForkParticipant] = []
@@ -91,8 +91,8 @@ class ForkLock:
 def _before_fork() -> None:
     _forking.acquire()
     _registering.acquire()
-    # Participants may be added while this thread waits for others, and a thread that adds one may be inside another:
-    # so none is waited for while registering is locked, and the list is read again until it holds no new ones.
+    # A thread that registers a participant may hold another one: so never wait for one while registering is locked, and
+    # read the list again until it has no new ones.
     tried: set[ForkParticipant] = set()
     while new := [(level, participant) for participant, level in _levels.items() if participant not in tried]:
         tried.update(participant for _, participant in new)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prefixstore.errors import MisuseError
+
 __all__ = ["HandleLock"]
 
 # How often a thread that waits for the others checks without being notified: a Ctrl-C may prevent that.
@@ -16,8 +18,8 @@ class HandleLock:
     """Shared by the threads that use a handle; one that wants to replace it waits until it has it alone."""
 
     def __init__(self) -> None:
-        # The thread of each entry. An entry is added and removed by one operation, which may come late or twice, and
-        # none is ever counted as zero: so a KeyboardInterrupt while a thread waits or leaves keeps no one waiting.
+        # The thread of each entry. A dict and not a counter: adding and removing are single operations, and removing
+        # twice is harmless, so an interrupt leaves no stale entry.
         self._inside: dict[object, int] = {}
         # threads that want to be alone, including the one that is
         self._n_waiting = 0
@@ -46,13 +48,23 @@ class HandleLock:
             yield
         finally:
             self._inside.pop(entry, None)
-            # a waiting thread counts itself before it looks: it sees this change, or is seen here
+            # a thread that wants it exclusive raises _n_waiting before it reads _inside: one of the two sees the other
             if self._n_waiting:
                 with self._lock:
                     self._condition.notify_all()
 
     def acquire_exclusive(self) -> None:
-        """Wait until no thread holds it, and let no other in until `release_exclusive`. May be nested."""
+        """Wait until no thread holds it, and let no other in until `release_exclusive`. May be nested.
+
+        Raises
+        ------
+        MisuseError
+            If this thread holds it shared.
+        """
+        me = threading.get_ident()
+        if self._alone != me and me in list(self._inside.values()):
+            # it would wait for itself
+            raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
         self._lock.acquire()
         self._n_waiting += 1
         try:
@@ -61,7 +73,7 @@ class HandleLock:
         except BaseException:
             self._let_in()
             raise
-        self._alone = threading.get_ident()
+        self._alone = me
         self._n_locks += 1
 
     def release_exclusive(self) -> None:

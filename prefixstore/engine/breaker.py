@@ -1,4 +1,4 @@
-"""A circuit breaker: a location that fails or is slow is not asked again and again by completions that wait for it."""
+"""A circuit breaker: keeps completions from waiting for a location that fails or is slow."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class CircuitBreaker:
                 healthy = False
             with self._lock:
                 self._probing = not healthy
-                # as long as this thread probes, it alone asks
+                # while it probes, no other thread sends requests
                 self._open_until = 0.0 if healthy else float("inf")
             if healthy:
                 log.warning("the location is used again")

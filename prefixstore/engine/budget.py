@@ -61,8 +61,7 @@ class Quota:
 class Budget:
     """What a location may hold.
 
-    A write reserves, commits or aborts in one: inside the backend's exclusive write transaction it compares what is
-    used with what it adds, evicts until there is room, and writes; so no other process can use the same room.
+    A write checks, evicts and stores in one exclusive transaction, so no two processes claim the same space.
     """
 
     max_bytes: int
@@ -134,8 +133,8 @@ class Evictor:
             return None
         return None if self._evict(transaction, exceeded) else DropReason.BUDGET
 
-    def make_spare(self, transaction: Transaction, n_bytes: int) -> None:
-        """Evict `n_bytes` more than the budget asks for."""
+    def make_extra_space(self, transaction: Transaction, n_bytes: int) -> None:
+        """Evict `n_bytes` beyond what the budget requires."""
         free = max(self._budget.max_bytes - transaction.used.bytes, 0)
         adding = min(free + n_bytes, self._budget.max_bytes)
         self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
@@ -151,7 +150,7 @@ class Evictor:
         try:
             while (page := expiring.next()) is not None:
                 if page.expires > now:
-                    self._catalog.spare(page)
+                    self._catalog.put_back(page)
                     break
                 self._delete(transaction, page, evicting=False)
         finally:
@@ -195,7 +194,7 @@ class Evictor:
         # asked before the catalog's lock is taken: a completion may wait for that
         usage = transaction.usage(victim.key)
         # the index first, so that the page is not matched, nor continued, while it is deleted
-        if self._catalog.take_victim(victim, usage, evicting=evicting):
+        if self._catalog.remove_victim(victim, usage, evicting=evicting):
             transaction.delete(victim.key)
             self._counters.count("evictions" if evicting else "expired")
 

@@ -105,7 +105,7 @@ class Catalog:
         # pending pages that are in a transaction, or were until just now: they may be stored already
         self._writing: set[bytes] = set()
         # pending pages that another process has stored meanwhile
-        self._twins: set[bytes] = set()
+        self._also_stored: set[bytes] = set()
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._deferred = Deferred()
@@ -131,8 +131,7 @@ class Catalog:
         view
             Of the backend.
         newest
-            Whether nothing newer can be stored. An index that is ahead then describes another store, or a newer copy of
-            this one, that was replaced.
+            Whether the view is of the latest commit. An index that is ahead of it describes a store that was replaced.
 
         Returns
         -------
@@ -188,7 +187,7 @@ class Catalog:
             self._trusted = False
 
     def contradict(self, key: bytes, generation: int) -> None:
-        """A page is not in a view of this generation. If the index should know, it describes another store."""
+        """A page is not in a view of this generation. If the index covers that generation, the store was replaced."""
         with self._lock:
             if key in self._index and key not in self._pending and generation <= self._generation:
                 log.warning("the index does not match what is stored; rebuilding it")
@@ -202,7 +201,7 @@ class Catalog:
             log.warning("a page cannot be read: %s", record)
         if isinstance(record, CorruptError):
             self._deferred.damaged.add(key)
-        self._twins.discard(key)
+        self._also_stored.discard(key)
         if key not in self._pending:
             self._lose(key)
 
@@ -216,7 +215,7 @@ class Catalog:
             elif not isinstance(record, IncompatibleError):
                 raise record
         self._start_index()
-        self._twins.clear()
+        self._also_stored.clear()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self._pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
@@ -249,7 +248,7 @@ class Catalog:
         if key not in self._pending:
             self._candidates.add(page)
         else:
-            self._twins.add(key)
+            self._also_stored.add(key)
         return True
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
@@ -291,8 +290,8 @@ class Catalog:
         with self._lock:
             return self._index.get(key)
 
-    def has(self, page: Page) -> bool:
-        """Whether this very node is in the index."""
+    def is_current(self, page: Page) -> bool:
+        """Whether this node object is in the index."""
         return self.get(page.key) is page
 
     def path(self, page: Page) -> list[Page]:
@@ -317,7 +316,8 @@ class Catalog:
     @property
     def payload_bytes(self) -> tuple[int, int]:
         """The bytes of all payloads as stored, and of the states that they stand for."""
-        return self._index.stored_bytes, self._index.raw_bytes
+        with self._lock:
+            return self._index.stored_bytes, self._index.raw_bytes
 
     def held_bytes(self, namespaces: Iterable[bytes]) -> int:
         """What the pages of these namespaces count against a quota."""
@@ -361,7 +361,7 @@ class Catalog:
             self._pending[new.page.key] = new
             self._policy.added(new.page)
             older = self._index.superseded_by(new.page)
-            may_be_stored = older is not None and older.key in (self._writing | self._twins)
+            may_be_stored = older is not None and older.key in (self._writing | self._also_stored)
             if older is not None and older.is_leaf and older.key in self._pending and not may_be_stored:
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
                 self._forget(older.key)
@@ -374,7 +374,7 @@ class Catalog:
             return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
     def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None) -> None:
-        """A prompt began with these pages, none for a miss; those that expire live `ttl_ns` from now on."""
+        """Record a lookup and the pages it used, none for a miss; renew their time to live."""
         with self._lock:
             now = self._now()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
@@ -402,10 +402,10 @@ class Catalog:
             # other sequences start from the last snapshot before the fork
             shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
             doomed = thin(positions, keep, interval, shared)
-            for path in paths:
-                if path.n_tokens in doomed and not path.pages[-1].pinned:
-                    self.discard_snapshot(path.pages[-1])
-            return len(doomed)
+            discarded = [path.pages[-1] for path in paths if path.n_tokens in doomed and not path.pages[-1].pinned]
+            for page in discarded:
+                self.discard_snapshot(page)
+            return len(discarded)
 
     def discard_snapshot(self, page: Page) -> None:
         """A snapshot is no longer wanted: if it is stored, have it deleted with the next commit.
@@ -418,17 +418,17 @@ class Catalog:
             else:
                 self._forget(page.key)
 
-    def damage(self, key: bytes) -> None:
-        """A page is damaged: forget it and its descendants, and have them deleted with the next commit."""
+    def mark_damaged(self, key: bytes, fits: Fits | None = None) -> None:
+        """Forget a damaged page and its descendants, and have them deleted with the next commit.
+
+        With `fits` its checksum is right, but its state is not usable: it is deleted unless the page stored by then
+        fits.
+        """
         with self._lock:
+            if fits is not None:
+                self._deferred.fits[key] = fits
             self._deferred.damaged.add(key)
             self._lose(key)
-
-    def condemn(self, key: bytes, fits: Fits) -> None:
-        """A page holds what was written, but not a state: as `damage`, if what is stored then does not fit either."""
-        with self._lock:
-            self._deferred.fits[key] = fits
-            self.damage(key)
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class Catalog:
         return bool(self._deferred)
 
     def deferred(self) -> Deferred:
-        """What to write beside pages, as of now."""
+        """A copy of the deferred changes."""
         with self._lock:
             now = self._deferred.copy()
             self._deferred.expired = False
@@ -453,7 +453,10 @@ class Catalog:
         return self._pending.get(new.page.key) is new
 
     def claim(self, new: PendingPage) -> Claim | None:
-        """Write this page now; None if it is not pending any more. The tail that it continues leaves the index."""
+        """Mark a page as being written, and take the tail that it continues out of the index.
+
+        None if the page is no longer pending.
+        """
         page = new.page
         with self._lock:
             if not self._is_pending(new):
@@ -473,7 +476,7 @@ class Catalog:
         with self._lock:
             self._index.resize(page, stored_bytes)
 
-    def given_up(self, written: Iterable[PendingPage]) -> list[PendingPage]:
+    def no_longer_pending(self, written: Iterable[PendingPage]) -> list[PendingPage]:
         """Those that were forgotten while they were written."""
         with self._lock:
             return [new for new in written if not self._is_pending(new)]
@@ -484,7 +487,7 @@ class Catalog:
             for new in written:
                 if self._is_pending(new):
                     del self._pending[new.page.key]
-                    self._twins.discard(new.page.key)
+                    self._also_stored.discard(new.page.key)
                     self._candidates.add(new.page)
             self._deferred.subtract(deferred)
             if deferred.damaged:
@@ -494,9 +497,10 @@ class Catalog:
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
         """There is no space for a page, or no parent: give it up."""
         with self._lock:
-            self._drop(new.page.key, reason)
-            if reason is DropReason.BUDGET:
-                self._refused.add(new.page.key)
+            if self._is_pending(new):
+                self._drop(new.page.key, reason)
+                if reason is DropReason.BUDGET:
+                    self._refused.add(new.page.key)
 
     def drop(self, batch: Iterable[PendingPage], reason: DropReason) -> None:
         """Give these pages up, those that are still pending, and count them."""
@@ -532,12 +536,12 @@ class Catalog:
         with self._lock:
             return Victims(self._lock, self._candidates.expiring())
 
-    def spare(self, page: Page) -> None:
+    def put_back(self, page: Page) -> None:
         """A victim is not deleted after all."""
         with self._lock:
             self._candidates.add(page)
 
-    def take_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
+    def remove_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
 
         It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
@@ -557,7 +561,7 @@ class Catalog:
             self._forget(page.key)
             return True
 
-    def take_leaf(self, key: bytes) -> Page | None:
+    def remove_leaf(self, key: bytes) -> Page | None:
         """Take a page out of the index if it is a leaf, pinned or not; the page."""
         with self._lock:
             page = self._index.get(key)
@@ -566,7 +570,7 @@ class Catalog:
             self._forget(key)
             return page
 
-    def take_snapshot(self, key: bytes, usage: Usage | None) -> bool:
+    def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
         with self._lock:
             doomed = usage is not None and not usage.pinned and key not in self._pending
@@ -614,9 +618,9 @@ class Catalog:
         for lost in self._index.remove(key):
             self._pending.pop(lost.key, None)
             self._deferred.uses.pop(lost.key, None)
-            if lost.key in self._twins:
+            if lost.key in self._also_stored:
                 # it is stored all the same, and its parent is not a leaf
-                self._twins.discard(lost.key)
+                self._also_stored.discard(lost.key)
                 self._trusted = False
         parent = self._index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and parent.key not in self._pending:

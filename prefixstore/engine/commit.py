@@ -1,6 +1,6 @@
-"""Pending pages into the backend, captured or imported, in one transaction within the budget.
+"""Writes pending pages, captured or imported, in one transaction and within the budget.
 
-The order of the steps in `Committer._write` is the design.
+Crash safety depends on the order of the steps in `Committer._write`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Committer"]
 log = logging.getLogger("prefixstore")
 
 ATTEMPTS = 4
-# seconds before the second attempt, twice as many before the third, and so on
+# seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.01
 
 
@@ -103,10 +103,10 @@ class Committer:
             try:
                 return self._write(packed)
             except FullError:
-                # What a transaction deletes can be used by a later one only.
+                # Space freed in a transaction is reusable only by a later one.
                 with self._catalog.update(self._backend) as transaction:
-                    self._evictor.make_spare(transaction, size << attempt)
-                # What a reader still sees cannot be overwritten.
+                    self._evictor.make_extra_space(transaction, size << attempt)
+                # Give readers time: what they still see cannot be reused.
                 time.sleep(PAUSE * (attempt + 1))
                 self._backend.reclaim()
         return self._write(packed)
@@ -120,7 +120,7 @@ class Committer:
             deferred = catalog.deferred()
             # Delete snapshots that are no longer wanted.
             for key in deferred.thinned:
-                if catalog.take_snapshot(key, transaction.usage(key)):
+                if catalog.remove_snapshot(key, transaction.usage(key)):
                     transaction.delete(key)
             # Delete damaged pages, and what depends on them.
             removed = (
@@ -136,7 +136,7 @@ class Committer:
             # Record uses, those of the new pages included.
             self._write_uses(transaction, deferred)
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
-            for new in catalog.given_up(written):
+            for new in catalog.no_longer_pending(written):
                 written.remove(new)
                 if new.page.key in put:
                     transaction.delete(new.page.key)
@@ -153,7 +153,7 @@ class Committer:
     def _put(
         self, transaction: Transaction, one: PackedPage, written: list[PendingPage], put: set[bytes]
     ) -> DropReason | None:
-        """Write one page; or why not."""
+        """Write one page; returns the reason if it is refused."""
         new, record, page = one.pending, one.record, one.pending.page
         # The parent has to be stored; the page itself may be: another process may have computed it too.
         try:

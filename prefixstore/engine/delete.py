@@ -1,4 +1,4 @@
-"""Deleting by choice: purge, clear, and repair. Which pages, in which order, in transactions of bounded length."""
+"""Deleting by choice: purge, clear, and repair. Which pages, and in which order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Record
@@ -91,7 +91,7 @@ def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | 
 
 
 def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
-    """The pages that all choices have; without choices all pages."""
+    """The keys selected by every choice; all keys if there are no choices."""
     keys = set(index.pages)
     for choose in choices:
         keys &= set(choose(index))
@@ -128,6 +128,13 @@ class Deleter:
             waiting = reversed(doomed)
             while some := list(islice(waiting, PAGES_AT_ONCE)):
                 removed += self._delete_leaves(some)
+        else:
+            left = len(self._catalog.select(partial(in_common, choices=choices)))
+            if left:
+                raise UnavailableError(
+                    f"{removed.pages:,} pages were deleted, but {left:,} are left, since other processes keep adding "
+                    "pages; stop them, and delete again"
+                )
         return removed
 
     def _delete_leaves(self, keys: Sequence[bytes]) -> Removed:
@@ -135,7 +142,7 @@ class Deleter:
         with self._catalog.update(self._backend) as transaction:
             for key in keys:
                 # not one that another process has continued since
-                page = self._catalog.take_leaf(key)
+                page = self._catalog.remove_leaf(key)
                 if page is not None and transaction.delete(key):
                     removed += Removed(1, page.stored_bytes)
         return removed

@@ -138,7 +138,7 @@ class Engine:
             self,
             self._queue_bytes,
             counters,
-            behind=self._write_behind,
+            in_background=self._write_behind,
             read_only=self._read_only,
             on_released=self._release,
         )
@@ -169,7 +169,7 @@ class Engine:
             if not self._read_only:
                 self.sync()
         finally:
-            # a thread that the location does not let go of releases it when it can
+            # a write thread stuck in the location releases the backend when it returns
             if not self._queue.is_stuck:
                 self._release()
 
@@ -225,7 +225,7 @@ class Engine:
             request.n_records = self._catalog.refresh(view)
 
     def _probe(self, page: Page | None) -> int:
-        """Ask the location what it failed to answer, or took long to; called by a thread of the breaker."""
+        """Repeat the request that failed or was slow; called by a thread of the breaker."""
         with self._backend.view() as view:
             n_records = self._catalog.refresh(view)
             for _, payload in view.fetch([page.key] if page is not None else []):
@@ -268,7 +268,7 @@ class Engine:
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
-        """As `used`, as far as it is known without asking."""
+        """The last known `used`; does not ask the location."""
         return self._used, *self._catalog.payload_bytes
 
     @property
@@ -315,7 +315,7 @@ class Engine:
         """Which pages of a sequence, given by all their keys, to capture: up to the first that was refused."""
         return self._catalog.missing(keys)
 
-    def has(self, key: bytes) -> bool:
+    def needs_no_capture(self, key: bytes) -> bool:
         """Whether a page or snapshot need not be captured: it is here, or was refused."""
         return self._catalog.needs_no_capture(key)
 
@@ -367,9 +367,9 @@ class Engine:
     def condemn(self, page: Page, fits: Fits) -> None:
         """Have a page deleted with the next commit, and its descendants, if its state does not fit then either.
 
-        `fits` is what all contexts of the namespace agree in, and may be called by another thread.
+        `fits` must hold for every context of the namespace. Another thread may call it.
         """
-        self._catalog.condemn(page.key, fits)
+        self._catalog.mark_damaged(page.key, fits)
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ class Engine:
         return self._queue.n_bytes
 
     def nudge(self) -> None:
-        """Something was deferred: see to it that it is committed soon."""
+        """Have deferred changes committed soon."""
         self._queue.nudge()
 
     def drain(self) -> None:
@@ -415,14 +415,14 @@ class Engine:
     def do_idle_work(self) -> None:
         """Copy states of pages that were used recently into RAM. Raises `StorageError`."""
         while (page := self._ram.next_wanted()) is not None:
-            if self._catalog.has(page):
+            if self._catalog.is_current(page):
                 with self.fetching([page]) as states:
                     for state in states:
                         self._ram.keep(page, state)
 
     # -- importing ----------------------------------------------------------------------------------------------------
 
-    def knows(self, key: bytes) -> bool:
+    def has(self, key: bytes) -> bool:
         """Whether the index has a page."""
         return self._catalog.get(key) is not None
 

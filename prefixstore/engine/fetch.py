@@ -82,7 +82,7 @@ class States(Iterator[memoryview]):
         return state
 
     def verified(self) -> int:
-        """How many of the states given out are what was written; if not all of them, the last one is not."""
+        """How many returned states are verified; if fewer than all, the last one is bad."""
         if self._n_verified < self._n_given and not self._ended:
             try:
                 self._reader.wait_verified()
@@ -198,7 +198,7 @@ class Fetcher:
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")
-            self._catalog.damage(page.key)
+            self._catalog.mark_damaged(page.key)
         elif isinstance(error, ShapeError):
             log.warning("a page is not used: %s", error)
             self._counters.count("unreadable:shape")

@@ -76,7 +76,7 @@ class PendingPage:
             self.buffer.release()
 
     def announced(self, now: int) -> None:
-        """It has come into the catalog at this time."""
+        """Called when the catalog accepts it, with the time."""
         self.page.last_used = now
 
     def pack(self, encode: Encoder) -> PackedPage:
@@ -124,20 +124,20 @@ class ImportedPage(PendingPage):
 
 @dataclass
 class Deferred:
-    """What the next commit writes beside pages.
+    """What the next commit writes besides new pages.
 
     Attributes
     ----------
     uses
         How often pages were used, by key.
     damaged
-        Keys of pages to be deleted if they are damaged indeed.
+        Keys of pages to be deleted if they are indeed damaged.
     fits
-        For some of them, by key: whether a state can be one of this page.
+        For some of those keys: a test of whether a state fits.
     thinned
         Keys of snapshots that are no longer wanted.
     expired
-        Whether a lookup has met an expired page.
+        Whether a lookup has found an expired page.
     """
 
     uses: dict[bytes, int] = field(default_factory=dict)
@@ -156,8 +156,9 @@ class Deferred:
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; what was added since stays."""
         for key, n in done.uses.items():
-            if self.uses.get(key) == n:
-                del self.uses[key]
+            left = self.uses.pop(key, 0) - n
+            if left > 0:
+                self.uses[key] = left
         self.damaged -= done.damaged
         for key in done.fits:
             self.fits.pop(key, None)

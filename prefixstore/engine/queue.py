@@ -25,18 +25,18 @@ BATCH_BYTES = 64 << 20
 DEFERRED_SECONDS = 2.0
 # A caller that waits for the queue gives up after so many seconds without progress: another process may hold a lock, or
 # the location may not answer.
-PATIENCE = 30.0
+NO_PROGRESS_SECONDS = 30.0
 
 
 class Work(Protocol):
-    """What the queue does its work with: the engine."""
+    """What the queue needs from the engine."""
 
     @property
     def has_deferred(self) -> bool:
         """Whether there is something to commit beside pages."""
 
     def commit(self, batch: Sequence[PendingPage]) -> object:
-        """Write announced pages, and what is deferred. Raises `StorageError`."""
+        """Write announced pages, and what is deferred. What cannot be written is dropped and counted."""
 
     @property
     def has_idle_work(self) -> bool:
@@ -55,14 +55,14 @@ class WriteQueue:
         Commits them.
     limit
         How many bytes may wait; one page of any size always may.
-    behind
-        Whether a thread commits, or the caller of `put`.
     counters
         Counts what is dropped.
+    in_background
+        Whether a thread commits, or the caller of `put`.
     read_only
         Whether nothing is ever committed.
     on_released
-        Called by the thread when it ends after `close` gave up waiting for it.
+        Called by the thread when it finally ends after `close` gave up waiting for it.
     """
 
     def __init__(
@@ -71,14 +71,13 @@ class WriteQueue:
         limit: int,
         counters: Counters,
         *,
-        behind: bool,
+        in_background: bool,
         read_only: bool,
         on_released: Callable[[], None],
     ) -> None:
         self._work = work
-        self.limit = limit
         self._counters = counters
-        self._behind = behind
+        self._in_background = in_background
         self._read_only = read_only
         self._on_released = on_released
         self._buffers = BufferPool(limit)
@@ -86,9 +85,9 @@ class WriteQueue:
         self._wake = threading.Condition()
         self._busy = False
         self._closing = False
-        # the thread is to commit what is deferred now; and how often it has finished something
-        self._hurry = False
-        self._done = 0
+        # the thread should commit now; and how many steps it has finished
+        self._flush_requested = False
+        self._steps = 0
         # no caller waits for the thread any more
         self.is_stuck = False
         self._thread: threading.Thread | None = None
@@ -99,31 +98,38 @@ class WriteQueue:
         return self._buffers.in_use
 
     def acquire(self, size: int, *, wait: bool = False) -> PooledBuffer | None:
-        """A buffer to capture a page into; None if too much is queued already and `wait` is false."""
-        return self._buffers.acquire(size, wait=wait)
+        """A buffer to capture a page into; None if too much is queued. With `wait`, None only if nothing is written."""
+        return self._buffers.acquire(size, wait=wait, timeout=NO_PROGRESS_SECONDS)
 
     def put(self, new: PendingPage) -> None:
         """Have an announced page written; its buffer is the queue's from here on."""
         with self._wake:
             # once the thread has been told to end, it would not take it from the queue
-            queued = self._behind and not self._closing
+            queued = self._in_background and not self._closing and self._start()
             if queued:
                 self._queue.append(new)
-                self._start()
                 self._wake.notify_all()
         if not queued:
             self._commit([new])
 
     def nudge(self) -> None:
-        """Something was deferred: see to it that it is committed soon."""
-        if not self._read_only or self._work.has_idle_work:
+        """Have deferred changes committed soon."""
+        if (self._in_background and not self._read_only) or self._work.has_idle_work:
             with self._wake:
                 self._start()
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Start the thread unless it runs; whether it does. The caller holds the lock, which the thread takes first."""
         if self._thread is None and not self._closing:
-            self._thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # no more threads, or the interpreter is shutting down: the caller commits
+                log.warning("the write thread cannot be started: %s", error)
+                return False
+            self._thread = thread
+        return self._thread is not None
 
     def drain(self) -> None:
         """Return when nothing waits any more: all that was put is committed, or dropped.
@@ -131,18 +137,18 @@ class WriteQueue:
         Raises
         ------
         UnavailableError
-            If nothing is written for `PATIENCE` seconds.
+            If nothing is written for `NO_PROGRESS_SECONDS` seconds.
         """
         with self._wake:
             if self._has_deferred and not self._closing:
-                if self._behind:
+                if self._in_background:
                     self._start()
-                self._hurry = self._thread is not None
+                self._flush_requested = self._thread is not None
                 self._wake.notify_all()
             if not self._wait_until_idle():
                 raise UnavailableError(
-                    f"nothing was written for {PATIENCE:.0f} s, and {self.n_bytes:,} bytes are waiting: the location "
-                    "does not answer, or another process holds its lock"
+                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are waiting: "
+                    "the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self._has_deferred:
             self._commit([])
@@ -153,14 +159,14 @@ class WriteQueue:
 
     def _wait_until_idle(self) -> bool:
         """Wait, holding the lock, until the thread has nothing to do; false if it makes no progress for too long."""
-        while self._queue or self._busy or self._hurry:
-            before = self._done
-            if not self._wake.wait_for(partial(self._has_moved, before), PATIENCE):
+        while self._queue or self._busy or self._flush_requested:
+            before = self._steps
+            if not self._wake.wait_for(partial(self._has_progressed, before), NO_PROGRESS_SECONDS):
                 return False
         return True
 
-    def _has_moved(self, before: int) -> bool:
-        return self._done != before
+    def _has_progressed(self, before: int) -> bool:
+        return self._steps != before
 
     def close(self) -> None:
         """Write what waits, and end the thread.
@@ -168,15 +174,21 @@ class WriteQueue:
         Raises
         ------
         UnavailableError
-            As `drain`. What waits is dropped then, and the thread calls `on_released` when it gets that far.
+            As `drain`. What waits is dropped then, and the thread calls `on_released` when it finally ends.
         """
         left: list[PendingPage] = []
         with self._wake:
             self._closing = True
-            thread, self._hurry = self._thread, self._thread is not None
+            thread, self._flush_requested = self._thread, self._thread is not None
             self._wake.notify_all()
-            if not self._wait_until_idle():
-                self.is_stuck, self._hurry = True, False
+            try:
+                self.is_stuck = not self._wait_until_idle()
+            except BaseException:
+                # the thread finishes its work, and releases the location then
+                self.is_stuck = True
+                raise
+            if self.is_stuck:
+                self._flush_requested = False
                 left += self._queue
                 self._queue.clear()
         if self.is_stuck:
@@ -184,7 +196,8 @@ class WriteQueue:
                 new.release()
             self._counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", len(left))
             raise UnavailableError(
-                f"closed, and {len(left)} waiting pages are dropped: nothing was written for {PATIENCE:.0f} s"
+                f"the store was closed and {len(left)} queued pages were dropped: "
+                f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s"
             )
         if thread is None:
             self.drain()
@@ -196,14 +209,16 @@ class WriteQueue:
         while True:
             with self._wake:
                 self._busy = False
-                self._done += 1
+                self._steps += 1
                 self._wake.notify_all()
-                self._wake.wait_for(lambda: self._queue or self._closing or self._hurry, timeout=DEFERRED_SECONDS)
-                if self._closing and not self._queue and not self._hurry:
+                self._wake.wait_for(
+                    lambda: self._queue or self._closing or self._flush_requested, timeout=DEFERRED_SECONDS
+                )
+                if self._closing and not self._queue and not self._flush_requested:
                     break
                 batch = self._next_batch()
-                # the last batch takes along what is deferred
-                self._hurry = self._hurry and bool(self._queue)
+                # the last batch also writes the deferred changes
+                self._flush_requested = self._flush_requested and bool(self._queue)
                 self._busy = True
             if batch or self._has_deferred:
                 self._commit(batch)
@@ -224,9 +239,9 @@ class WriteQueue:
         try:
             self._work.do_idle_work()
         except PrefixStoreError as error:
-            log.warning("hot pages are not kept in RAM: %s", error)
+            log.warning("hot pages could not be copied into RAM: %s", error)
         except Exception:  # a fault of the store must not end the thread that serves it
-            log.exception("hot pages are not kept in RAM")
+            log.exception("hot pages could not be copied into RAM")
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,7 @@ class RamTier:
             return None
         with self._lock:
             found = self._states.get(page.key)
-            # the hash nominated it; the tokens prove it
+            # a key is only a hash: compare the tokens
             if found is None or found.tokens != page.tokens:
                 return None
             self._states.move_to_end(page.key)
@@ -84,7 +85,9 @@ class RamTier:
             self._used += size
         kept = None
         try:
-            kept = _State(page.tokens, np.frombuffer(state, np.uint8).copy())
+            # without memory for it, the state is read from the location the next time
+            with suppress(MemoryError):
+                kept = _State(page.tokens, np.frombuffer(state, np.uint8).copy())
         finally:
             with self._lock:
                 if kept is None or page.key in self._states:

@@ -138,7 +138,9 @@ class SnapshotStrategy:
 
     def _is_stored(self, n: int) -> bool:
         parent, start = self._last_boundary(n)
-        return self.context.engine.has(page_key(parent, self.context.lineage.page_bytes(start, n), SNAPSHOT))
+        return self.context.engine.needs_no_capture(
+            page_key(parent, self.context.lineage.page_bytes(start, n), SNAPSHOT)
+        )
 
     def _last_boundary(self, n: int) -> tuple[bytes, int]:
         """Key and boundary of the last full page before position `n`."""

@@ -106,7 +106,7 @@ class _Target:
 
     def wants(self, key: bytes) -> bool:
         """Whether the page is missing; counts those that are not."""
-        known = self._archive.engine.knows(key)
+        known = self._archive.engine.has(key)
         self._skipped += known
         return not known
 

@@ -84,7 +84,7 @@ class Member:
             view = len(piece) < 4 * P and self.chance.random() < 0.3
             form = SNAPSHOT if view else PAGE
             key = page_key(parent, piece, form)
-            if not engine.has(key):
+            if not engine.needs_no_capture(key):
                 state = state_of(key)
                 buffer = engine.acquire(len(state))
                 if buffer is None:

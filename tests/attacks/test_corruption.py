@@ -136,7 +136,7 @@ def test_a_page_that_went_bad_on_disk_goes_although_the_index_remembers_it(tmp_p
         hurt(file, contents(backend)[path[1]][2], random.Random(1))
         (page,) = engine.match(space().key, np.arange(8, dtype="<i4"), 4).pages[1:]
         # as a restore does, which reads from the disk
-        engine._catalog.damage(page.key)
+        engine._catalog.mark_damaged(page.key)
         engine.commit([])
         assert contents(backend).keys() == {path[0]}
 

@@ -185,7 +185,7 @@ def test_a_location_that_fails_slowly_opens_the_circuit_and_counters_stay_readab
 
 
 def test_no_call_waits_forever_for_a_location_that_hangs(llama, weather, monkeypatch):
-    monkeypatch.setattr(queue, "PATIENCE", 0.5)
+    monkeypatch.setattr(queue, "NO_PROGRESS_SECONDS", 0.5)
     llm = llama()
     store = PrefixStore("memory:", llm)
     server = Server(llm, store)
@@ -212,7 +212,7 @@ import sys
 from prefixstore import PrefixStore
 from prefixstore.engine import queue
 from tests.support.models import answer, load, prompt
-queue.PATIENCE = 1.0
+queue.NO_PROGRESS_SECONDS = 1.0
 llm = load(sys.argv[1])
 store = PrefixStore(sys.argv[2], llm)
 llm.set_cache(store)

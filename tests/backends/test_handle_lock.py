@@ -11,6 +11,7 @@ import time
 import pytest
 
 from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.errors import MisuseError
 from tests.support import in_thread
 
 PATIENCE = 20
@@ -156,4 +157,11 @@ def test_a_ctrl_c_at_any_moment_leaves_no_count(monkeypatch):
         armed = False
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+    assert is_free(handle)
+
+
+def test_a_thread_that_uses_the_handle_cannot_wait_for_itself():
+    handle = HandleLock()
+    with handle.shared(), pytest.raises(MisuseError, match="leave it first"):
+        handle.acquire_exclusive()
     assert is_free(handle)

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.catalog import DropReason
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import FullError
+from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import SNAPSHOT
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import NS, A, B, C, P, store_of
+from tests.support.engines import MIB, NS, A, B, C, P, store_of
 
 # -- tails -------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interf
         backend.interfere = (
             (lambda: catalog.discard_snapshot(new.page))
             if interfere == "thin"
-            else (lambda: catalog.damage(new.page.key))
+            else (lambda: catalog.mark_damaged(new.page.key))
         )
         assert store.engine.commit([new]) == 0
         buffer.release()
@@ -189,3 +190,61 @@ def test_the_parent_of_a_thinned_snapshot_stays_until_the_snapshot_is_deleted():
             assert evictor._evict(transaction, lambda: transaction.used.entries > 1)
         assert store.engine.check() == []
         assert store.stored_keys() == {parent}
+
+
+def test_a_use_during_a_commit_is_neither_lost_nor_counted_twice():
+    with store_of() as store:
+        store.put(A)
+        store.fetch(A)
+        # another prompt uses the pages between the transaction and the moment when the catalog learns of it
+        keep = store.engine._ram.keep
+        store.engine._ram.keep = lambda *arguments: (store.fetch(A), keep(*arguments))
+        store.put(B)
+        store.engine._ram.keep = keep
+        store.engine.commit([])
+        with store.backend.view() as view:
+            hits = {view.usage(page.key).hits for page in store.engine.match(NS, as_tokens(A), P).pages}
+        # one by the first fetch, and one for each of the three pages of B
+        assert hits == {4}
+
+
+def test_a_state_that_finds_no_memory_in_ram_does_not_undo_the_commit(monkeypatch):
+    def no_memory(*_, **__):
+        raise MemoryError
+
+    with store_of() as store:
+        store.open(ram_bytes=MIB)
+        monkeypatch.setattr("prefixstore.engine.ram.np.frombuffer", no_memory)
+        assert store.put(A) == 3
+        monkeypatch.undo()
+        assert store.counters.group("dropped") == {}
+        assert store.engine.ram_bytes == 0
+        assert store.fetch(A) == 3
+
+
+def test_a_page_that_was_cleared_and_captured_again_is_not_refused_with_its_predecessor():
+    with store_of() as store:
+        (first,) = store.announce(A[:4])
+        store.engine._catalog.drop([first], DropReason.ERROR)
+        (second,) = store.announce(A[:4])
+        store.engine._catalog.refuse(first, DropReason.BUDGET)
+        assert store.engine.commit([second]) == 1
+        assert store.match(A[:4]) == 4
+
+
+def test_a_deletion_that_others_outrun_says_so():
+    with store_of() as store:
+        store.put(A)
+        deleter = store.engine._deleter
+        delete = deleter._delete_leaves
+
+        def outrun(keys):
+            removed = delete(keys)
+            store.put(A)
+            return removed
+
+        deleter._delete_leaves = outrun
+        with pytest.raises(UnavailableError, match=r"48 pages were deleted, but 3 are left"):
+            store.engine.clear(NS)
+        deleter._delete_leaves = delete
+        assert store.engine.clear(NS) == 3

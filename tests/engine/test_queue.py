@@ -103,6 +103,40 @@ def test_uses_are_written_in_the_background_without_a_batch(monkeypatch):
             assert {usage.hits for _, _, usage in view.scan()} == {1}
 
 
+def test_pages_are_written_by_the_caller_if_no_thread_can_be_started(monkeypatch):
+    def no_thread(_):
+        raise RuntimeError("can't start new thread")
+
+    with store_of() as store, writer_of(store) as writer:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        assert [writer.submit(new) for new in store.pages(A)] == [True] * 3
+        assert len(store.stored_keys()) == 3
+        writer.flush()
+        monkeypatch.undo()
+        assert [writer.submit(new) for new in store.pages(B)] == [True] * 3
+        writer.flush()
+        assert len(store.stored_keys()) == 6
+
+
+def test_a_capture_that_waits_for_a_location_that_hangs_gives_up(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
+    with store_of() as store, writer_of(store, queue_bytes=1000) as writer:
+        held = writer.acquire(1000)
+        assert writer.acquire(1000, wait=True) is None
+        held.release()
+        writer.acquire(1000, wait=True).release()
+
+
+def test_without_a_background_thread_nothing_starts_one():
+    with store_of() as store, writer_of(store, behind=False) as writer:
+        store.put(A)
+        store.fetch(A)
+        writer.nudge()
+        assert writer._queue._thread is None
+        writer.drain()
+        assert not store.engine.has_deferred
+
+
 def test_a_read_only_engine_writes_nothing(tmp_path):
     LMDBBackend(tmp_path, MIB).close()
     with store_of(LMDBBackend(tmp_path, MIB)) as store:

@@ -158,7 +158,7 @@ def test_snapshots_are_thinned_with_the_next_batch_except_pinned_ones():
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
         assert store.engine.pin(NS, as_tokens(tokens[:17]), P, pinned=True) == 17
-        assert store.engine.thin(NS, as_tokens(tokens), P, 2, 8) == 4
+        assert store.engine.thin(NS, as_tokens(tokens), P, 2, 8) == 3
         assert store.engine.has_deferred
         store.engine.commit([])
         assert not store.engine.has_deferred
