@@ -106,6 +106,8 @@ class Catalog:
         self._writing: set[bytes] = set()
         # pending pages that another process has stored meanwhile
         self._also_stored: set[bytes] = set()
+        # pending pages that were imported in the open transaction: it may evict them again
+        self._evictable: set[bytes] = set()
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._deferred = Deferred()
@@ -116,7 +118,11 @@ class Catalog:
 
     def _start_index(self) -> None:
         self._index = Index()
-        self._candidates = Candidates(self._index, self._policy, lambda page: page.key not in self._pending)
+        self._candidates = Candidates(self._index, self._policy, self._is_stored)
+
+    def _is_stored(self, page: Page) -> bool:
+        """Whether the backend, or the open transaction, has a page."""
+        return page.key not in self._pending or page.key in self._evictable
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
@@ -216,6 +222,7 @@ class Catalog:
                 raise record
         self._start_index()
         self._also_stored.clear()
+        self._evictable.clear()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self._pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
@@ -440,9 +447,7 @@ class Catalog:
     def deferred(self) -> Deferred:
         """A copy of the deferred changes."""
         with self._lock:
-            now = self._deferred.copy()
-            self._deferred.expired = False
-            return now
+            return self._deferred.copy()
 
     def still_pending(self, batch: Iterable[PendingPage]) -> list[PendingPage]:
         """Those that still wait: not superseded, dropped, or cleared and captured again."""
@@ -475,6 +480,13 @@ class Catalog:
         """Note how many bytes the codec made of a page."""
         with self._lock:
             self._index.resize(page, stored_bytes)
+
+    def imported(self, new: PendingPage) -> None:
+        """An imported page was put: it competes with the others for the space from now on."""
+        with self._lock:
+            if self._is_pending(new):
+                self._evictable.add(new.page.key)
+                self._candidates.add(new.page)
 
     def no_longer_pending(self, written: Iterable[PendingPage]) -> list[PendingPage]:
         """Those that were forgotten while they were written."""
@@ -522,7 +534,9 @@ class Catalog:
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
         """The transaction of these pages has ended, one way or the other."""
         with self._lock:
-            self._writing.difference_update(new.page.key for new in batch)
+            keys = {new.page.key for new in batch}
+            self._writing -= keys
+            self._evictable -= keys
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
@@ -615,7 +629,9 @@ class Catalog:
     def _forget(self, key: bytes) -> None:
         """Take a page, and what depends on it, out of the index."""
         page = self._index.get(key)
-        for lost in self._index.remove(key):
+        lost_pages = self._index.remove(key)
+        self._ram.drop(lost.key for lost in lost_pages)
+        for lost in lost_pages:
             self._pending.pop(lost.key, None)
             self._deferred.uses.pop(lost.key, None)
             if lost.key in self._also_stored:
@@ -623,7 +639,7 @@ class Catalog:
                 self._also_stored.discard(lost.key)
                 self._trusted = False
         parent = self._index.get(page.parent) if page is not None else None
-        if parent is not None and parent.is_leaf and parent.key not in self._pending:
+        if parent is not None and parent.is_leaf and self._is_stored(parent):
             self._candidates.add(parent)
 
     def _drop(self, key: bytes, reason: DropReason) -> None:

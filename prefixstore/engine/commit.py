@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
@@ -16,9 +16,9 @@ from prefixstore.engine.catalog import Catalog, DropReason
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
+from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.record import Usage
+from prefixstore.format.record import Record, Usage
 from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
@@ -45,6 +45,8 @@ class Committer:
         Packs states.
     counters
         Counts what is evicted, dropped and repaired.
+    housekeeping
+        Whether to delete damaged, thinned and expired pages as well, and to record uses.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Committer:
         budget: Budget,
         encode: Encoder,
         counters: Counters,
+        *,
+        housekeeping: bool,
     ) -> None:
         self._backend = backend
         self._catalog = catalog
@@ -64,6 +68,7 @@ class Committer:
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
+        self._housekeeping = housekeeping
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
         """Write announced pages, and what is deferred.
@@ -117,20 +122,13 @@ class Committer:
         put: set[bytes] = set()
         refused: list[tuple[PendingPage, DropReason]] = []
         with catalog.update(self._backend) as transaction:
-            deferred = catalog.deferred()
-            # Delete snapshots that are no longer wanted.
-            for key in deferred.thinned:
-                if catalog.remove_snapshot(key, transaction.usage(key)):
-                    transaction.delete(key)
-            # Delete damaged pages, and what depends on them.
-            removed = (
-                self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits) if deferred.damaged else 0
-            )
-            # Delete expired leaves.
-            self._evictor.delete_expired(transaction)
+            deferred = catalog.deferred() if self._housekeeping else Deferred()
+            # Delete what is damaged, expired, or no longer wanted.
+            n_damaged = self._clean_up(transaction, deferred) if self._housekeeping else 0
             # Write the pages, parents first, making space for each.
+            found = _stored(transaction, packed)
             for one in packed:
-                reason = self._put(transaction, one, written, put)
+                reason = self._put(transaction, one, found, written, put)
                 if reason is not None:
                     refused.append((one.pending, reason))
             # Record uses, those of the new pages included.
@@ -147,22 +145,43 @@ class Committer:
         catalog.committed(written, deferred)
         for new, reason in refused:
             catalog.refuse(new, reason)
-        self._counters.count("corrupt", removed)
+        self._counters.count("corrupt", n_damaged)
         return written
 
+    def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
+        """Delete pages that no one can or should restore; how many of them were damaged."""
+        # Snapshots that were thinned out.
+        for key in deferred.thinned:
+            if self._catalog.remove_snapshot(key, transaction.usage(key)):
+                transaction.delete(key)
+        # Damaged pages, and what depends on them.
+        n_damaged = 0
+        if deferred.damaged:
+            n_damaged = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits)
+        # Expired leaves.
+        self._evictor.delete_expired(transaction)
+        return n_damaged
+
     def _put(
-        self, transaction: Transaction, one: PackedPage, written: list[PendingPage], put: set[bytes]
+        self,
+        transaction: Transaction,
+        one: PackedPage,
+        found: Mapping[bytes, Record | StorageError],
+        written: list[PendingPage],
+        put: set[bytes],
     ) -> DropReason | None:
         """Write one page; returns the reason if it is refused."""
         new, record, page = one.pending, one.record, one.pending.page
         # The parent has to be stored; the page itself may be: another process may have computed it too.
-        try:
-            if page.parent != page.namespace and not _is_stored(transaction, page.parent):
-                return DropReason.ORPHAN
-            is_stored = _is_stored(transaction, page.key)
-        except IncompatibleError as error:
-            log.warning("a page is not written: %s", error)
-            return DropReason.UNAVAILABLE
+        known = [found.get(page.parent), found.get(page.key)]
+        for error in known:
+            if isinstance(error, IncompatibleError):
+                log.warning("a page is not written: %s", error)
+                return DropReason.UNAVAILABLE
+        if page.parent not in (page.namespace, *put) and not isinstance(known[0], Record):
+            return DropReason.ORPHAN
+        # One whose record is damaged is overwritten.
+        is_stored = isinstance(known[1], Record)
         # From here on no other thread supersedes it.
         claim = self._catalog.claim(new)
         if claim is None:
@@ -177,6 +196,9 @@ class Committer:
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
+            if one.usage is not None:
+                # An imported page competes with the others at once: it may be the first victim of the next one.
+                self._catalog.imported(new)
         self._catalog.resize(page, record.stored_bytes)
         written.append(new)
         return None
@@ -199,9 +221,7 @@ def _usage_of(one: PackedPage) -> Usage:
     return Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
 
 
-def _is_stored(transaction: Transaction, key: bytes) -> bool:
-    """Whether a page is stored; one whose record is damaged is not, and may be overwritten."""
-    try:
-        return transaction.record(key) is not None
-    except CorruptError:
-        return False
+def _stored(transaction: Transaction, packed: Sequence[PackedPage]) -> dict[bytes, Record | StorageError]:
+    """The records of these pages and of their parents, as far as they are stored, or why they cannot be read."""
+    keys = dict.fromkeys(key for one in packed for key in (one.pending.page.parent, one.pending.page.key))
+    return {key: record for key, (record, _) in transaction.records(list(keys)).items()}

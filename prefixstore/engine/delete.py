@@ -117,25 +117,32 @@ class Deleter:
         self._catalog = catalog
 
     def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, leaves first, and what others add to them meanwhile."""
+        """Delete the pages that all choices have in common, leaves first, and what others add to them meanwhile.
+
+        Raises
+        ------
+        UnavailableError
+            If others add pages faster than they are deleted. What was deleted until then stays deleted.
+        """
+        with self._backend.view() as view:
+            self._catalog.refresh(view)
+        doomed = self._catalog.select(partial(in_common, choices=choices))
+        # a page that is captured again is another one, and stays
+        chosen = {page.key: page.created for key in doomed if (page := self._catalog.get(key)) is not None}
         removed = Removed()
         for _ in range(ROUNDS):
-            with self._backend.view() as view:
-                self._catalog.refresh(view)
-            doomed = self._catalog.select(partial(in_common, choices=choices))
-            if not doomed:
-                break
             waiting = reversed(doomed)
             while some := list(islice(waiting, PAGES_AT_ONCE)):
                 removed += self._delete_leaves(some)
-        else:
-            left = len(self._catalog.select(partial(in_common, choices=choices)))
-            if left:
-                raise UnavailableError(
-                    f"{removed.pages:,} pages were deleted, but {left:,} are left, since other processes keep adding "
-                    "pages; stop them, and delete again"
-                )
-        return removed
+            with self._backend.view() as view:
+                self._catalog.refresh(view)
+            doomed = self._catalog.select(partial(_left, chosen=chosen))
+            if not doomed:
+                return removed
+        raise UnavailableError(
+            f"{removed.pages:,} pages were deleted, but {len(doomed):,} are left, since other processes keep adding "
+            "pages; stop them, and delete again"
+        )
 
     def _delete_leaves(self, keys: Sequence[bytes]) -> Removed:
         removed = Removed()
@@ -191,6 +198,12 @@ class Deleter:
             held = {record.namespace for record in records if isinstance(record, Record)}
             for key in transaction.namespaces().keys() - held:
                 transaction.drop_namespace(key)
+
+
+def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:
+    """Those of the chosen pages, by key and time of creation, that are still there, and their descendants."""
+    pages = (page for key in chosen if (page := index.get(key)) is not None and page.created == chosen[key])
+    return {page.key for page in depth_first(pages)}
 
 
 def _delete_with_descendants(transaction: Transaction, keys: Iterable[bytes]) -> dict[bytes, int]:

@@ -92,6 +92,9 @@ class Engine:
         Whether a thread writes them; if not, `submit` does.
     read_only
         Whether nothing is ever written.
+    housekeeping
+        Whether commits also delete damaged, thinned and expired pages, and record uses. An `Archive` deletes only what
+        it is told to.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Engine:
         queue_bytes: int = QUEUE_BYTES,
         write_behind: bool = True,
         read_only: bool = False,
+        housekeeping: bool = True,
     ) -> None:
         self.counters = counters
         self._backend = backend
@@ -120,6 +124,7 @@ class Engine:
         self._queue_bytes = queue_bytes
         self._write_behind = write_behind
         self._read_only = read_only
+        self._housekeeping = housekeeping
         self._used = Used(0, 0)
         self._closed = False
         self._start()
@@ -133,7 +138,16 @@ class Engine:
         self._breaker = CircuitBreaker(self._probe, counters)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
-        self._committer = Committer(backend, catalog, self._deleter, self._ram, self._budget, self._encode, counters)
+        self._committer = Committer(
+            backend,
+            catalog,
+            self._deleter,
+            self._ram,
+            self._budget,
+            self._encode,
+            counters,
+            housekeeping=self._housekeeping,
+        )
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
@@ -164,6 +178,8 @@ class Engine:
         StorageError
             If something cannot be written, or made durable. The engine is closed all the same.
         """
+        if self._closed:
+            return
         try:
             self._queue.close()
             if not self._read_only:
@@ -328,7 +344,12 @@ class Engine:
         if not self.announce(new):
             new.release()
             return False
-        self._queue.put(new)
+        try:
+            self._queue.put(new)
+        except BaseException:
+            # interrupted: whether it was queued or not, it is no longer matched, and is not written
+            self._catalog.abandon([new])
+            raise
         return True
 
     def announce(self, new: PendingPage) -> bool:
@@ -355,7 +376,7 @@ class Engine:
     @property
     def has_deferred(self) -> bool:
         """Whether uses, or pages to be deleted, wait for the next commit."""
-        return self._catalog.has_deferred
+        return self._housekeeping and self._catalog.has_deferred
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
         """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
@@ -427,7 +448,7 @@ class Engine:
         return self._catalog.get(key) is not None
 
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
-        """Write pages that were stored elsewhere, parents before their children.
+        """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
 
         Parameters
         ----------
@@ -441,11 +462,17 @@ class Engine:
         StorageError
             If they cannot be written: `FullError` if the disk is full.
         """
-        with self.view():
-            news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
-            places = [self._catalog.announce(new) for new in news]
-        announced = [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
-        written = self._committer.commit(announced)
+        news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+        try:
+            with self.view():
+                places = [self._catalog.announce(new) for new in news]
+            written = self._committer.commit(
+                [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
+            )
+        except BaseException:
+            # also those that were announced and not passed on
+            self._catalog.abandon(news)
+            raise
         present = places.count(Placement.KNOWN)
         return Imported(len(written), sum(new.n_bytes for new in written), present, len(batch) - present - len(written))
 
@@ -495,7 +522,11 @@ class Engine:
         self._deleter.drop_empty_namespaces()
 
     def clear(self, namespace: bytes | None) -> int:
-        """Delete all pages of a namespace, pinned ones too (None: of the location); how many."""
+        """Delete all pages of a namespace, pinned ones too (None: of the location); how many.
+
+        In several transactions, so that others need not wait for all of it. Pages captured meanwhile stay, unless they
+        continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
+        """
         choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
         return self._deleter.delete(choices).pages
 

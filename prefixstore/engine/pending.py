@@ -163,3 +163,4 @@ class Deferred:
         for key in done.fits:
             self.fits.pop(key, None)
         self.thinned -= done.thinned
+        self.expired = self.expired and not done.expired

@@ -103,14 +103,21 @@ class WriteQueue:
 
     def put(self, new: PendingPage) -> None:
         """Have an announced page written; its buffer is the queue's from here on."""
-        with self._wake:
-            # once the thread has been told to end, it would not take it from the queue
-            queued = self._in_background and not self._closing and self._start()
-            if queued:
-                self._queue.append(new)
-                self._wake.notify_all()
-        if not queued:
-            self._commit([new])
+        taken = False
+        try:
+            with self._wake:
+                # once the thread has been told to end, it would not take it from the queue
+                taken = self._in_background and not self._closing and self._start()
+                if taken:
+                    self._queue.append(new)
+                    self._wake.notify_all()
+            if not taken:
+                taken = True
+                self._commit([new])
+        except BaseException:
+            if not taken:
+                new.release()
+            raise
 
     def nudge(self) -> None:
         """Have deferred changes committed soon."""

@@ -142,6 +142,7 @@ class Archive:
             Counters(),
             write_behind=False,
             read_only=read_only,
+            housekeeping=False,
         )
 
     def __enter__(self) -> Self:

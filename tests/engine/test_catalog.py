@@ -163,7 +163,7 @@ def test_submitted_pages_are_written_without_the_lock(watch, new_backend, write_
     store.engine.flush()
     assert len(store.stored_keys()) == 3
     assert store.counters.group("dropped") == {}
-    assert {"update", "commit", "put", "put_namespace", "cost", "record", "sync"} <= watch.asked
+    assert {"update", "commit", "put", "put_namespace", "cost", "records", "sync"} <= watch.asked
 
 
 def test_space_is_made_without_the_lock(watch, new_backend, clock):

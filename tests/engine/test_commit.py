@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
@@ -11,9 +12,9 @@ from prefixstore.engine.catalog import DropReason
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from prefixstore.format.record import SNAPSHOT
+from prefixstore.format.record import SNAPSHOT, Record, StoredPage, Usage, checksum
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, A, B, C, P, store_of
+from tests.support.engines import MIB, NS, A, B, C, P, state_of, store_of
 
 # -- tails -------------------------------------------------------------------------------------------------------------
 
@@ -236,15 +237,102 @@ def test_a_deletion_that_others_outrun_says_so():
     with store_of() as store:
         store.put(A)
         deleter = store.engine._deleter
-        delete = deleter._delete_leaves
+        delete, turns = deleter._delete_leaves, itertools.count(10)
 
         def outrun(keys):
+            # another prompt continues the last page before it is deleted
+            store.put([*A, next(turns)])
+            return delete(keys)
+
+        deleter._delete_leaves = outrun
+        with pytest.raises(UnavailableError, match=r"pages were deleted, but \d+ are left"):
+            store.engine.clear(NS)
+        deleter._delete_leaves = delete
+        assert store.engine.clear(NS) >= 3
+        assert store.match(A) == 0
+
+
+def test_a_page_that_is_captured_again_while_its_namespace_is_cleared_stays():
+    with store_of() as store:
+        store.put(A)
+        deleter = store.engine._deleter
+        delete = deleter._delete_leaves
+
+        def captured_again(keys):
             removed = delete(keys)
             store.put(A)
             return removed
 
-        deleter._delete_leaves = outrun
-        with pytest.raises(UnavailableError, match=r"48 pages were deleted, but 3 are left"):
-            store.engine.clear(NS)
-        deleter._delete_leaves = delete
+        deleter._delete_leaves = captured_again
         assert store.engine.clear(NS) == 3
+        assert store.match(A) == 12
+
+
+def test_an_interrupted_submit_leaves_no_pending_page(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with store_of() as store:
+        new = store.pages(A[:4])[0]
+        monkeypatch.setattr(store.engine._queue, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.engine.submit(new)
+        monkeypatch.undo()
+        assert store.match(A) == 0
+        assert store.put(A) == 3
+
+
+def stored_pages(n, *, namespace=NS, **usage):
+    """Pages of a file, as many as wanted, each the first of a sequence."""
+    for number in range(n):
+        tokens = as_tokens([number] * P).tobytes()
+        state = state_of(tokens)
+        record = Record(namespace, namespace, 0, tokens, 0, len(state), len(state), checksum(state), 0, 1 + number)
+        yield StoredPage(record.key, record, Usage(1 + number, **usage), state)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interrupted_import_can_be_repeated(monkeypatch, error):
+    batch, settings = list(stored_pages(6)), {NS: b"{}"}
+    with store_of() as store:
+        announce, calls = store.engine._catalog.announce, itertools.count()
+
+        def interrupted(new):
+            if next(calls) == 3:
+                raise error
+            return announce(new)
+
+        monkeypatch.setattr(store.engine._catalog, "announce", interrupted)
+        with pytest.raises(error):
+            store.engine.import_pages(batch, settings)
+        monkeypatch.undo()
+        assert store.engine.import_pages(batch, settings).pages == 6
+        assert store.stored_keys() == {page.key for page in batch}
+
+
+def test_imported_pages_compete_for_the_space_with_each_other_and_with_others():
+    with store_of(max_entries=10) as store:
+        for number in range(100, 106):
+            store.put([number] * P)
+        # older than what is there, and one of them pinned
+        batch = [*list(stored_pages(8)), *list(stored_pages(9, pinned=True))[8:]]
+        done = store.engine.import_pages(batch, {NS: b'{"n":1}'})
+        assert done.pages == 4
+        assert done.refused == 5
+        keys = store.stored_keys()
+        assert batch[-1].key in keys, "a pinned page is kept"
+        # of the others the newest
+        assert {page.key for page in batch[5:8]} <= keys
+        assert all(store.match([number] * P) == P for number in range(100, 106))
+
+
+def test_an_engine_without_housekeeping_deletes_nothing_by_itself():
+    with store_of() as store:
+        store.put(A)
+        pages = store.engine.match(NS, as_tokens(A), P).pages
+        store.open(housekeeping=False, write_behind=False)
+        store.engine.match(NS, as_tokens(A), P)
+        store.engine._catalog.mark_damaged(pages[1].key)
+        assert not store.engine.has_deferred
+        store.put(B)
+        assert len(store.stored_keys()) == 6
