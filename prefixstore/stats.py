@@ -98,7 +98,7 @@ class Stats:
         stored),
         ``"unavailable"``, ``"error"``.
     evictions, expired, corrupt
-        Pages that this store evicted for room, removed as expired, and deleted as damaged.
+        Pages that this store evicted for space, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds
         Foreground time spent on restoring and on capturing pages.
     lost_seconds

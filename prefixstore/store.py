@@ -93,16 +93,16 @@ class PrefixStore:
         others only when it has none left.
     ttl
         Time to live after the last use: seconds, a `timedelta`, or text such as ``"30d"``. It applies to the pages that
-        this store writes. A page stays as long as a page that continues it, and a pinned page never expires. None for
-        no limit.
+        this store writes. A page outlives the pages that continue it, and a pinned page never expires. None for no
+        limit.
     ram_bytes
         Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None to keep no
         states in RAM.
     codec
-        How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
-        apart, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and again from time
-        to time: packed where restores from this location hardly become slower (a slow disk, a server), raw in a
-        local file that fits into memory.
+        How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
+        of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
+        again from time to time: it compresses only where that barely slows restores (a slow disk, a server), and keeps
+        pages raw in a local file that fits into memory.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -194,7 +194,7 @@ class PrefixStore:
             write_behind=parameters.write_behind,
             read_only=parameters.read_only,
         )
-        # at the end of the process, or when the store is garbage: what was captured is written
+        # at the end of the process, or on garbage collection: what was captured is written
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:
             if llm is not None:
@@ -495,7 +495,7 @@ class PrefixStore:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
         completion = calling_completion(1)
-        # the key does not say what the context holds: it has tokens that were never evaluated
+        # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
         if self._hook is not None:
             self._bound(completion).completed()
         else:
@@ -506,9 +506,7 @@ class PrefixStore:
         self._alive()
         assert self._hook is not None
         if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
-            raise MisuseError(
-                "set_cache() was called on another Llama than the store is attached to; open one store for each Llama"
-            )
+            raise MisuseError("this store is attached to a different Llama; open one store for each Llama")
         return self._hook
 
     def _unbound(self) -> PortableHook:

@@ -1,7 +1,7 @@
 """The contract between the engine and the place where bytes are kept.
 
-A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets live above it,
-once. It has two kinds of access:
+A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets are
+implemented once, above it. It has two kinds of access:
 
 - a **view** reads. It sees everything that was committed before it opened (later commits may or may not be visible),
   never waits for a writer, and the memory of a payload that it returned stays readable and unchanged until the view

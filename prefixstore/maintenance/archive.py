@@ -315,13 +315,13 @@ class Archive:
             raise InvalidParameterError(
                 "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
             )
-        spaces: set[bytes] | None = None
+        namespaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
-            spaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-        removed = self.engine.delete(self._choices(spaces, older_than, tokens, page))
+            namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
+        removed = self.engine.delete(self._choices(namespaces, older_than, tokens, page))
         if older_than is None and tokens is None and page is None:
-            removed += self.engine.delete_strays(spaces)
+            removed += self.engine.delete_strays(namespaces)
         self.engine.drop_empty_namespaces()
         return removed
 

@@ -34,7 +34,7 @@ __all__ = ["Job", "warm"]
 POLL_SECONDS = 0.2
 # How often it asks how many bytes the store holds.
 BYTES_SECONDS = 0.5
-# A snapshot is taken at the end of an evaluation, so an evaluation has as many batches as a signal can wait for.
+# A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
 SNAPSHOT_BATCHES = 8
 # A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
 ATTEMPTS = 3

@@ -241,7 +241,7 @@ class LMDBBackend(Backend):
 
     def sync(self) -> None:
         environment = self._open()
-        # inside a transaction, as the map is not replaced and the process not forked before it ends
+        # inside a transaction, so the map cannot be replaced nor the process fork
         with environment.begin(write=False):
             environment.env.sync(True)
 

@@ -65,7 +65,7 @@ from prefixstore.format.record import Buffer, Record
 
 __all__ = ["SQLite"]
 
-# a store without a page in it, and some room for more tables
+# a store without a page in it, and some space for more tables
 EMPTY_BYTES = 20 * PAGE_BYTES
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
@@ -295,7 +295,7 @@ class SQLite(Database):
             return cast("Buffer", payload[:filled].data)
 
     def _lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """A buffer, which is reused when no view of it is held any more: fresh memory is slower by half."""
+        """A buffer, which is reused once nothing refers to it: fresh memory is slower by half."""
         try:
             buffer = self._buffers.acquire(size, wait=True)
         except (MemoryError, ValueError) as error:
