@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Path
 from prefixstore.engine.invariants import Violation
 from prefixstore.errors import (
     ClosedError,
@@ -302,6 +303,17 @@ class PrefixStore:
         return self._parameters.min_tokens
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens in a page; fewer than the parameter says if the model has a shorter sliding window."""
+        hook = self._hook or self._portable
+        return hook.page_tokens if hook is not None else self._parameters.page_tokens
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the attached context overwrites rows that leave a sliding window, so pages are captured before."""
+        return self._hook is not None and self._hook.context.memory.forgets
+
+    @property
     def namespace(self) -> Namespace:
         """The namespace that the store uses.
 
@@ -327,9 +339,7 @@ class PrefixStore:
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
         """Where to look a prompt up: namespace key, tokens, length of a page."""
         self._alive()
-        hook = self._hook or self._portable
-        page_tokens = hook.page_tokens if hook is not None else self._parameters.page_tokens
-        return self.namespace.key, as_tokens(tokens), page_tokens
+        return self.namespace.key, as_tokens(tokens), self.page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
         """The longest stored prefix of `tokens`. Changes nothing, neither in the store nor in the context.
@@ -339,13 +349,16 @@ class PrefixStore:
         tokens
             Token ids, shape ``(n,)``; an int32 array is fastest.
         """
-        namespace, wanted, page_tokens = self._place(tokens)
-        if self._hook is not None and self._hook.context.kind.has_snapshots:
-            path = self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
-        else:
-            path = self._engine.match(namespace, wanted, page_tokens)
+        path = self.path(tokens)
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
+
+    def path(self, tokens: TokenSequence) -> Path:
+        """As `match`, with the pages themselves, for jobs."""
+        namespace, wanted, page_tokens = self._place(tokens)
+        if self._hook is not None and self._hook.context.kind.has_snapshots:
+            return self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
+        return self._engine.match(namespace, wanted, page_tokens)
 
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
         """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
