@@ -121,7 +121,7 @@ class SQLite(Database):
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
-        self._buffers = BufferPool(1 << 62)
+        self._buffers = BufferPool(limit=None)
         self._identity: tuple[int, int] | None = None
         register_at_fork(self, ForkLevel.HANDLE)
 
@@ -161,7 +161,9 @@ class SQLite(Database):
             return
         revision = self.revision()
         if revision is None:
-            raise LocationError(f"{self.path} not found; read_only=True opens an existing store only")
+            if not self._exists():
+                raise LocationError(f"{self.path} does not exist; a SQLite store is a file")
+            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
@@ -349,7 +351,7 @@ class SQLite(Database):
 
     def after_fork(self) -> None:
         self._writing = threading.Lock()
-        self._buffers = BufferPool(1 << 62)
+        self._buffers = BufferPool(limit=None)
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
