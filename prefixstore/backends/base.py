@@ -186,7 +186,10 @@ class Backend(ABC):
 
     @abstractmethod
     def after_fork(self) -> None:
-        """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs."""
+        """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs.
+
+        What takes part in forks by itself (`backends.forks`), such as an open handle, has been renewed by then.
+        """
 
     @abstractmethod
     def close(self) -> None:
