@@ -25,7 +25,9 @@ from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
+from prefixstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +37,7 @@ __all__ = ["DEFAULT_BYTES", "Archive", "Holding"]
 _T = TypeVar("_T")
 
 # the budget of a location that is opened without one, as of a `PrefixStore`
-DEFAULT_BYTES = 10 << 30
+DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
 
 
