@@ -96,7 +96,7 @@ class Stats:
         ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
         snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
         stored),
-        ``"unavailable"``, ``"error"``.
+        ``"unavailable"`` (the location failed), ``"error"`` (a fault of the store).
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds
