@@ -95,8 +95,7 @@ class Stats:
         ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
         ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
         snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
-        stored),
-        ``"unavailable"`` (the location failed), ``"error"`` (a fault of the store).
+        stored), ``"unavailable"`` (the location failed), ``"error"`` (a fault of the store).
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds
