@@ -51,15 +51,16 @@ class PooledBuffer:
 
 
 class BufferPool:
-    """A bounded supply of buffers.
+    """A supply of buffers, bounded or not.
 
     Parameters
     ----------
     limit
-        Bytes that may be in use at a time. While none is in use, one buffer of any size is given out.
+        Bytes that may be in use at a time; None for no limit. While none is in use, one buffer of any size is given
+        out.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int | None) -> None:
         self.lock = threading.Condition()
         self._limit = limit
         self._in_use = 0
@@ -76,7 +77,7 @@ class BufferPool:
         The wait ends with None if nothing is released for `timeout` seconds; None waits forever.
         """
         with self.lock:
-            while self._in_use and self._in_use + size > self._limit:
+            while self._limit is not None and self._in_use and self._in_use + size > self._limit:
                 if not wait:
                     return None
                 if not self.lock.wait(timeout):

@@ -232,15 +232,10 @@ def explain(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
         The differences from the most similar stored namespace, the model first; empty if `namespace` is among them,
         or if the store has none.
     """
-    others = list(stored)
-    if not others or any(other.key == namespace.key for other in others):
-        return []
-    nearest = min((namespace.differences(other) for other in others), key=lambda found: ("model" in found, len(found)))
-    if "model" in nearest and len(nearest) > 1:
-        # where the models differ, their settings do not matter
-        nearest = {"model": nearest["model"]}
-    pairs = {name: (_shown(name, here), _shown(name, there)) for name, (here, there) in nearest.items()}
-    return [f"{name} is {here} here, {there} in the store" for name, (here, there) in pairs.items()]
+    return [
+        f"{name} is {_shown(name, here)} here, {_shown(name, there)} in the store"
+        for name, (here, there) in namespace.nearest_differences(stored).items()
+    ]
 
 
 def _shown(name: str, value: object) -> str:

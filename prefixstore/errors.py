@@ -10,7 +10,7 @@
     │   └── MissingExtraError      an optional package is not installed (also an ImportError)
     ├── StorageError               an operation on the location failed
     │   ├── LocationError          the path or address cannot be opened as a store
-    │   ├── FullError              no room, even after evicting everything that may be evicted
+    │   ├── FullError              no space, even after evicting everything that may be evicted
     │   ├── UnavailableError       locked, unreachable or failing now; a retry may work
     │   ├── CorruptError           stored bytes differ from what was written
     │   └── IncompatibleError      written by a newer version, or by another application
@@ -56,7 +56,7 @@ class LocationError(StorageError):
 
 
 class FullError(StorageError):
-    """There is no room, even after evicting everything that may be evicted."""
+    """There is no space, even after evicting everything that may be evicted."""
 
 
 class UnavailableError(StorageError):

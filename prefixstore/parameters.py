@@ -18,7 +18,7 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters that were checked, in the units that the code uses.
+    """Validated parameters in internal units.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Parameters:
     encoder
         From `codec`.
     policy
-        A new one, by the name `policy`.
+        A new instance of the named policy.
     """
 
     # defaults, as users write them

@@ -95,10 +95,9 @@ class Stats:
         ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
         ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
         snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
-        stored),
-        ``"unavailable"``, ``"error"``.
+        stored), ``"unavailable"`` (the location failed), ``"error"`` (a fault of the store).
     evictions, expired, corrupt
-        Pages that this store evicted for room, removed as expired, and deleted as damaged.
+        Pages that this store evicted for space, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds
         Foreground time spent on restoring and on capturing pages.
     lost_seconds

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefixstore.backends import is_persistent, open_backend
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Path
 from prefixstore.engine.invariants import Violation
 from prefixstore.errors import (
     ClosedError,
@@ -93,16 +94,16 @@ class PrefixStore:
         others only when it has none left.
     ttl
         Time to live after the last use: seconds, a `timedelta`, or text such as ``"30d"``. It applies to the pages that
-        this store writes. A page stays as long as a page that continues it, and a pinned page never expires. None for
-        no limit.
+        this store writes. A page outlives the pages that continue it, and a pinned page never expires. None for no
+        limit.
     ram_bytes
         Memory for states of hot pages, decoded and verified, in front of the location: bytes, or text. None to keep no
         states in RAM.
     codec
-        How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (the bytes of 16-bit values
-        apart, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and again from time
-        to time: packed where restores from this location hardly become slower (a slow disk, a server), raw in a
-        local file that fits into memory.
+        How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
+        of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
+        again from time to time: it compresses only where that barely slows restores (a slow disk, a server), and keeps
+        pages raw in a local file that fits into memory.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -194,7 +195,7 @@ class PrefixStore:
             write_behind=parameters.write_behind,
             read_only=parameters.read_only,
         )
-        # at the end of the process, or when the store is garbage: what was captured is written
+        # at the end of the process, or on garbage collection: what was captured is written
         self._finalizer = weakref.finalize(self, self._engine.close)
         try:
             if llm is not None:
@@ -302,6 +303,17 @@ class PrefixStore:
         return self._parameters.min_tokens
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens in a page; fewer than the parameter says if the model has a shorter sliding window."""
+        hook = self._hook or self._portable
+        return hook.page_tokens if hook is not None else self._parameters.page_tokens
+
+    @property
+    def forgets(self) -> bool:
+        """Whether the attached context overwrites rows that leave a sliding window, so pages are captured before."""
+        return self._hook is not None and self._hook.context.memory.forgets
+
+    @property
     def namespace(self) -> Namespace:
         """The namespace that the store uses.
 
@@ -327,9 +339,7 @@ class PrefixStore:
     def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
         """Where to look a prompt up: namespace key, tokens, length of a page."""
         self._alive()
-        hook = self._hook or self._portable
-        page_tokens = hook.page_tokens if hook is not None else self._parameters.page_tokens
-        return self.namespace.key, as_tokens(tokens), page_tokens
+        return self.namespace.key, as_tokens(tokens), self.page_tokens
 
     def match(self, tokens: TokenSequence) -> Match:
         """The longest stored prefix of `tokens`. Changes nothing, neither in the store nor in the context.
@@ -339,13 +349,16 @@ class PrefixStore:
         tokens
             Token ids, shape ``(n,)``; an int32 array is fastest.
         """
-        namespace, wanted, page_tokens = self._place(tokens)
-        if self._hook is not None and self._hook.context.kind.has_snapshots:
-            path = self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
-        else:
-            path = self._engine.match(namespace, wanted, page_tokens)
+        path = self.path(tokens)
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
+
+    def path(self, tokens: TokenSequence) -> Path:
+        """As `match`, with the pages themselves, for jobs."""
+        namespace, wanted, page_tokens = self._place(tokens)
+        if self._hook is not None and self._hook.context.kind.has_snapshots:
+            return self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
+        return self._engine.match(namespace, wanted, page_tokens)
 
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
         """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
@@ -495,7 +508,7 @@ class PrefixStore:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
         completion = calling_completion(1)
-        # the key does not say what the context holds: it has tokens that were never evaluated
+        # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
         if self._hook is not None:
             self._bound(completion).completed()
         else:
@@ -506,9 +519,7 @@ class PrefixStore:
         self._alive()
         assert self._hook is not None
         if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
-            raise MisuseError(
-                "set_cache() was called on another Llama than the store is attached to; open one store for each Llama"
-            )
+            raise MisuseError("this store is attached to a different Llama; open one store for each Llama")
         return self._hook
 
     def _unbound(self) -> PortableHook:

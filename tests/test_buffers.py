@@ -32,6 +32,12 @@ def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     assert pool.in_use == 100
 
 
+def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
+    pool = BufferPool(limit=None)
+    assert all(pool.acquire(size) is not None for size in (1 << 20, 100, 1 << 20))
+    assert pool.in_use == (2 << 20) + 100
+
+
 def test_memory_is_reused_smallest_fit_first():
     pool = BufferPool(1000)
     held = [pool.acquire(size) for size in (50, 200, 100)]

@@ -1,12 +1,17 @@
-"""What a store keeps of a context, as a type that is also text."""
+"""What a store keeps of a context, as a type that is also text; and what its statistics count."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from prefixstore.stats import Kind
+import prefixstore
+from prefixstore.engine.catalog import DropReason
+from prefixstore.llama.kv_memory import Missing
+from prefixstore.stats import Kind, Stats
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -24,3 +29,10 @@ def test_a_kind_knows_what_is_stored():
         "none: encoder": "encoder",
         "none: no_memory": "no_memory",
     }
+
+
+def test_the_documentation_of_stats_names_every_reason_for_a_dropped_page():
+    source = "".join(path.read_text() for path in Path(prefixstore.__file__).parent.rglob("*.py"))
+    counted = set(re.findall(r'"dropped:(\w+)"', source)) | {reason.value for reason in (*DropReason, *Missing)}
+    text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    evictions")[0]
+    assert set(re.findall(r'``"(\w+)"``', text)) == counted

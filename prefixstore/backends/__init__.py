@@ -15,7 +15,7 @@ from prefixstore.backends.base import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["ENTRY_POINTS", "SCHEMES", "is_persistent", "open_backend"]
+__all__ = ["is_persistent", "open_backend"]
 
 Opener: TypeAlias = Callable[..., Backend]
 

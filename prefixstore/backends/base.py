@@ -1,7 +1,7 @@
 """The contract between the engine and the place where bytes are kept.
 
-A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets live above it,
-once. It has two kinds of access:
+A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets are
+implemented once, above it. It has two kinds of access:
 
 - a **view** reads. It sees everything that was committed before it opened (later commits may or may not be visible),
   never waits for a writer, and the memory of a payload that it returned stays readable and unchanged until the view
@@ -186,7 +186,10 @@ class Backend(ABC):
 
     @abstractmethod
     def after_fork(self) -> None:
-        """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs."""
+        """Called in a forked child before anything else: drop what belongs to the parent. No other thread runs.
+
+        What takes part in forks by itself (`backends.forks`), such as an open handle, has been renewed by then.
+        """
 
     @abstractmethod
     def close(self) -> None:

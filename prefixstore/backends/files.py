@@ -1,4 +1,4 @@
-"""Files and names that must survive a loss of power. A name does once its directory was flushed."""
+"""Files that survive a power loss. A file name survives one once its directory is flushed."""
 
 from __future__ import annotations
 

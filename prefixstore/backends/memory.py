@@ -196,7 +196,8 @@ class MemoryBackend(Backend):
 
     def __init__(self) -> None:
         self._pages = _Pages()
-        self.after_fork()
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
         register_at_fork(self, ForkLevel.HANDLE)
 
     @property
@@ -218,8 +219,7 @@ class MemoryBackend(Backend):
         """Nothing to do: memory does not outlive the process."""
 
     def after_fork(self) -> None:
-        self._writing = threading.Lock()
-        self._reading = threading.Lock()
+        """Nothing to drop: the child has a copy of the pages, and `after_fork_in_child` has released the locks."""
 
     def close(self) -> None:
         self._pages = _Pages()
@@ -234,7 +234,7 @@ class MemoryBackend(Backend):
         self._writing.release()
 
     def after_fork_in_child(self) -> None:
-        self.after_fork()
+        self.after_fork_in_parent()
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:

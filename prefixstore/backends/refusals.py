@@ -1,4 +1,4 @@
-"""What several backends refuse, in the same words."""
+"""Errors that several backends raise, worded once."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MaxBytes = Annotated[
 ]
 NamespaceName = Annotated[
     str | None,
-    typer.Option("--namespace", help="Only pages of one namespace: its name, or the first digits of its key."),
+    typer.Option("--namespace", help="Only pages of one namespace: its label, or the first digits of its key."),
 ]
 Prefix = Annotated[
     str | None,

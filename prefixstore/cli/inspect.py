@@ -33,7 +33,7 @@ TEXT = 60  # characters shown of a text
 
 
 def stats(location: Location, *, as_json: AsJson = False) -> None:
-    """Show the size and the use of a store.
+    """Show the size and usage of a store.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """
@@ -90,7 +90,7 @@ def ls(location: Location, *, as_json: AsJson = False) -> None:
                 ago(holding.last_used),
             ]
         )
-    columns = ["namespace", "model", "name", "tenant", "pages>", "tokens>", "stored>", "hits>", "used>"]
+    columns = ["namespace", "model", "label", "tenant", "pages>", "tokens>", "stored>", "hits>", "used>"]
     table(columns, rows)
 
 

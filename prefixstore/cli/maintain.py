@@ -142,7 +142,7 @@ def evict(
     to: Annotated[str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB.")],
     as_json: AsJson = False,
 ) -> int:
-    """Evict pages until the store is no larger than a size.
+    """Evict pages until the store fits SIZE.
 
     The least recently used pages are evicted first. Exit code 1: the pinned pages alone are larger.
 

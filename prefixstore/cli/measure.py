@@ -16,7 +16,7 @@ from prefixstore.units import format_bytes
 __all__ = ["bench", "demo"]
 
 # what a measurement may add to a store on top of its size, so that nothing is evicted for it
-ROOM = 4 << 30
+SPARE_BYTES = 4 << 30
 
 
 def bench(
@@ -32,8 +32,8 @@ def bench(
 ) -> None:
     """Measure a store on this machine.
 
-    With a model, the prompt length from which restoring beats computing is measured too. Up to 64 MiB, and the states
-    of a few prompts with a model, are written for it and deleted afterwards.
+    With a model, the prompt length from which restoring beats computing is measured too. Writes up to 64 MiB
+    (and, with a model, a few prompts' states), then deletes it.
 
     Example: prefixstore bench lmdb:///var/cache/kv --model m.gguf
     """
@@ -61,7 +61,7 @@ def _with_model(
 ) -> BreakEven:
     settings = configured(location, config, model, n_ctx or tokens + 64, f"bench-{uuid.uuid4().hex}")
     llm = open_model(settings)
-    with settings.open_store(llm, max_bytes=archive.used().bytes + ROOM) as store:
+    with settings.open_store(llm, max_bytes=archive.used().bytes + SPARE_BYTES) as store:
         result = measure_break_even(llm, store, archive, min(tokens, llm.n_ctx() - 1))
     llm.close()
     return result

@@ -82,10 +82,10 @@ def _selected(
     archive: Archive, namespace: str | None, prefix: list[int] | None, page: str | None
 ) -> tuple[set[bytes] | None, set[bytes] | None]:
     """Namespaces and keys of the selected pages; None for all."""
-    spaces = {archive.namespace(namespace).key} if namespace is not None else None
+    namespaces = {archive.namespace(namespace).key} if namespace is not None else None
     if prefix is None and page is None:
-        return spaces, None
-    return spaces, archive.with_ancestors(archive.select(namespaces=spaces, tokens=prefix, page=page))
+        return namespaces, None
+    return namespaces, archive.with_ancestors(archive.select(namespaces=namespaces, tokens=prefix, page=page))
 
 
 @contextmanager
@@ -127,7 +127,7 @@ def import_(
     The store is created if it does not exist. Pages that are there already are skipped, so an interrupted import is
     simply run again. With --model or --config, a file without pages for that model and its settings is refused. Without
     --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is damaged or
-    truncated (everything before that point is imported), or there was no room for all pages; 3: the file does not have
+    truncated (everything before that point is imported), or there was no space for all pages; 3: the file does not have
     this format, or is not for this model.
 
     Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
@@ -186,7 +186,7 @@ def copy(
     """Copy pages into another store, of any backend.
 
     Without --max-bytes the target may grow to 10 GiB or twice the size of the source, whichever is more. Exit code 1:
-    damaged pages were left out, or there was no room for all pages.
+    damaged pages were left out, or there was no space for all pages.
 
     Example: prefixstore copy lmdb:///var/cache/kv sqlite:////backup/kv.db
     """
@@ -222,10 +222,10 @@ def _report(moved: Moved, done: str, seconds: float, places: dict[str, str], *, 
         return
     rate = format_bytes(moved.bytes / seconds) if seconds else "0 B"
     more = {
-        "were there already": moved.present,
+        "already existed": moved.present,
         "were damaged and left out": moved.damaged,
         "did not fit": moved.refused,
-        "were evicted to make room": moved.evicted,
+        "were evicted to make space": moved.evicted,
     }
     show = say if is_piped else typer.echo
     show(f"{moved.pages:,} pages {done} from {source} to {target}: {format_bytes(moved.bytes)} at {rate}/s")

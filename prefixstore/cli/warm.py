@@ -57,7 +57,9 @@ def warm(
     type_k: Annotated[str | None, typer.Option("--type-k", help="Type of K in the cache: f16, q8_0, ...")] = None,
     type_v: Annotated[str | None, typer.Option("--type-v", help="Type of V in the cache.")] = None,
     flash_attn: Annotated[bool | None, typer.Option("--flash-attn/--no-flash-attn", help="Flash attention.")] = None,
-    swa_full: Annotated[bool | None, typer.Option("--swa-full/--no-swa-full", help="Full-size window cache.")] = None,
+    swa_full: Annotated[
+        bool | None, typer.Option("--swa-full/--no-swa-full", help="Keep all rows of sliding-window layers.")
+    ] = None,
     gpu_layers: Annotated[int | None, typer.Option("--gpu-layers", help="Layers on the GPU; -1 for all.")] = None,
     lora: Annotated[Path | None, typer.Option(help="LoRA adapter.")] = None,
     chat_format: Annotated[
@@ -72,7 +74,7 @@ def warm(
     ] = None,
     salt: Salt = None,
     namespace: Annotated[
-        str | None, typer.Option(help="Name of the namespace; separates pages, as --salt does.")
+        str | None, typer.Option(help="Label of the namespace; separates pages, as --salt does.")
     ] = None,
     page_tokens: Annotated[int | None, typer.Option("--page-tokens", help="Tokens in a page.")] = None,
     max_bytes: MaxBytes = None,
@@ -346,7 +348,10 @@ def _print_unstored(unstored: tuple[str, ...], dropped: dict[str, int]) -> None:
         say(f"{where}: not completely stored")
     if unstored:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(dropped.items())) or "evicted since"
-        say(f"{len(unstored)} prompts are not completely stored (pages left out: {reasons}); raise --max-bytes?")
+        say(
+            f"{len(unstored)} prompts are not completely stored (pages left out: {reasons}); "
+            "consider a larger --max-bytes"
+        )
 
 
 def _rows(report: WarmReport) -> dict[str, object]:

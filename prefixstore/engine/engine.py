@@ -63,6 +63,15 @@ class Imported(NamedTuple):
     present: int = 0
     refused: int = 0
 
+    def plus(self, other: Imported) -> Imported:
+        """The sums of both."""
+        return Imported(
+            self.pages + other.pages,
+            self.bytes + other.bytes,
+            self.present + other.present,
+            self.refused + other.refused,
+        )
+
 
 class Engine:
     """Pages by tokens, in one location. May be used from many threads.

@@ -58,7 +58,7 @@ class ReaderPool:
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
         # without a limit of its own: each reader bounds what it uses
-        self.buffers = BufferPool(1 << 62)
+        self.buffers = BufferPool(limit=None)
 
     def close(self) -> None:
         """End the threads."""

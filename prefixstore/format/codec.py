@@ -24,7 +24,6 @@ __all__ = [
     "DEFAULT_LEVEL",
     "PACKINGS",
     "PLANES_HEADER",
-    "Packing",
     "decode",
     "decode_into",
     "inspect",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -53,6 +53,18 @@ class Namespace:
         names = sorted(self.settings.keys() | other.settings.keys())
         pairs = {name: (self.settings.get(name), other.settings.get(name)) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def nearest_differences(self, stored: Iterable[Namespace]) -> dict[str, tuple[object, object]]:
+        """The differences from the most similar of these namespaces.
+
+        Empty if this one is among them, or if there are none. Where the models differ, only that is returned: their
+        settings do not matter then.
+        """
+        others = list(stored)
+        if not others or any(other.key == self.key for other in others):
+            return {}
+        nearest = min((self.differences(other) for other in others), key=lambda found: ("model" in found, len(found)))
+        return {"model": nearest["model"]} if "model" in nearest else nearest
 
     @classmethod
     def parse(cls, canonical: bytes) -> Namespace:

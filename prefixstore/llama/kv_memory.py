@@ -55,8 +55,6 @@ END = -1
 WHOLE = 0
 PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
-UNBOUNDED = 2**62
-
 Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
 """Supplies a buffer of so many bytes, or None if there is none."""
 
@@ -320,7 +318,7 @@ class SnapshotMemory(ContextMemory):
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         super().__init__(llm)
-        self.scratch = BufferPool(UNBOUNDED)
+        self.scratch = BufferPool(limit=None)
 
     def holds(self, n: int) -> bool:
         """Whether the context can continue from position `n`: it must be exactly there."""

@@ -25,7 +25,9 @@ from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
+from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
+from prefixstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,7 +37,7 @@ __all__ = ["DEFAULT_BYTES", "Archive", "Holding"]
 _T = TypeVar("_T")
 
 # the budget of a location that is opened without one, as of a `PrefixStore`
-DEFAULT_BYTES = 10 << 30
+DEFAULT_BYTES = parse_bytes(Parameters.MAX_BYTES, "max_bytes")
 NO_BUDGET = Budget(2**63 - 1)
 
 
@@ -316,13 +318,13 @@ class Archive:
             raise InvalidParameterError(
                 "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
             )
-        spaces: set[bytes] | None = None
+        namespaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
-            spaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-        removed = self.engine.delete(self._choices(spaces, older_than, tokens, page))
+            namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
+        removed = self.engine.delete(self._choices(namespaces, older_than, tokens, page))
         if older_than is None and tokens is None and page is None:
-            removed += self.engine.delete_strays(spaces)
+            removed += self.engine.delete_strays(namespaces)
         self.engine.drop_empty_namespaces()
         return removed
 

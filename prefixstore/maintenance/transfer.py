@@ -137,8 +137,7 @@ class _Target:
 
     def _write(self) -> None:
         batch, self._batch, self._batch_bytes = self._batch, [], 0
-        pairs = zip(self._done, self._archive.engine.import_pages(batch, self._settings), strict=True)
-        self._done = Imported(*(before + more for before, more in pairs))
+        self._done = self._done.plus(self._archive.engine.import_pages(batch, self._settings))
 
 
 def copy_store(

@@ -16,7 +16,7 @@ from prefixstore.store import PrefixStore
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["BOUND", "Comparison", "sample_leaves", "verify"]
+__all__ = ["BOUND", "Comparison", "verify"]
 
 # The largest allowed difference of two logits, as a share of the distance between the largest and the smallest logit.
 # The same tokens in other batches, as a server computes them, differ by rounding; a state of other tokens by tenths.

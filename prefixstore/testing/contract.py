@@ -118,7 +118,7 @@ class BackendContract:
     """What every backend promises, as tests. Subclass it and say how to open one."""
 
     def open_backend(self, tmp_path: Path) -> Backend:
-        """A new, empty backend with room for at least 64 MiB. Each test gets a directory of its own."""
+        """A new, empty backend with space for at least 64 MiB. Each test gets a directory of its own."""
         raise NotImplementedError
 
     @contextmanager
@@ -519,7 +519,7 @@ class BackendContract:
             with backend.view() as view:
                 assert view.changes(since) == [*keys, first]
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- space --------------------------------------------------------------------------------------------------------
 
     def test_used_grows_by_no_more_than_the_cost(self, tmp_path: Path) -> None:
         chance = random.Random(5)

@@ -12,7 +12,7 @@ from prefixstore.warming.prompts import Problem, Prompt, PromptLike, tokenized
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Fitted", "fit", "original_context"]
+__all__ = ["fit", "original_context"]
 
 # The default of llama-cpp-python; no context is made shorter.
 SMALLEST = 512

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prefixstore.store import PrefixStore
 from prefixstore.warming.prompt_trie import PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
-from prefixstore.warming.survey import Survey, page_tokens_of
+from prefixstore.warming.survey import Survey
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -78,7 +78,7 @@ def estimate(
 
 def _stored_tokens(store: PrefixStore, trie: PromptTrie, survey: Survey) -> int:
     """Tokens in the pages that would be written: a prompt that branches off inside a page stores that page again."""
-    page_tokens = page_tokens_of(store)
+    page_tokens = store.page_tokens
     starts = ((i, trie.length(i) - missing) for i, missing in enumerate(survey.missing) if missing)
     return sum(trie.length(i) - start + start % page_tokens for i, start in starts)
 

@@ -23,7 +23,7 @@ from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
 from prefixstore.warming.prompts import Problem, PromptLike, tokenized
 from prefixstore.warming.report import Progress, WarmReport
-from prefixstore.warming.survey import Survey, matcher, page_tokens_of
+from prefixstore.warming.survey import Survey
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -34,7 +34,7 @@ __all__ = ["Job", "warm"]
 POLL_SECONDS = 0.2
 # How often it asks how many bytes the store holds.
 BYTES_SECONDS = 0.5
-# A snapshot is taken at the end of an evaluation, so an evaluation has as many batches as a signal can wait for.
+# A snapshot is taken at the end of an evaluation, so its length bounds the delay of a signal.
 SNAPSHOT_BATCHES = 8
 # A page may be replaced by a longer one between its lookup and its restore; the next attempt finds the longer one.
 ATTEMPTS = 3
@@ -161,15 +161,14 @@ class Job:
     pin: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self._match = matcher(self.store)
         self._namespace = self.store.namespace.key
         self.survey = Survey(self.store, self.trie)
         # recurrent memory can be resumed only at the positions of its snapshots
         self._stops = self.store.kind.has_snapshots
         # rows that leave a sliding window are overwritten: their pages are captured before that
-        self._forgets = not self.llm.context_params.swa_full
+        self._forgets = self.store.forgets
         self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch) if self._forgets else self.llm.n_batch
-        self._page_tokens = page_tokens_of(self.store)
+        self._page_tokens = self.store.page_tokens
         if self._stops:
             self._forgets, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
         self.interrupted = False
@@ -242,9 +241,9 @@ class Job:
 
     def _is_stored(self, part: Part) -> bool:
         if part.depth is not None:
-            return self._match(self.trie.tokens(part.first)[: part.depth]).n_tokens == part.depth
+            return self.store.path(self.trie.tokens(part.first)[: part.depth]).n_tokens == part.depth
         prompts = map(self.trie.tokens, range(part.first, part.end))
-        return all(self._match(tokens).n_tokens == len(tokens) for tokens in prompts)
+        return all(self.store.path(tokens).n_tokens == len(tokens) for tokens in prompts)
 
     def _note_stored(self, part: Part) -> None:
         if part.depth is None:
@@ -277,7 +276,7 @@ class Job:
     def _visit(self, i: int, depth: int) -> None:
         """Store the first `depth` tokens of a prompt."""
         tokens = self.trie.tokens(i)[:depth]
-        path = self._match(tokens)
+        path = self.store.path(tokens)
         if path.n_tokens == len(tokens):
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
             self.store.engine.touch(self._namespace, path.pages)
@@ -302,7 +301,7 @@ class Job:
             live = self.store.restore(tokens, always=True)
             if live >= min(stored, len(tokens) - 1):
                 break
-            stored = self._match(tokens).n_tokens
+            stored = self.store.path(tokens).n_tokens
         return live
 
     def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:

@@ -20,7 +20,7 @@ from prefixstore.errors import StorageError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Leases", "Notes", "Owner"]
+__all__ = ["Leases", "Owner"]
 
 PREFIX = b"lease:"
 # How long a lease is valid without being renewed. The clocks of machines that share a store must differ by less.

@@ -11,7 +11,7 @@ __all__ = ["Progress", "WarmReport"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job is.
+    """A job's progress.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class WarmReport:
     short
         Prompts with fewer tokens than the store keeps (`min_tokens`); they are skipped.
     unstored
-        Origins of prompts that are not completely stored although the job ran to its end: there was no room.
+        Origins of prompts that are not completely stored although the job ran to its end: there was no space.
     problems
         Prompts that could not be used.
     interrupted

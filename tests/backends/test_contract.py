@@ -348,7 +348,7 @@ def test_read_only_creates_nothing_and_writes_nothing(tmp_path):
             LMDBBackend(tmp_path / "kv", MIB)
 
 
-def test_a_closed_backend_says_so(tmp_path):
+def test_a_closed_backend_raises_a_clear_error(tmp_path):
     backend = LMDBBackend(tmp_path / "kv", MIB)
     backend.close()
     for use in (backend.view, backend.update):

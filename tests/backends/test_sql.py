@@ -256,7 +256,7 @@ def test_read_only_writes_nothing(url):
         assert keys_of(reader) == set(keys)
 
 
-def test_a_closed_backend_says_so(url):
+def test_a_closed_backend_raises_a_clear_error(url):
     backend = open_backend(url, max_bytes=MIB)
     backend.close()
     for use in (backend.view, backend.update):

@@ -414,6 +414,14 @@ def test_migrate_reports_the_state_of_the_schema(tmp_path, as_json, run):
     assert run("migrate", url, "--sql", "--check")[0] == 2
 
 
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_a_mistyped_location_does_not_exist_and_is_not_created(tmp_path, run, scheme):
+    code, _, err = run("stats", f"{scheme}:///{tmp_path}/nowhere")
+    assert code == 3
+    assert "does not exist" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,15 @@ def test_differences_are_named():
     assert here.differences(here) == {}
 
 
+def test_differences_from_the_nearest_namespace_name_only_the_model_where_it_differs():
+    here = Namespace({"model": "m", "a": 1, "b": 2})
+    near, far = Namespace({"model": "m", "a": 1, "b": 5}), Namespace({"model": "m", "a": 4, "b": 5})
+    other = Namespace({"model": "n", "a": 1, "b": 7})
+    assert here.nearest_differences([far, other, near]) == {"b": (2, 5)}
+    assert here.nearest_differences([other]) == {"model": ("m", "n")}
+    assert here.nearest_differences([]) == here.nearest_differences([near, here]) == {}
+
+
 def test_the_canonical_form_is_the_released_one():
     namespace = Namespace({"b": "ü", "a": 1})
     assert namespace.canonical == '{"a":1,"b":"ü"}'.encode()

@@ -270,7 +270,7 @@ def test_one_llama_has_one_store_and_one_store_one_llama(llama, store):
 def test_a_store_on_the_wrong_llama_raises_an_error(llama, store):
     mine, other = attached(store, llama()), llama()
     other.set_cache(store)
-    with pytest.raises(MisuseError, match="another Llama"):
+    with pytest.raises(MisuseError, match="a different Llama"):
         answer(other, prompt(50), 1)
     assert answer(mine, prompt(50), 1)
 

@@ -183,10 +183,14 @@ class LMDBBackend(Backend):
         self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
         self._read_only = read_only
         self._closed = False
-        self._environment: Environment | None = None
-        self.after_fork()
+        self._start()
         self._prepare_directory()
         self._open()
+
+    def _start(self) -> None:
+        """What belongs to this process."""
+        self._environment: Environment | None = None
+        self._opening = threading.Lock()
 
     def _prepare_directory(self) -> None:
         try:
@@ -241,7 +245,7 @@ class LMDBBackend(Backend):
 
     def sync(self) -> None:
         environment = self._open()
-        # inside a transaction, as the map is not replaced and the process not forked before it ends
+        # inside a transaction, so the map cannot be replaced nor the process fork
         with environment.begin(write=False):
             environment.env.sync(True)
 
@@ -317,8 +321,7 @@ class LMDBBackend(Backend):
             environment.env.reader_check()
 
     def after_fork(self) -> None:
-        self._environment = None
-        self._opening = threading.Lock()
+        self._start()
 
     def close(self) -> None:
         with self._opening:

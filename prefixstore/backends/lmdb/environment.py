@@ -29,7 +29,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release", "translate"]
+__all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
 DATA = "data.mdb"

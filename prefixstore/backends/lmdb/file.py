@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["Layout", "check_head", "check_trees", "read_layout"]
+__all__ = ["check_head", "check_trees", "read_layout"]
 
 MAGIC = 0xBEEFC0DE
 DATA_VERSION = 1

@@ -77,7 +77,7 @@ def parse_url(location: str) -> URL:
 
 
 def translate(error: Exception, where: str) -> StorageError:
-    """The error of our tree that says what a database's error means for the caller."""
+    """Translate a database error into a prefixstore error."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     text = " ".join(str(cause).split())
     state = getattr(cause, "sqlstate", None) or ""
@@ -93,7 +93,7 @@ def translate(error: Exception, where: str) -> StorageError:
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Errors of the database are of our tree when they leave the block."""
+    """Translate the database errors of the block into prefixstore errors."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error) as error:
@@ -159,7 +159,7 @@ class Database(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """`open`, without the care for failures."""
+        """`open`, without cleanup on failure."""
 
     @abstractmethod
     def revision(self) -> str | None:

@@ -89,7 +89,7 @@ class _SilenceError(psycopg.OperationalError):
 
 
 def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
-    """The I/O generator of psycopg, while its socket becomes ready now and then; psycopg polls ten times a second."""
+    """The I/O generator of psycopg, failing if the socket stays silent too long; psycopg polls ten times a second."""
     heard = time.monotonic()
     try:
         wanted = next(gen)

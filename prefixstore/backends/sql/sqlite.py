@@ -65,7 +65,7 @@ from prefixstore.format.record import Buffer, Record
 
 __all__ = ["SQLite"]
 
-# a store without a page in it, and some room for more tables
+# a store without a page in it, and some space for more tables
 EMPTY_BYTES = 20 * PAGE_BYTES
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
@@ -121,7 +121,7 @@ class SQLite(Database):
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
-        self._buffers = BufferPool(1 << 62)
+        self._buffers = BufferPool(limit=None)
         self._identity: tuple[int, int] | None = None
         register_at_fork(self, ForkLevel.HANDLE)
 
@@ -161,7 +161,9 @@ class SQLite(Database):
             return
         revision = self.revision()
         if revision is None:
-            raise LocationError(f"{self.path} not found; read_only=True opens an existing store only")
+            if not self._exists():
+                raise LocationError(f"{self.path} does not exist; a SQLite store is a file")
+            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
@@ -295,7 +297,7 @@ class SQLite(Database):
             return cast("Buffer", payload[:filled].data)
 
     def _lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """A buffer, which is reused when no view of it is held any more: fresh memory is slower by half."""
+        """A buffer, which is reused once nothing refers to it: fresh memory is slower by half."""
         try:
             buffer = self._buffers.acquire(size, wait=True)
         except (MemoryError, ValueError) as error:
@@ -349,7 +351,7 @@ class SQLite(Database):
 
     def after_fork(self) -> None:
         self._writing = threading.Lock()
-        self._buffers = BufferPool(1 << 62)
+        self._buffers = BufferPool(limit=None)
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
