@@ -98,6 +98,17 @@ class Config:
         _check("model", self.model, MODEL_SETTINGS)
         _check("store", self.store, STORE_SETTINGS)
         _check("warm", self.warm, WARM_SETTINGS)
+        for name, value in self.model.items():
+            if name.startswith("n_") and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
+                raise InvalidParameterError(f"[model] {name}={value!r} must be an integer")
+        for name, value in self.warm.items():
+            if name != "prompts" and not isinstance(value, bool):
+                raise InvalidParameterError(f"[warm] {name}={value!r} must be true or false")
+        prompts = self.warm.get("prompts", [])
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise InvalidParameterError(
+                f'[warm] prompts={prompts!r} must be a list of files, such as prompts = ["prompts.jsonl"]'
+            )
 
     def override(
         self,

@@ -109,6 +109,10 @@ def test_options_override_the_file_and_none_keeps_it(file):
         ("[warm]\nqqqqqqq = true", "known are generation_prompt, pin, prompts"),
         ("[stoer]\nmax_bytes = 5", "did you mean 'store'"),
         ("model = 'm.gguf'", "model is not a table"),
+        ('[warm]\nprompts = "prompts.jsonl"', "must be a list of files"),
+        ("[warm]\nprompts = 3", "must be a list of files"),
+        ("[warm]\npin = 'no'", "must be true or false"),
+        ("[model]\nn_ctx = '8192'", "must be an integer"),
         ("[model", "not valid TOML"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_location_that_cannot_be_written_is_refused():
 
 
 def test_a_read_only_store_must_exist(tmp_path):
-    with pytest.raises(LocationError, match="not a directory"):
+    with pytest.raises(LocationError, match="does not exist"):
         PrefixStore(tmp_path / "kv", namespace="n", read_only=True)
     (tmp_path / "kv").mkdir()
     with pytest.raises(PrefixStoreError):

@@ -40,7 +40,9 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
     if isinstance(location, os.PathLike):
         # absolute, so that nothing in it reads as a scheme
         location = os.path.abspath(os.fspath(location))  # noqa: PTH100 - a path that is bytes must not raise here
-    if not isinstance(location, str) or not location.strip():
+    if not isinstance(location, str):
+        raise InvalidParameterError(f"location must be a path or a URL, not {type(location).__name__}")
+    if not location.strip():
         raise InvalidParameterError(
             'location is empty; pass a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
         )

@@ -20,7 +20,7 @@ from prefixstore.cli.arguments import (
     TokenizerFile,
     text_of_tokens,
 )
-from prefixstore.cli.output import FAILED, ago, emit, fields, table
+from prefixstore.cli.output import FAILED, ago, emit, fields, say, table
 from prefixstore.engine.index import Page
 from prefixstore.errors import InvalidParameterError
 from prefixstore.maintenance.archive import Archive, Holding
@@ -140,7 +140,10 @@ def tree(
             emit([_page_json(page, words) for page in pages])
         else:
             _print_tree(pages, words)
-    return FAILED if containing is not None and not pages else 0
+    if containing is not None and not pages:
+        say(f"{location}: the text is not stored")
+        return FAILED
+    return 0
 
 
 def _containing(archive: Archive, pages: list[Page], words: Text, wanted: str) -> list[Page]:

@@ -159,7 +159,10 @@ def evict(
     else:
         left = f"{format_bytes(used.bytes)} in {used.entries:,} pages left"
         typer.echo(f"{where}: {removed.pages:,} pages evicted, {left}")
-    return FAILED if used.bytes > target else 0
+    if used.bytes > target:
+        say(f"{where}: everything else is pinned, or smaller than the store itself")
+        return FAILED
+    return 0
 
 
 def purge(

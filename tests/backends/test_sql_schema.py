@@ -266,7 +266,7 @@ def test_a_postgresql_database_without_a_store_says_which_command_to_run(new_dat
         "CREATE TABLE prefixstore_schema (mine text)",
         (
             "CREATE TABLE prefixstore_meta (magic text); CREATE TABLE prefixstore_schema (version_num text); "
-            "INSERT INTO prefixstore_schema VALUES ('0001'); INSERT INTO prefixstore_meta VALUES ('mine')"
+            "INSERT INTO prefixstore_schema VALUES ('1'); INSERT INTO prefixstore_meta VALUES ('mine')"
         ),
         "CREATE TABLE prefixstore_meta (other text); CREATE TABLE prefixstore_schema (version_num text)",
     ],
@@ -476,3 +476,13 @@ def test_the_command_refuses_other_locations_without_showing_passwords(url, caps
     assert main(["migrate", url]) != 0
     printed = capsys.readouterr()
     assert "hushhush" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("revision", ["0001", "0002"])
+def test_a_store_of_a_development_version_is_refused_with_the_reason(tmp_path, revision):
+    url = f"sqlite:///{tmp_path / 'kv.db'}"
+    open_backend(url, max_bytes=1 << 20).close()
+    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
+        connection.execute("UPDATE prefixstore_schema SET version_num = ?", (revision,))
+    with pytest.raises(IncompatibleError, match="development version"):
+        open_backend(url, max_bytes=1 << 20)

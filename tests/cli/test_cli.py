@@ -124,7 +124,7 @@ def test_all_commands_are_listed_and_can_be_completed(run):
         (3, ["export", "{store}", "--out", "{folder}/no/f"]),
         (3, ["import", "{store}", "{folder}/none"]),
         (3, ["import", "{store}", __file__]),
-        (1, ["tree", "{store}", "--model", "{folder}/none.gguf"]),
+        (2, ["tree", "{store}", "--model", "{folder}/none.gguf"]),
     ],
 )
 def test_a_command_that_fails_ends_with_its_code_and_one_message_and_creates_nothing(tmp_path, run, code, arguments):

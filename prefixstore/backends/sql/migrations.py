@@ -82,6 +82,11 @@ def revision_of(connection: Connection, where: str) -> str | None:
         raise
     if magic != [MAGIC] or len(revisions) != 1:
         raise foreign
+    if revisions[0] in schema.UNRELEASED:
+        raise IncompatibleError(
+            f"{where} was written by a development version of prefixstore (schema {revisions[0]}); delete it, or "
+            "choose another location"
+        )
     if revisions[0] not in schema.REVISIONS:
         raise IncompatibleError(
             f"{where} has schema {revisions[0]}, this prefixstore knows up to {schema.HEAD}; upgrade "

@@ -42,6 +42,7 @@ __all__ = [
     "PIECE_BYTES",
     "RECORD_COLUMNS",
     "REVISIONS",
+    "UNRELEASED",
     "USAGE_COLUMNS",
     "VERSION_TABLE",
     "pieces_of",
@@ -57,7 +58,9 @@ MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
 APPLICATION_ID = 0x70667873
 # revisions of the schema, oldest first; a test compares them with the files in migrations/versions
-REVISIONS = ("0001",)
+REVISIONS = ("1",)
+# of development versions, whose stores were never released
+UNRELEASED = ("0001", "0002")
 HEAD = REVISIONS[-1]
 VERSION_TABLE = "prefixstore_schema"
 # a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
