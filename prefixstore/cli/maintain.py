@@ -186,7 +186,8 @@ def purge(
     Pages that match all given options are deleted, pinned ones included; afterwards their contents cannot be read from
     the files. Overwriting does not reach copies: backups, file system snapshots,
     swap, the spare blocks of an SSD, exported files, and the logs and replicas of a PostgreSQL server. Exit code 1: the
-    pages are deleted, but could not be overwritten, since another process is still reading them; run it again.
+    pages are deleted, but could not be overwritten, since another process is still reading them (run it again), or
+    there is no tenant of this name.
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """
@@ -199,6 +200,7 @@ def purge(
     scrubbed = False
     with Archive(location) as archive:
         where = archive.location
+        is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in archive.holdings())
         removed = archive.purge(
             namespace=namespace,
             salt=salt,
@@ -218,7 +220,9 @@ def purge(
     else:
         done = "deleted and overwritten" if scrubbed else "deleted"
         typer.echo(f"{where}: {removed.pages:,} pages {done}, {format_bytes(removed.bytes)}")
-    return FAILED if scrub and not scrubbed else 0
+    if not is_known:
+        say(f"{where}: there is no tenant {salt!r}")
+    return FAILED if (scrub and not scrubbed) or not is_known else 0
 
 
 def pin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:

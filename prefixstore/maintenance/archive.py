@@ -312,7 +312,7 @@ class Archive:
         Raises
         ------
         InvalidParameterError
-            If no parameter is given, or there is no such namespace, tenant or page.
+            If no parameter is given, or there is no such namespace or page.
         """
         if not everything and (namespace, salt, older_than, tokens, page) == (None,) * 5:
             raise InvalidParameterError(
@@ -322,8 +322,6 @@ class Archive:
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
             namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-            if not namespaces:
-                raise InvalidParameterError(f"no namespace has the salt {salt!r}: there is no such tenant")
         removed = self.engine.delete(self._choices(namespaces, older_than, tokens, page))
         if older_than is None and tokens is None and page is None:
             removed += self.engine.delete_strays(namespaces)

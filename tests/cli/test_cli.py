@@ -334,6 +334,7 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
         return any(payload[at : at + 16] in files for at in range(0, 1000 - 16, 16))
 
     assert all(map(readable, payloads[YOURS.key]))
+    assert as_json("purge", store, "--salt", "yuors")[0] == 1
     code, found = as_json("purge", store, "--salt", "yours")
     assert (code, found["removed"]["pages"], found["scrubbed"]) == (0, 2, True)
     assert not any(map(readable, payloads[YOURS.key]))
