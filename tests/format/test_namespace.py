@@ -50,7 +50,7 @@ def test_differences_are_named():
     assert here.differences(here) == {}
 
 
-def test_the_canonical_form_is_the_released_one():
+def test_the_canonical_form_has_not_changed():
     namespace = Namespace({"b": "ü", "a": 1})
     assert namespace.canonical == '{"a":1,"b":"ü"}'.encode()
     assert json.loads(namespace.canonical) == {"a": 1, "b": "ü"}

@@ -29,7 +29,7 @@ def test_a_restore_that_is_slower_is_skipped_and_retried_ever_more_seldom():
     assert answers == [*[False] * (RETRY_EVERY - 1), True, *[False] * (2 * RETRY_EVERY - 1), True]
 
 
-def test_small_batches_say_nothing():
+def test_small_batches_do_not_change_the_rate():
     rate = ComputeRate()
     rate.computed(SMALLEST_BATCH - 1, 5.0)
     assert rate.token_seconds is None
