@@ -7,6 +7,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.llama.context import bypass_reason, is_multimodal, live_prefix_length
 from prefixstore.llama.kv_memory import Missing, PagedMemory, SnapshotMemory
+from prefixstore.llama.lineage import Lineage
 from prefixstore.stats import Kind
 from tests.support.models import prompt
 
@@ -56,3 +57,13 @@ def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
         assert (missing.start, missing.end, missing.reason) == (0, 256, Missing.QUEUE_FULL)
     # the tags are as they were
     assert memory.holds(600)
+
+
+def test_the_parent_of_a_page_is_right_even_if_no_keys_were_computed_before():
+    lineage = Lineage(bytes(16), 4, 64)
+    lineage.extend(range(10))
+    parents = [lineage.parent(i) for i in (2, 1, 0)]
+    assert parents == [lineage.keys()[1], lineage.keys()[0], bytes(16)]
+    lineage.rewind(4)
+    lineage.extend(range(20, 26))
+    assert lineage.parent(2) == lineage.keys()[1] != parents[0]
