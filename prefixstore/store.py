@@ -221,7 +221,7 @@ class PrefixStore:
         if self._hook is not None:
             raise MisuseError("the store is attached to a Llama; detach() it first, or open another PrefixStore")
         hook = self._make_hook(llm)
-        hook.attach()
+        hook.attach(self)
         self._hook = hook
 
     def detach(self) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: real GGUF files, small, with random weights; databases; patience."""
+"""Fixtures of all tests: real GGUF files, small, with random weights; databases; no timeouts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from prefixstore.engine import breaker
 from prefixstore.llama import compute_rate
 from tests.support.models import load, write
-from tests.support.patience import wait_patiently
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
+from tests.support.timeouts import disable_timeouts
 
 # the tests that measure speed, and what measures it
 MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_compute_rate": compute_rate}
@@ -46,9 +46,9 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 
 
 @pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_timeouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test depends on how fast the machine is, except those of what measures speed."""
-    wait_patiently(monkeypatch.setattr, but=MEASURES.get(request.path.stem))
+    disable_timeouts(monkeypatch.setattr, but=MEASURES.get(request.path.stem))
 
 
 @pytest.fixture

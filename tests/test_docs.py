@@ -135,7 +135,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_what_a_document_names_exists(document):
+def test_names_in_the_documents_exist(document):
     text = document.read_text()
     files = [
         path.relative_to(ROOT) for top in ("prefixstore", "tests", "benchmarks") for path in (ROOT / top).rglob("*")

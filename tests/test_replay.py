@@ -55,7 +55,7 @@ def test_the_least_recently_used_goes_first_and_the_end_of_a_prompt_before_its_b
     assert requests(InEngine("lru", 3), [[1, 2], [3], [4], [1, 2], [3]]) == [0, 0, 0, 1, 0]
 
 
-def test_a_prompt_does_not_push_itself_out():
+def test_a_prompt_does_not_evict_itself():
     assert requests(InEngine("lru", 3), [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == [0, 3]
 
 

@@ -21,7 +21,7 @@ def test_a_kind_reads_and_prints_as_its_value(kind):
     assert {kind.value: 1}[kind] == 1
 
 
-def test_a_kind_knows_what_is_stored():
+def test_a_kind_tells_what_is_stored():
     assert [kind.value for kind in Kind if kind.has_pages] == ["pages", "pages and snapshots", "portable: pages"]
     assert [kind.value for kind in Kind if kind.has_snapshots] == ["snapshots", "pages and snapshots"]
     assert {kind.value: kind.reason for kind in Kind if not kind.is_stored} == {

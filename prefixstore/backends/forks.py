@@ -7,6 +7,10 @@ released after it in the parent and in the child.
 
 from __future__ import annotations
 
+# Imported for their fork hooks: hooks before a fork run in reverse order, so these two take their locks after ours has
+# waited for threads that use a handle. Such a thread may start a job in an executor, or log, and needs these locks.
+import concurrent.futures.thread  # noqa: F401
+import logging  # noqa: F401
 import os
 import threading
 from collections.abc import Callable

@@ -7,11 +7,11 @@ __all__ = ["ComputeRate"]
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
 SMALLEST_BATCH = 32
-# A restore must be slower by this factor before it is skipped. One in so many is done all the same, to measure again;
+# A restore must be slower by this factor before it is skipped. One in so many is tried anyway, to measure again;
 # if it is slower again, the next one comes after twice as many.
-LOSES_BY = 1.2
-TRY_AGAIN = 8
-SELDOM = 4096
+MAX_SLOWDOWN = 1.2
+RETRY_EVERY = 8
+MAX_RETRY_EVERY = 4096
 
 
 class ComputeRate:
@@ -21,7 +21,7 @@ class ComputeRate:
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
         self._skipped = 0
-        self._try_after = TRY_AGAIN
+        self._retry_after = RETRY_EVERY
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that a batch was evaluated."""
@@ -36,13 +36,13 @@ class ComputeRate:
         """Whether restoring `n_pages` is expected to be faster than computing the `n_tokens` they save."""
         if self.token_seconds is None or self.page_seconds is None:
             return True
-        if self.page_seconds * n_pages <= self.token_seconds * n_tokens * LOSES_BY:
-            self._skipped, self._try_after = 0, TRY_AGAIN
+        if self.page_seconds * n_pages <= self.token_seconds * n_tokens * MAX_SLOWDOWN:
+            self._skipped, self._retry_after = 0, RETRY_EVERY
             return True
         self._skipped += 1
-        if self._skipped < self._try_after:
+        if self._skipped < self._retry_after:
             return False
-        self._skipped, self._try_after = 0, min(2 * self._try_after, SELDOM)
+        self._skipped, self._retry_after = 0, min(2 * self._retry_after, MAX_RETRY_EVERY)
         return True
 
     def compute_us(self, n_tokens: int) -> int:

@@ -1,11 +1,9 @@
-"""What belongs to one llama.cpp context, in one place, and what every strategy does with it."""
+"""One llama.cpp context and everything known about it."""
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import llama_cpp
@@ -15,7 +13,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import MisuseError, PrefixStoreError, StorageError
+from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import PAGE
@@ -23,11 +21,9 @@ from prefixstore.llama.compute_rate import ComputeRate
 from prefixstore.llama.kv_memory import ContextMemory, kind_of
 from prefixstore.llama.lineage import Lineage
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters, Kind
+from prefixstore.stats import Kind
 
-__all__ = ["Context", "Guard", "bypass_reason", "held_prefix", "is_multimodal", "reusable_prefix"]
-
-log = logging.getLogger("prefixstore")
+__all__ = ["Context", "bypass_reason", "is_multimodal", "live_prefix_length", "reusable_prefix"]
 
 M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
 
@@ -73,8 +69,6 @@ class Context(Generic[M_co]):
         self.lineage = Lineage(namespace.key, parameters.page_tokens, llm.n_ctx())
         self.rate = ComputeRate()
         self._settings = namespace.canonical
-        # asked for each evaluated token
-        self._unstorable = self.kind.reason
 
     @property
     def llm(self) -> llama_cpp.Llama:
@@ -97,7 +91,7 @@ class Context(Generic[M_co]):
 
     def bypass_reason(self) -> str | None:
         """Why the context is neither stored nor restored at the moment; None if it is."""
-        return self._unstorable or ("multimodal" if is_multimodal(self.llm) else None)
+        return bypass_reason(self.llm, self.kind)
 
     def catch_up(self) -> bool:
         """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
@@ -108,10 +102,13 @@ class Context(Generic[M_co]):
         llm = self.llm
         self.lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
 
-    def submit(self, start: int, end: int, buffer: PooledBuffer, form: int = PAGE) -> None:
-        """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over."""
+    def submit(self, start: int, end: int, buffer: PooledBuffer, form: int = PAGE) -> bool:
+        """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over.
+
+        False if it is not wanted, since it is stored already or its parent is not.
+        """
         lineage = self.lineage
-        # what is lost without a snapshot: the tokens since the one before, about an interval
+        # losing a snapshot costs recomputing about one interval
         n_tokens = end - start if form == PAGE else min(end, self.parameters.snapshot_interval)
         page = PendingPage.of(
             lineage.namespace,
@@ -124,7 +121,9 @@ class Context(Generic[M_co]):
             form,
         )
         name = "pages_captured" if form == PAGE else "snapshots_captured"
-        self.engine.counters.count(name, self.engine.submit(page))
+        is_wanted = self.engine.submit(page)
+        self.engine.counters.count(name, is_wanted)
+        return is_wanted
 
     def note_use(self, pages: Sequence[Page]) -> None:
         """Note that a prompt began with these pages; none for a miss."""
@@ -140,7 +139,7 @@ class Context(Generic[M_co]):
         self.lineage.restored(prompt)
 
     def count_restore(self, n_pages: int, gained: int, seconds: float, timed: Sequence[Page]) -> None:
-        """Count a hit that read `n_pages` and `gained` tokens; `timed` pages say what a token costs to compute."""
+        """Count a hit: pages read, tokens gained, and the pages whose compute time is known."""
         counters = self.engine.counters
         self.rate.restored(n_pages, seconds)
         counters.count("hits")
@@ -148,45 +147,6 @@ class Context(Generic[M_co]):
         counters.time("restore", seconds)
         share = gained / (sum(page.n_tokens for page in timed) or 1)
         counters.time("saved", sum(page.compute_us for page in timed) * share / 1e6 - seconds)
-
-
-class Guard:
-    """Keeps faults of the store from breaking a completion: an exception ends the block, is logged, and is counted.
-
-    Parameters
-    ----------
-    counters
-        Of the engine.
-    fault
-        The count of an exception.
-    unavailable
-        The count of a `StorageError`, where one is to be expected.
-    """
-
-    def __init__(self, counters: Counters, fault: str, unavailable: str | None = None) -> None:
-        self._counters = counters
-        self._fault = fault
-        self._unavailable = unavailable
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        if self._unavailable is not None and isinstance(error, StorageError):
-            self._counters.count(self._unavailable)
-            log.warning("a lookup failed: %s", error)
-            return True
-        self._counters.count(self._fault)
-        log.warning(
-            "the completion continues without the store: %s",
-            error,
-            exc_info=None if isinstance(error, PrefixStoreError) else error,
-        )
-        return True
 
 
 def is_multimodal(llm: llama_cpp.Llama) -> bool:
@@ -200,7 +160,7 @@ def bypass_reason(llm: llama_cpp.Llama, kind: Kind) -> str | None:
     return kind.reason or ("multimodal" if is_multimodal(llm) else None)
 
 
-def held_prefix(llm: llama_cpp.Llama, tokens: Tokens) -> int:
+def live_prefix_length(llm: llama_cpp.Llama, tokens: Tokens) -> int:
     """How many tokens of a prompt the context holds."""
     return common_prefix(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"), tokens)
 
@@ -211,7 +171,7 @@ def reusable_prefix(llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens)
     llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter stored
     state, from a recurrent state that it has to reset.
     """
-    live = held_prefix(llm, tokens)
+    live = live_prefix_length(llm, tokens)
     if 0 < live < llm.n_tokens and not memory.holds(live):
         llm.reset()
         return 0

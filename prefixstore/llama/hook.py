@@ -29,7 +29,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.context import Guard
+from prefixstore.llama.guard import Guard
 from prefixstore.llama.strategy import strategy_for
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
@@ -66,7 +66,7 @@ class Hook:
     engine
         Of the store.
     parameters
-        Those of its parameters that concern a context.
+        The store's parameters.
 
     Attributes
     ----------
@@ -87,11 +87,12 @@ class Hook:
         # a lookup asked for logprobs: the batches must be the same as without a store
         self._exact = False
         self._originals: dict[str, Callable[..., Any] | None] = {}
+        # the cache through which a completion saves for this store; weak, so that its store can be collected
+        self._cache: Callable[[], object | None] = _no_cache
         # states that the user saved, and the tokens that they are known to hold
         self._saved: weakref.WeakKeyDictionary[LlamaState, Tokens] = weakref.WeakKeyDictionary()
-        # where rows are overwritten, pages are taken after each batch that llama.cpp really computes at once
-        forgets = self.context.memory.forgets
-        self._step = min(llm.n_batch, llm.context_params.n_ubatch) if forgets else llm.n_batch
+        # where rows are overwritten, pages are captured after each micro-batch
+        self._step = min(llm.n_batch, llm.context_params.n_ubatch) if self.overwrites_window else llm.n_batch
 
     @property
     def kind(self) -> Kind:
@@ -113,16 +114,22 @@ class Hook:
         """Length of a page in this context."""
         return self.context.parameters.page_tokens
 
+    @property
+    def overwrites_window(self) -> bool:
+        """Whether rows that have left the sliding window are overwritten, so that pages must be captured in time."""
+        return self.context.memory.overwrites_window
+
     # -- attaching ----------------------------------------------------------------------------------------------------
 
-    def attach(self) -> None:
-        """Replace the Llama's methods by the hook's."""
+    def attach(self, cache: object) -> None:
+        """Replace the Llama's methods by the hook's. A completion that saves to `cache` saves for this store."""
         methods = self.llm.__dict__
         if any(isinstance(methods.get(name), _Replacement) for name in REPLACED):
             raise MisuseError("llm is attached to another PrefixStore; detach() that one first")
         for name in REPLACED:
             self._originals[name] = methods.get(name)
             methods[name] = _Replacement(self, name)
+        self._cache = weakref.ref(cache)
 
     def detach(self, cache: object) -> None:
         """Restore the Llama's own methods, and remove `cache` if the Llama uses it."""
@@ -137,6 +144,7 @@ class Hook:
                 else:
                     methods[name] = original
         self._originals = {}
+        self._cache = _no_cache
 
     def _original(self, name: str) -> Callable[..., Any]:
         llm = self.llm
@@ -169,7 +177,7 @@ class Hook:
                 self.strategy.prompt_evaluated()
 
     def _stops(self, tokens: Sequence[int]) -> list[int]:
-        """Where to stop while these tokens are evaluated; only between batches if their exact numbers are asked for."""
+        """Where to stop while these tokens are evaluated; only at batch boundaries if exact logits were requested."""
         if self.context.parameters.read_only:
             return []
         with self._guard("dropped:error"):
@@ -186,7 +194,7 @@ class Hook:
     def save_state(self) -> LlamaState:
         """``Llama.save_state``; inside a completion that saves for this store, an empty state."""
         llm = self.llm
-        if calling_completion(2) is not None and getattr(llm.cache, "_hook", None) is self:
+        if calling_completion(2) is not None and llm.cache is not None and llm.cache is self._cache():
             return live_state(llm)
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
@@ -262,7 +270,7 @@ class Hook:
         if self.context.parameters.read_only or self.context.bypass_reason() is not None:
             return 0
         if not self._originals:
-            # not attached: the store has not seen the tokens enter, the caller vouches for them
+            # not attached: the store never saw these tokens, so the caller vouches for them
             self.context.adopt()
         return self.strategy.capture(tail=True, wait=True)
 
@@ -291,6 +299,10 @@ class Hook:
         if self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.before_leaving()
+
+
+def _no_cache() -> None:
+    """Not attached."""
 
 
 def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator[Sequence[int]]:

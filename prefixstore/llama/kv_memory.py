@@ -28,9 +28,9 @@ import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.llama.state.parse import U32
+from prefixstore.format.record import Buffer
 from prefixstore.llama.state.shape import StateShape, complete_cells, shape_of, shape_of_sequence
-from prefixstore.llama.state.view import Buffer, StateView
+from prefixstore.llama.state.view import U32, StateView
 from prefixstore.stats import Kind
 
 __all__ = [
@@ -111,10 +111,10 @@ class ContextMemory(ABC):
     ----------
     window
         Length of the model's sliding window in tokens; 0 if it has none.
-    forgets
+    overwrites_window
         Whether rows that have left the window are overwritten (``swa_full=False``).
     shape
-        The shape of its states; None until llama.cpp has written one, or accepted an example of it.
+        The shape of its states; None until llama.cpp has written one, or accepted a one-token sample.
     shape_is_own
         Whether `shape` comes from a page that llama.cpp has written here.
     """
@@ -122,7 +122,7 @@ class ContextMemory(ABC):
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
-        self.forgets = bool(self.window) and not llm.context_params.swa_full
+        self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
         self.shape: StateShape | None = None
         self.shape_is_own = False
 
@@ -188,7 +188,7 @@ class PagedMemory(ContextMemory):
         _, mem = self._pointers()
         first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
-        needed_from = max(0, n - self.window) if self.forgets else 0
+        needed_from = max(0, n - self.window) if self.overwrites_window else 0
         return n == 0 or (0 <= first <= needed_from and last >= n - 1)
 
     def cut(self, n: int) -> None:
@@ -199,7 +199,7 @@ class PagedMemory(ContextMemory):
             raise ContextError(f"llama.cpp cannot cut this context at position {n}")
 
     def load(self, state: memoryview) -> bool:
-        """Append a page that `fits`, straight from where it lies; whether llama.cpp accepted it.
+        """Append a page that `fits`, without copying it first; whether llama.cpp accepted it.
 
         The page keeps its second tag until the next one is loaded, or until `cut`.
         """

@@ -99,9 +99,10 @@ class Lineage:
         """The keys of all full pages."""
         for i in range(len(self._keys), self.n // self.page_tokens):
             start = i * self.page_tokens
-            self._keys.append(page_key(self.parent(i), self.page_bytes(start, start + self.page_tokens)))
+            parent = self._keys[-1] if self._keys else self.namespace
+            self._keys.append(page_key(parent, self.page_bytes(start, start + self.page_tokens)))
         return self._keys
 
     def parent(self, i: int) -> bytes:
         """The key of the parent of page `i`."""
-        return self._keys[i - 1] if i else self.namespace
+        return self.keys()[i - 1] if i else self.namespace

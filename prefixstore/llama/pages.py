@@ -7,14 +7,16 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import Tokens
-from prefixstore.llama.context import Context, held_prefix, reusable_prefix
+from prefixstore.llama.context import Context, live_prefix_length, reusable_prefix
 from prefixstore.llama.kv_memory import Missing, MissingPage, PagedMemory
 from prefixstore.stats import Kind
 
-__all__ = ["PageStrategy"]
+__all__ = ["PageStrategy", "missing_ranges"]
 
 log = logging.getLogger("prefixstore")
 
@@ -39,7 +41,7 @@ class PageStrategy:
     # -- capture ------------------------------------------------------------------------------------------------------
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
-        """None: pages can be taken later."""
+        """No stops: pages can be captured later."""
         return []
 
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
@@ -62,31 +64,31 @@ class PageStrategy:
         if not wanted:
             return 0
         engine = context.engine
-        before = engine.counters["pages_captured"]
+        captured = 0
         started = time.perf_counter()
+
+        def submit(start: int, end: int, buffer: PooledBuffer) -> None:
+            nonlocal captured
+            captured += context.submit(start, end, buffer)
+
         # each page is submitted before the next is taken: while one waits for the queue, those before it are written
-        missing = context.memory.take(wanted, partial(engine.acquire, wait=wait), context.submit)
+        missing = context.memory.take(wanted, partial(engine.acquire, wait=wait), submit)
         if missing is not None:
             self._note_missing(missing)
         engine.counters.time("capture", time.perf_counter() - started)
-        return engine.counters["pages_captured"] - before
+        return captured
 
     def _wanted(self, tail: bool) -> list[tuple[int, int]]:
-        """First position and boundary of each page to take. A page whose parent cannot be stored is not among them."""
-        lineage, engine = self.context.lineage, self.context.engine
-        step = lineage.page_tokens
+        """First position and boundary of each page to take. Skips pages whose parent cannot be stored."""
+        lineage = self.context.lineage
         keys = lineage.keys()
-        missing = engine.missing(keys)
-        for i in missing:
-            if keys[i] in lineage.gone:
-                return [(j * step, (j + 1) * step) for j in missing if j < i]
-        wanted = [(i * step, (i + 1) * step) for i in missing]
-        start = len(keys) * step
-        if tail and start < lineage.n:
-            parent = lineage.parent(len(keys))
-            # a page that is taken now has no children yet, so nothing can cover the tail
-            if missing or engine.wants(lineage.namespace, parent, lineage.page_bytes(start, lineage.n)):
-                wanted.append((start, lineage.n))
+        wanted = missing_ranges(
+            self.context.engine, lineage.namespace, keys, lineage.tokens, lineage.page_tokens, tail=tail
+        )
+        full = len(keys) * lineage.page_tokens
+        for i, (start, _) in enumerate(wanted):
+            if start < full and keys[start // lineage.page_tokens] in lineage.gone:
+                return wanted[:i]
         return wanted
 
     def _note_missing(self, page: MissingPage) -> None:
@@ -116,7 +118,7 @@ class PageStrategy:
             context.note_use(used)
             counters.count("live_hits")
             return True
-        # the page in which the live prefix ends is loaded whole; what is not known to be in the context is replaced
+        # reload the whole page in which the live prefix ends; if the context is not fully known, reload everything
         pages = used[live // lineage.page_tokens if known else 0 :]
         if not always and not context.rate.is_worth(n - live, len(pages)):
             counters.count("miss:slow")
@@ -132,7 +134,7 @@ class PageStrategy:
 
     def _reusable(self, tokens: Tokens, known: bool) -> int:
         llm = self.context.llm
-        return reusable_prefix(llm, self.context.memory, tokens) if known else held_prefix(llm, tokens)
+        return reusable_prefix(llm, self.context.memory, tokens) if known else live_prefix_length(llm, tokens)
 
     def _load(self, prompt: Tokens, live: int, pages: Sequence[Page]) -> bool:
         """Load the last pages of a prompt, of which `live` tokens are in the context; whether any was loaded."""
@@ -181,3 +183,34 @@ class PageStrategy:
         if not fits and memory.shape_is_own and memory.shape is not None:
             self.context.engine.condemn(page, memory.shape.fits)
         return fits
+
+
+def missing_ranges(
+    engine: Engine, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int, *, tail: bool
+) -> list[tuple[int, int]]:
+    """First position and boundary of each page of a sequence that is not stored.
+
+    Parameters
+    ----------
+    engine
+        Knows what is stored.
+    namespace
+        Key of the namespace.
+    keys
+        The keys of all full pages.
+    tokens
+        The sequence.
+    page_tokens
+        Length of a page.
+    tail
+        Whether the tokens after the last full page are one, too.
+    """
+    missing = engine.missing(keys)
+    ranges = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
+    start = len(keys) * page_tokens
+    if tail and start < len(tokens):
+        # a page that is taken now has no children yet, so nothing can cover the tail
+        parent = keys[-1] if keys else namespace
+        if missing or engine.wants(namespace, parent, tokens[start:].tobytes()):
+            ranges.append((start, len(tokens)))
+    return ranges

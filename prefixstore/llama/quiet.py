@@ -18,6 +18,6 @@ def _discard(level: int, text: bytes, data: Any) -> None:
 def silence() -> None:
     """Discard the log of llama.cpp in this process, for commands whose stderr is their own.
 
-    ``Llama(verbose=False)`` alone lets warnings through: llama-cpp-python takes their level for that of errors.
+    ``Llama(verbose=False)`` alone lets warnings through: llama-cpp-python treats them as errors.
     """
     llama_cpp.llama_log_set(_discard, ctypes.c_void_p(0))

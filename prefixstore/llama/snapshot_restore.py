@@ -21,7 +21,7 @@ __all__ = ["ATTEMPTS", "resume"]
 
 log = logging.getLogger("prefixstore")
 
-# if a snapshot is damaged, or one of its pages, the next one before it is tried
+# if a snapshot is damaged, or one of its pages, try the previous one
 ATTEMPTS = 3
 
 
@@ -81,7 +81,7 @@ def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Pat
                 context.llm.reset()
             return False
     context.set_live(prompt[:n])
-    # the figure of a snapshot is what losing it would cost, not what its tokens cost
+    # a snapshot's compute_us is the cost of losing it, not that of its tokens
     context.count_restore(len(pages), n - live, time.perf_counter() - started, path.pages[:-1])
     return True
 

@@ -19,7 +19,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.record import SNAPSHOT
-from prefixstore.llama.context import Context, held_prefix
+from prefixstore.llama.context import Context, live_prefix_length
 from prefixstore.llama.kv_memory import PARTIAL, WHOLE, Acquire, SnapshotMemory
 from prefixstore.llama.snapshot_restore import resume
 from prefixstore.llama.state.parse import parse_sequence
@@ -81,7 +81,7 @@ class SnapshotStrategy:
         self.context.catch_up()
         llm = self.context.llm
         n = llm.n_tokens
-        is_usable = held_prefix(llm, tokens) == n and not (n == len(tokens) and llm._requires_eval)
+        is_usable = live_prefix_length(llm, tokens) == n and not (n == len(tokens) and llm._requires_eval)
         return n if is_usable else 0
 
     # -- capture ------------------------------------------------------------------------------------------------------
@@ -108,15 +108,14 @@ class SnapshotStrategy:
         if not context.catch_up():
             return 0
         self._drop_outdated()
-        counters = context.engine.counters
-        before = counters["pages_captured"] + counters["snapshots_captured"]
+        captured = 0
         started = time.perf_counter()
         if lineage.n >= context.parameters.min_tokens and not self._is_stored(lineage.n):
-            self._take(wait=wait)
+            captured += self._take(wait=wait)
         if tail:
-            self._copy_rows(wait=wait)
-        counters.time("capture", time.perf_counter() - started)
-        return counters["pages_captured"] + counters["snapshots_captured"] - before
+            captured += self._copy_rows(wait=wait)
+        context.engine.counters.time("capture", time.perf_counter() - started)
+        return captured
 
     def prompt_evaluated(self) -> None:
         """Copy the rows of the prompt's snapshots, if they are a large part of all that must be copied."""
@@ -145,26 +144,28 @@ class SnapshotStrategy:
     def _last_boundary(self, n: int) -> tuple[bytes, int]:
         """Key and boundary of the last full page before position `n`."""
         lineage = self.context.lineage
-        lineage.keys()
         i = n // lineage.page_tokens
         return lineage.parent(i), i * lineage.page_tokens
 
-    def _take(self, *, wait: bool) -> None:
+    def _take(self, *, wait: bool) -> int:
+        """Take a snapshot; how many pages and snapshots will be written."""
         context, memory = self.context, self.context.memory
         n = context.lineage.n
         if not memory.holds(n):
-            return  # the context was cleared without the store
+            return 0  # the context was cleared behind the store's back
         if not self.cuts_rows:
-            self._submit_empty_pages()
-            self._submit_snapshot(n, memory.copy(WHOLE, partial(context.engine.acquire, wait=wait)))
+            captured = self._submit_empty_pages()
+            captured += self._submit_snapshot(n, memory.copy(WHOLE, partial(context.engine.acquire, wait=wait)))
             self._thin()
-            return
+            return captured
+        captured = 0
         waiting = sum(len(buffer.view) for buffer in self.waiting.values())
         if waiting * 2 > context.engine.queue_bytes:
-            self._copy_rows(wait=wait)
+            captured = self._copy_rows(wait=wait)
         taken = memory.copy(PARTIAL, memory.scratch.acquire)
         if taken is not None:
             self.waiting[n] = taken
+        return captured
 
     def _drop_outdated(self) -> None:
         """Drop the snapshots that wait, if the context has moved to other tokens since."""
@@ -181,10 +182,11 @@ class SnapshotStrategy:
 
     # -- rows of attention --------------------------------------------------------------------------------------------
 
-    def _copy_rows(self, *, wait: bool) -> None:
-        """Submit the pages that are missing, and all snapshots that wait, from one copy of the state."""
+    def _copy_rows(self, *, wait: bool) -> int:
+        """Submit the pages that are missing, and all snapshots that wait, from one copy of the state; how many."""
         if not self.waiting:
-            return
+            return 0
+        captured = 0
         context, scratch = self.context, self.context.memory.scratch
         whole = context.memory.copy(WHOLE, scratch.acquire)
         assert whole is not None  # this pool is unbounded
@@ -193,9 +195,10 @@ class SnapshotStrategy:
             if not _is_plain(rows, context.lineage.n):
                 raise CorruptError("its positions are not those of one sequence")
             acquire = partial(context.engine.acquire, wait=wait)
-            if self._submit_pages(rows, acquire):
+            captured, is_complete = self._submit_pages(rows, acquire)
+            if is_complete:
                 for n, taken in sorted(self.waiting.items()):
-                    self._submit_snapshot(n, self._with_rows(rows, n, taken, acquire))
+                    captured += self._submit_snapshot(n, self._with_rows(rows, n, taken, acquire))
             self._release()
         except CorruptError as error:
             # a state of another llama.cpp, or with two kinds of attention: it is not stored, and later ones are whole
@@ -206,6 +209,7 @@ class SnapshotStrategy:
         finally:
             whole.release()
         self._thin()
+        return captured
 
     def _with_rows(self, rows: StateView, n: int, taken: PooledBuffer, acquire: Acquire) -> PooledBuffer | None:
         """A snapshot: the rows since the last boundary, and the recurrent part."""
@@ -216,31 +220,32 @@ class SnapshotStrategy:
 
     # -- to the write queue -------------------------------------------------------------------------------------------
 
-    def _submit_pages(self, rows: StateView, acquire: Acquire) -> bool:
-        """Submit the pages that are missing; whether the queue had space for all of them."""
-        context = self.context
+    def _submit_pages(self, rows: StateView, acquire: Acquire) -> tuple[int, bool]:
+        """Submit the pages that are missing; how many, and whether the queue had space for all of them."""
+        context, captured = self.context, 0
         step = context.lineage.page_tokens
         for i in context.engine.missing(context.lineage.keys()):
             buffer = _joined(rows.cut(i * step, (i + 1) * step), acquire)
             if buffer is None:
                 context.engine.counters.count("dropped:queue_full", len(self.waiting))
-                return False
-            context.submit(i * step, (i + 1) * step, buffer)
-        return True
+                return captured, False
+            captured += context.submit(i * step, (i + 1) * step, buffer)
+        return captured, True
 
-    def _submit_empty_pages(self) -> None:
-        context = self.context
+    def _submit_empty_pages(self) -> int:
+        context, captured = self.context, 0
         step = context.lineage.page_tokens
         for i in context.engine.missing(context.lineage.keys()):
             buffer = context.engine.acquire(0, wait=True)
             assert buffer is not None
-            context.submit(i * step, (i + 1) * step, buffer)
+            captured += context.submit(i * step, (i + 1) * step, buffer)
+        return captured
 
-    def _submit_snapshot(self, n: int, buffer: PooledBuffer | None) -> None:
+    def _submit_snapshot(self, n: int, buffer: PooledBuffer | None) -> bool:
         if buffer is None:
             self.context.engine.counters.count("dropped:queue_full")
-        else:
-            self.context.submit(self._last_boundary(n)[1], n, buffer, SNAPSHOT)
+            return False
+        return self.context.submit(self._last_boundary(n)[1], n, buffer, SNAPSHOT)
 
     def _thin(self) -> None:
         engine, lineage, parameters = self.context.engine, self.context.lineage, self.context.parameters

@@ -30,7 +30,7 @@ class Strategy(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What is stored of it."""
+        """The kind of state stored."""
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
         """Positions at which to stop while these tokens are evaluated."""
@@ -44,7 +44,7 @@ class Strategy(Protocol):
         Parameters
         ----------
         tail
-            Whether this is the end of a turn: everything that is left is taken.
+            Whether this is the end of a turn: capture everything that remains.
         wait
             Whether to wait while the write queue is full, instead of skipping something.
         """
@@ -72,7 +72,7 @@ class Strategy(Protocol):
         Returns
         -------
         bool
-            Whether the prompt is in the store, and as much of it in the context as the store can put there.
+            True if the context now holds at least as much of the prompt as the store can supply.
         """
 
     def live_prefix(self, tokens: Tokens) -> int:

@@ -61,13 +61,13 @@ class TokenKinds:
         return TokenKind(blank=bool(text) and not text.strip())
 
 
-def message_starts(tokens: Tokens, kind_of: Callable[[int], TokenKind]) -> list[int]:
+def message_starts(tokens: Tokens, token_kind: Callable[[int], TokenKind]) -> list[int]:
     """The positions at which messages begin, ascending, without that of the first message.
 
     A message begins at the first control token after one that ends a message, with white space in between ignored; if
     text follows instead, directly after the token that ends.
     """
-    kinds = {token: kind_of(token) for token in np.unique(tokens).tolist()}
+    kinds = {token: token_kind(token) for token in np.unique(tokens).tolist()}
     ending = [token for token, kind in kinds.items() if kind.ends]
     found = set()
     for end in np.flatnonzero(np.isin(tokens, ending)).tolist():
@@ -82,7 +82,7 @@ def message_starts(tokens: Tokens, kind_of: Callable[[int], TokenKind]) -> list[
 def snapshot_stops(
     known: Tokens,
     new: Sequence[int],
-    kind_of: Callable[[int], TokenKind],
+    token_kind: Callable[[int], TokenKind],
     *,
     interval: int,
     keep: int,
@@ -96,7 +96,7 @@ def snapshot_stops(
         The tokens of the context.
     new
         The tokens that are evaluated after them.
-    kind_of
+    token_kind
         Gives the kind of a token.
     interval
         Tokens between snapshots that nothing else asks for.
@@ -109,7 +109,7 @@ def snapshot_stops(
     if len(new) == 1:
         wanted, starts = positions(start, end, (), interval), []
     else:
-        starts = message_starts(np.concatenate([known, as_tokens(new)]), kind_of)
+        starts = message_starts(np.concatenate([known, as_tokens(new)]), token_kind)
         # of a prompt with many more positions than are kept, most would be deleted at once
         spaced = interval * -(-len(new) // (interval * keep * 4))
         wanted = [n for n in positions(start, end, starts, spaced) if n >= min_tokens]

@@ -20,7 +20,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
-from tests.attacks.damaging import MIB, build, location
+from tests.attacks.damaged_file import MIB, build, location
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import contents, fill, space
@@ -32,7 +32,7 @@ CASES = 15 * TORTURE
 @pytest.mark.parametrize("seed", [0, CASES])
 def test_a_damaged_file_gives_right_states_or_none_and_never_crashes_the_process(tmp_path, scheme, seed):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.damaging", scheme, str(tmp_path), str(seed), str(CASES)],
+        [sys.executable, "-m", "tests.attacks.damaged_file", scheme, str(tmp_path), str(seed), str(CASES)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -127,7 +127,7 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
-def test_a_page_that_went_bad_on_disk_goes_although_the_index_remembers_it(tmp_path, scheme):
+def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
     place, file = location(scheme, tmp_path)
     with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
         engine = Engine(backend, Budget(64 * MIB), Ordering(lru), pick("raw"), Counters())

@@ -17,38 +17,38 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.errors import UnavailableError
 from prefixstore.maintenance.archive import Archive
-from tests.attacks.dying import Mortals, allowed
+from tests.attacks.after_kill import contents_of_old, look_at, look_without_writing, pack
+from tests.attacks.kill_workload import BUDGET
+from tests.attacks.killed_process import KillableProcess, allowed
 from tests.attacks.power import shim
-from tests.attacks.surviving import contents_of_old, look_at, look_without_writing, pack
-from tests.attacks.working import BUDGET
 from tests.support.models import TORTURE
-from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
 from tests.support.postgres import database
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
+from tests.support.timeouts import wait_for
 
 EACH = TORTURE > 1
 
 
 @pytest.fixture(scope="module")
-def mortals(tmp_path_factory) -> Iterator[Mortals]:
+def killable(tmp_path_factory) -> Iterator[KillableProcess]:
     """Children that are killed at operations, at statements, or at any moment."""
-    with closing(Mortals(tmp_path_factory.mktemp("mortals"))) as started:
+    with closing(KillableProcess(tmp_path_factory.mktemp("killable"))) as started:
         yield started
 
 
 @pytest.fixture
-def others(tmp_path_factory) -> Iterator[Mortals]:
+def others(tmp_path_factory) -> Iterator[KillableProcess]:
     """Children that survive; for one test each, because after a failure the child is still at work."""
-    with closing(Mortals(tmp_path_factory.mktemp("others"))) as started:
+    with closing(KillableProcess(tmp_path_factory.mktemp("others"))) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def shimmed(tmp_path_factory) -> Iterator[Mortals]:
+def shimmed(tmp_path_factory) -> Iterator[KillableProcess]:
     """Children that are killed at system calls."""
-    directory = tmp_path_factory.mktemp("mortals")
-    with closing(Mortals(directory, shim=shim(directory))) as started:
+    directory = tmp_path_factory.mktemp("killable")
+    with closing(KillableProcess(directory, shim=shim(directory))) as started:
         yield started
 
 
@@ -65,9 +65,9 @@ def lines(report: Path) -> list[str]:
 class Life:
     """One location through many kills."""
 
-    def __init__(self, mortals: Mortals, location: str, directory: Path) -> None:
+    def __init__(self, killable: KillableProcess, location: str, directory: Path) -> None:
         self.location = location
-        self._mortals = mortals
+        self._killable = killable
         self._report = directory / "report"
         self._pack = pack()
         self._holds = empty(location)
@@ -81,10 +81,10 @@ class Life:
     def begins(self, task: str, **order) -> None:
         self._report.unlink(missing_ok=True)
         order |= {"location": self.location, "pack": self._pack, "report": str(self._report)}
-        self._mortals.begin(task, **order)
+        self._killable.begin(task, **order)
 
     def ends(self) -> bool:
-        killed = self._mortals.end()
+        killed = self._killable.end()
         self.deaths += killed
         if self.deaths % 4 == 0:
             look_without_writing(self.location)
@@ -99,8 +99,8 @@ class Life:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_sound_after_a_kill_at_each_write(mortals, tmp_path, request, scheme):
-    life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
+def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request, scheme):
+    life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     level = "operations" if scheme == "lmdb" else "statements"
     # at length, each statement
     step = 1 if EACH else {"lmdb": 1, "sqlite": 2, "postgresql": 8}[scheme]
@@ -123,8 +123,8 @@ def test_a_store_is_sound_after_a_kill_at_each_system_call(shimmed, tmp_path, re
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_store_is_sound_after_a_kill_at_any_moment(mortals, tmp_path, request, scheme):
-    life = Life(mortals, place(scheme, tmp_path, request), tmp_path)
+def test_a_store_is_sound_after_a_kill_at_any_moment(killable, tmp_path, request, scheme):
+    life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     rng = random.Random(scheme)
     for seed in range(10 * TORTURE if EACH else 4):
         assert life.goes_on("work_forever", seed=10 * seed, kill_after=rng.uniform(0.02, 0.3))
@@ -133,7 +133,7 @@ def test_a_store_is_sound_after_a_kill_at_any_moment(mortals, tmp_path, request,
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_others_continue_when_one_process_is_killed(mortals, others, tmp_path, request, scheme):
+def test_others_continue_when_one_process_is_killed(killable, others, tmp_path, request, scheme):
     location, rng = place(scheme, tmp_path, request), random.Random(scheme)
     empty(location)
     survivor, victim, enough = tmp_path / "survivor", tmp_path / "victim", tmp_path / "enough"
@@ -141,7 +141,7 @@ def test_others_continue_when_one_process_is_killed(mortals, others, tmp_path, r
     order = {"location": location, "pack": pack()}
     others.begin("work_forever", seed=1, report=str(survivor), kill_when=str(enough), **order)
     for n in range(deaths):
-        assert mortals.run("work_forever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
+        assert killable.run("work_forever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)
         before = lines(survivor).count("committed")
 
         def goes_on() -> bool:
@@ -169,7 +169,7 @@ def test_a_kill_while_a_store_is_created_leaves_none_or_a_sound_one(shimmed, tmp
 
 
 @pytest.mark.parametrize("scheme", ["sqlite", "postgresql"])
-def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, tmp_path, request, scheme):
+def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(killable, tmp_path, request, scheme):
     if scheme == "postgresql":
         location = request.getfixturevalue("new_database")(empty=True)
         write_old(location)
@@ -180,7 +180,7 @@ def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, 
             write_old(location)
         order = {"location": location, "later": str(tmp_path), "report": str(tmp_path / "report")}
         with a_later_version(tmp_path):
-            killed = mortals.run("upgrade", die_at=die_at, level="statements", **order)
+            killed = killable.run("upgrade", die_at=die_at, level="statements", **order)
             revisions.append(migrate.check(location).revision)
         if not killed:
             break
@@ -194,11 +194,11 @@ def test_a_kill_during_an_upgrade_leaves_the_old_schema_or_the_new_one(mortals, 
         assert archive.used().entries == 3
 
 
-def test_a_killed_server_has_all_it_committed_and_its_clients_reconnect(mortals, tmp_path, postgres_server):
+def test_a_killed_server_has_all_it_committed_and_its_clients_reconnect(killable, tmp_path, postgres_server):
     rng = random.Random(3)
     with database(postgres_server.url, None) as location:
         migrate.upgrade(location)
-        life = Life(mortals, location, tmp_path)
+        life = Life(killable, location, tmp_path)
         enough = tmp_path / "enough"
         life.begins("work_forever", seed=0, kill_when=str(enough))
         committed = 0

@@ -17,8 +17,8 @@ from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
 from tests.support import ROOT
 from tests.support.models import TORTURE, prompt
-from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
+from tests.support.timeouts import wait_for
 from tests.support.worker import command, in_process
 
 MAX_BYTES = 3 << 20
@@ -99,7 +99,7 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_processes_with_real_models_in_a_crowd_answer_as_if_alone(scheme, models, tmp_path, request):
+def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_process(scheme, models, tmp_path, request):
     location = place(scheme, tmp_path, request)
     model = str(models("llama"))
     seeds = list(range(4 * min(TORTURE, 5)))

@@ -38,7 +38,7 @@ SPACE = space()
 
 @pytest.mark.skipif(find_spec("atheris") is None, reason="atheris is not installed: it is for Linux on x86-64 only")
 @pytest.mark.parametrize("target", TARGETS)
-def test_any_input_is_valid_or_raises_our_error(tmp_path, target):
+def test_any_input_is_valid_or_raises_a_prefixstore_error(tmp_path, target):
     done = subprocess.run(
         [sys.executable, "-m", "tests.attacks.fuzz_targets", target, str(tmp_path), BOUND],
         cwd=ROOT,
@@ -210,6 +210,6 @@ def test_a_model_whose_path_is_not_a_string_is_refused(tmp_path):
         load_config(path).open_llama()
 
 
-def test_the_seeds_of_the_fuzzers_are_real():
+def test_the_seeds_of_the_fuzzers_are_valid_inputs():
     reader = ExportReader(io.BytesIO(an_export()), "seed")
     assert len(list(reader.entries(lambda _: True))) == 8

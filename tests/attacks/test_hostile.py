@@ -30,7 +30,7 @@ from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, Expo
 from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
-from tests.attacks.forging import moved
+from tests.attacks.forged_states import moved
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, forget, prompt
 from tests.support.places import contents, fill, place, space
@@ -77,7 +77,7 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
         "first": 3,
         "step": 1 if TORTURE > 1 else 23,
     }
-    done = json.loads(in_child("forging", [json.dumps(case)], seconds=60 * TORTURE).splitlines()[-1])
+    done = json.loads(in_child("forged_states", [json.dumps(case)], seconds=60 * TORTURE).splitlines()[-1])
     assert done["ran"] > 5
     assert done["wrong"] == []
     assert done["check"] == []

@@ -23,21 +23,21 @@ from prefixstore import PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.backends.sql.postgresql import CONNECT_SECONDS
 from prefixstore.engine import queue
-from tests.attacks.weather import Weather
+from tests.attacks.flaky_backend import FlakyBackend
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
-from tests.support.patience import wait_for
 from tests.support.places import SCHEMES, place
+from tests.support.timeouts import wait_for
 
 
 @pytest.fixture
-def weather(monkeypatch):
+def flaky(monkeypatch):
     """The location of the store that is opened next, which can be made to fail."""
     made = []
     real = prefixstore.store.open_backend
 
     def opened(*arguments, **options):
-        made.append(Weather(real(*arguments, **options)))
+        made.append(FlakyBackend(real(*arguments, **options)))
         return made[-1]
 
     monkeypatch.setattr(prefixstore.store, "open_backend", opened)
@@ -93,105 +93,105 @@ def lookups(stats):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(scheme, llama, weather, tmp_path, request):
+def test_a_location_that_takes_seconds_delays_one_lookup_and_no_further_one(scheme, llama, flaky, tmp_path, request):
     with serving(llama(), place(scheme, tmp_path, request), 0, 1) as server:
         server.ask(0)
         server.store.flush()
         assert server.hits(0)
-        weather().seconds = 0.7
-        before, asked = server.store.engine.counters["miss:unavailable"], weather().asked_by_completions()
+        flaky().seconds = 0.7
+        before, asked = server.store.engine.counters["miss:unavailable"], flaky().asked_by_completions()
         waited = sum(server.ask(0) for _ in range(8 * TORTURE))
         stats_before = server.store.engine.counters
         # the first one waited, and found out
-        assert weather().asked_by_completions() - asked <= 2
+        assert flaky().asked_by_completions() - asked <= 2
         assert stats_before["miss:unavailable"] - before >= 8 * TORTURE - 1
         assert stats_before["outages"] == 1
         assert 0.7 <= stats_before.seconds("lost") <= waited
-        weather().seconds = 0.0
+        flaky().seconds = 0.0
         server.recovers()
         stats = server.store.stats()
         assert stats.outages == 1
         assert lookups(stats) == stats.hits + sum(stats.misses.values())
 
 
-def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more(llama, weather):
+def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more(llama, flaky):
     with serving(llama(), "memory:", 0) as server:
         server.n = 1300
         server.learn(0)
         server.ask(0)
         server.store.flush()
-        weather().slow, weather().seconds = ("payload",), 0.7
-        before = weather().asked_by_completions("payload")
+        flaky().slow, flaky().seconds = ("payload",), 0.7
+        before = flaky().asked_by_completions("payload")
         server.ask(0)
         # of five pages one was waited for, and some may have been read ahead
-        assert weather().asked_by_completions("payload") - before <= 3
-        asked = weather().asked_by_completions()
+        assert flaky().asked_by_completions("payload") - before <= 3
+        asked = flaky().asked_by_completions()
         for _ in range(5):
             server.ask(0)
-        assert weather().asked_by_completions() == asked
+        assert flaky().asked_by_completions() == asked
         stats = server.store.stats()
         assert stats.outages == 1
         assert stats.unreadable == {"unavailable": 1}
-        weather().seconds = 0.0
+        flaky().seconds = 0.0
         server.store._hook.context.rate.page_seconds = None
         server.recovers()
 
 
-def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_waits(llama, weather):
+def test_a_slow_write_queue_drops_pages_within_its_memory_and_no_completion_waits(llama, flaky):
     with serving(llama(), "memory:", *range(6), queue_bytes="100KB") as server:
         # so slow that a completion that waited for it would not return
-        weather().slow = ("update", "put", "delete")
-        weather().gate.clear()
+        flaky().slow = ("update", "put", "delete")
+        flaky().gate.clear()
         for seed in range(6):
             server.ask(seed)
             # one page of any size may be queued
             assert server.store.engine.queued_bytes <= 1_000_000
         assert server.store.stats().dropped["queue_full"] > 0
-        weather().gate.set()
+        flaky().gate.set()
         server.store.flush()
         server.ask(5)
         server.recovers(5)
 
 
-def test_a_location_that_fails_fast_is_asked_again_at_once(llama, weather):
+def test_a_location_that_fails_fast_is_asked_again_at_once(llama, flaky):
     with serving(llama(), "memory:", 0) as server:
         server.ask(0)
         server.store.flush()
         entries = server.store.stats().entries
-        weather().fails = True
+        flaky().fails = True
         server.ask(0)
         with pytest.raises(UnavailableError):
             server.store.match(prompt(300))
         stats = server.store.stats()
         assert stats.misses["unavailable"] == 1
         assert (stats.outages, stats.entries) == (0, entries)
-        weather().fails = False
+        flaky().fails = False
         server.recovers()
 
 
-def test_a_location_that_fails_slowly_opens_the_circuit_and_counters_stay_readable(llama, weather):
+def test_a_location_that_fails_slowly_opens_the_circuit_and_counters_stay_readable(llama, flaky):
     with serving(llama(), "memory:", 0, 1) as server:
         server.ask(0)
         server.store.flush()
-        weather().fails, weather().seconds = True, 0.3
+        flaky().fails, flaky().seconds = True, 0.3
         server.ask(0)
-        asked = weather().asked_by_completions()
+        asked = flaky().asked_by_completions()
         for seed in (0, 1, 0, 1):
             server.ask(seed)
-        assert weather().asked_by_completions() == asked
+        assert flaky().asked_by_completions() == asked
         assert server.store.stats().outages == 1
-        weather().fails, weather().seconds = False, 0.0
+        flaky().fails, flaky().seconds = False, 0.0
         server.recovers()
 
 
-def test_no_call_waits_forever_for_a_location_that_hangs(llama, weather, monkeypatch):
+def test_no_call_waits_forever_for_a_location_that_hangs(llama, flaky, monkeypatch):
     monkeypatch.setattr(queue, "NO_PROGRESS_SECONDS", 0.5)
     llm = llama()
     store = PrefixStore("memory:", llm)
     server = Server(llm, store)
     server.learn(0)
-    weather().slow = ("update", "sync")
-    weather().gate.clear()
+    flaky().slow = ("update", "sync")
+    flaky().gate.clear()
     server.ask(0)
     started = time.monotonic()
     with pytest.raises(UnavailableError, match="nothing was written"):
@@ -201,9 +201,9 @@ def test_no_call_waits_forever_for_a_location_that_hangs(llama, weather, monkeyp
     llm.set_cache(None)
     with pytest.raises(UnavailableError, match="nothing was written"):
         store.close()
-    # three times the patience set here, not the default one
+    # three times the timeout set here, not the default one
     assert time.monotonic() - started < 25
-    weather().gate.set()
+    flaky().gate.set()
     wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "the end of it")
 
 
@@ -332,13 +332,13 @@ def test_another_store_put_in_place_is_used_from_then_on(scheme, llama, tmp_path
         server.recovers(2)
 
 
-def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, weather, monkeypatch):
+def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, flaky, monkeypatch):
     llm = llama()
     with serving(llm, "memory:", 0, 1) as server:
         for seed in (0, 1):
             server.ask(seed)
             server.store.flush()
-        memory = weather()._backend
+        memory = flaky()._backend
         empty = prefixstore.store.open_backend("memory:", max_bytes=10 << 30)
         monkeypatch.setattr(server.store._engine._backend, "_backend", empty._backend)
         server.ask(0)
@@ -350,7 +350,7 @@ def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, weather
         memory.close()
 
 
-def test_a_lost_permission_costs_only_what_would_have_been_written(llama, models, tmp_path):
+def test_losing_write_permission_drops_only_new_pages(llama, models, tmp_path):
     if os.geteuid() != 0:
         pytest.skip("as another user: only root may become one")
     script = """

@@ -15,9 +15,9 @@ from sqlalchemy import create_engine
 from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from tests.attacks.dying import Mortals
+from tests.attacks.after_kill import look_at, look_without_writing, pack
+from tests.attacks.killed_process import KillableProcess
 from tests.attacks.power import MARK, MODES, SYNC, Disk, Entry, is_mapped, read_journal, shim
-from tests.attacks.surviving import look_at, look_without_writing, pack
 from tests.support.models import TORTURE
 from tests.support.places import fill, space
 
@@ -42,16 +42,16 @@ class Run:
 @pytest.fixture
 def run(tmp_path) -> Iterator[Callable[..., Run]]:
     """Runs a task in a process; what it did to the files."""
-    (tmp_path / "mortals").mkdir()
+    (tmp_path / "killable").mkdir()
     numbers = itertools.count()
-    with closing(Mortals(tmp_path / "mortals", shim=shim(tmp_path))) as mortals:
+    with closing(KillableProcess(tmp_path / "killable", shim=shim(tmp_path))) as killable:
 
         def work(scheme: str, task: str = "work", **order) -> Run:
             number = next(numbers)
             root, journal = tmp_path.resolve() / f"place-{number}", tmp_path / f"journal-{number}"
             root.mkdir()
             location, report = location_in(root, scheme), str(tmp_path / "report")
-            assert not mortals.run(
+            assert not killable.run(
                 task, location=location, report=report, journal=str(journal), below=str(root), **order
             )
             return Run(scheme, root, root.stat().st_ino, read_journal(journal))

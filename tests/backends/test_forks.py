@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 
+import pytest
+
 from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from tests.support import in_thread
+from tests.support import ROOT, in_thread
 
 PATIENCE = 20
 
@@ -119,3 +122,46 @@ def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
     thread.join(PATIENCE)
     with lock:
         pass
+
+
+EXECUTOR_WHILE_FORKING = """
+import os, threading
+from prefixstore.backends.forks import ForkLevel, register_at_fork
+from concurrent.futures import ThreadPoolExecutor
+
+executor = ThreadPoolExecutor(1)
+
+
+class User:
+    def before_fork(self):
+        thread = threading.Thread(target=executor.submit, args=(int,), daemon=True)
+        thread.start()
+        thread.join(10)
+        print("deadlock" if thread.is_alive() else "started", flush=True)
+        if thread.is_alive():
+            os._exit(1)
+
+    def after_fork_in_parent(self):
+        pass
+
+    def after_fork_in_child(self):
+        os._exit(0)
+
+
+user = User()
+register_at_fork(user, ForkLevel.HANDLE)
+os.waitpid(os.fork(), 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_thread_that_uses_a_handle_can_start_a_job_while_another_thread_forks():
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTOR_WHILE_FORKING],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.stdout == "started\n", done.stderr

@@ -55,7 +55,7 @@ def ask(breaker, clock, error, page):
         raise error
 
 
-def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
+def test_after_a_fast_failure_the_circuit_is_open_only_briefly(breaker, clock):
     ask_in_vain(breaker, clock, UnavailableError("no"))
     assert breaker.is_open
     with pytest.raises(UnavailableError, match="circuit open"), breaker.asking():
@@ -64,6 +64,6 @@ def test_what_fails_at_once_is_asked_again_soon(breaker, clock):
     assert not breaker.is_open
 
 
-def test_a_damaged_page_is_no_word_against_the_location(breaker, clock):
+def test_a_damaged_page_does_not_open_the_circuit(breaker, clock):
     ask_in_vain(breaker, clock, CorruptError("no"), page=object())
     assert not breaker.is_open

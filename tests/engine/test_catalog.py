@@ -264,7 +264,7 @@ def test_two_engines_on_one_location_catch_up_without_the_lock(watch, tmp_path, 
     assert {"changes", "records", "scan"} <= watch.asked
 
 
-def test_the_watch_notices_a_question_under_the_lock():
+def test_the_guard_detects_a_backend_call_under_the_lock():
     watch = Watch()
     store = watch.open(MemoryBackend())
     with closing(store.engine):

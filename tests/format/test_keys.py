@@ -46,7 +46,7 @@ def test_anything_but_a_sequence_of_tokens_is_refused(wrong):
         as_tokens(wrong)
 
 
-def test_the_keys_are_the_released_ones():
+def test_the_keys_have_not_changed():
     # stored keys: another value would lose everything that anybody has stored
     assert page_key(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
     assert [key.hex() for key in page_keys(b"n" * 16, as_tokens(range(5)), 2)] == [

@@ -59,7 +59,7 @@ def test_differences_from_the_nearest_namespace_name_only_the_model_where_it_dif
     assert here.nearest_differences([]) == here.nearest_differences([near, here]) == {}
 
 
-def test_the_canonical_form_is_the_released_one():
+def test_the_canonical_form_has_not_changed():
     namespace = Namespace({"b": "ü", "a": 1})
     assert namespace.canonical == '{"a":1,"b":"ü"}'.encode()
     assert json.loads(namespace.canonical) == {"a": 1, "b": "ü"}

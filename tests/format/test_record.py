@@ -97,7 +97,7 @@ def test_a_usage_survives_packing(last_used, hits, pinned):
             Usage.unpack(wrong)
 
 
-def test_the_layout_is_the_released_one():
+def test_the_layout_has_not_changed():
     # a change of these is a new format: raise FORMAT_VERSION, and read the old one still
     assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (1, 88, 8, 24)
     record = Record(b"n" * 16, b"p" * 16, 512, b"\1\0\0\0\2\0\0\0", 1, 1000, 900, b"c" * 16, 77, 2**40)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixstore.llama.compute_rate import LOSES_BY, SMALLEST_BATCH, TRY_AGAIN, ComputeRate
+from prefixstore.llama.compute_rate import MAX_SLOWDOWN, RETRY_EVERY, SMALLEST_BATCH, ComputeRate
 
 
 def test_a_restore_is_done_until_both_rates_are_known():
@@ -23,13 +23,13 @@ def test_a_restore_that_is_slower_is_skipped_and_retried_ever_more_seldom():
     rate.restored(2, 2.0)  # 1 s a page
     assert rate.is_worth(100, 1)
     assert rate.is_worth(85, 1)  # a little slower is not worth a change
-    assert LOSES_BY * 0.85 > 1 > LOSES_BY * 0.8
-    answers = [rate.is_worth(80, 1) for _ in range(3 * TRY_AGAIN)]
+    assert MAX_SLOWDOWN * 0.85 > 1 > MAX_SLOWDOWN * 0.8
+    answers = [rate.is_worth(80, 1) for _ in range(3 * RETRY_EVERY)]
     # it stays slower, so it is tried ever more seldom
-    assert answers == [*[False] * (TRY_AGAIN - 1), True, *[False] * (2 * TRY_AGAIN - 1), True]
+    assert answers == [*[False] * (RETRY_EVERY - 1), True, *[False] * (2 * RETRY_EVERY - 1), True]
 
 
-def test_small_batches_say_nothing():
+def test_small_batches_do_not_change_the_rate():
     rate = ComputeRate()
     rate.computed(SMALLEST_BATCH - 1, 5.0)
     assert rate.token_seconds is None

@@ -1,43 +1,15 @@
-"""What belongs to one context, and the guard that keeps faults of the store out of completions."""
+"""What is known about one context."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.errors import UnavailableError
-from prefixstore.llama.context import Guard, bypass_reason, held_prefix, is_multimodal
+from prefixstore.llama.context import bypass_reason, is_multimodal, live_prefix_length
 from prefixstore.llama.kv_memory import Missing, PagedMemory, SnapshotMemory
-from prefixstore.stats import Counters, Kind
+from prefixstore.llama.lineage import Lineage
+from prefixstore.stats import Kind
 from tests.support.models import prompt
-
-
-def test_a_guard_counts_and_logs_a_fault_and_ends_the_block(caplog):
-    counters = Counters()
-    with caplog.at_level(logging.WARNING, "prefixstore"):
-        with Guard(counters, "miss:error", "miss:unavailable"):
-            raise ZeroDivisionError("a fault")
-        with Guard(counters, "miss:error", "miss:unavailable"):
-            raise UnavailableError("no answer")
-        with Guard(counters, "dropped:error"):
-            raise UnavailableError("no answer")
-    assert counters.group("miss") == {"error": 1, "unavailable": 1}
-    assert counters.group("dropped") == {"error": 1}
-    unexpected, unavailable, dropped = caplog.records
-    # only what is not an error of the store comes with its traceback
-    assert unexpected.exc_info is not None
-    assert unexpected.exc_info[0] is ZeroDivisionError
-    assert not unavailable.exc_info
-    assert not dropped.exc_info
-
-
-def test_a_guard_lets_an_interrupt_through():
-    counters = Counters()
-    with pytest.raises(KeyboardInterrupt), Guard(counters, "miss:error"):
-        raise KeyboardInterrupt
-    assert counters.group("miss") == {}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +44,7 @@ def test_a_context_is_bypassed_for_what_it_is_and_for_what_its_handler_does(llam
 def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
     llm, tokens = llama(), prompt(600)
     llm.eval(tokens)
-    assert held_prefix(llm, llm.input_ids[:600]) == 600
+    assert live_prefix_length(llm, llm.input_ids[:600]) == 600
     memory, taken = PagedMemory(llm), []
     ranges = [(0, 256), (256, 512), (512, 768)]
     with PrefixStore("memory:", llm) as store:
@@ -85,3 +57,13 @@ def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
         assert (missing.start, missing.end, missing.reason) == (0, 256, Missing.QUEUE_FULL)
     # the tags are as they were
     assert memory.holds(600)
+
+
+def test_the_parent_of_a_page_is_right_even_if_no_keys_were_computed_before():
+    lineage = Lineage(bytes(16), 4, 64)
+    lineage.extend(range(10))
+    parents = [lineage.parent(i) for i in (2, 1, 0)]
+    assert parents == [lineage.keys()[1], lineage.keys()[0], bytes(16)]
+    lineage.rewind(4)
+    lineage.extend(range(20, 26))
+    assert lineage.parent(2) == lineage.keys()[1] != parents[0]

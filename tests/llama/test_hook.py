@@ -275,7 +275,7 @@ def test_a_store_on_the_wrong_llama_raises_an_error(llama, store):
     assert answer(mine, prompt(50), 1)
 
 
-def test_it_is_a_cache_as_llama_cpp_python_knows_them(llama, store):
+def test_the_store_is_a_llama_cpp_cache(llama, store):
     llm = attached(store, llama())
     assert isinstance(store, BaseLlamaCache)
     assert bool(store)
@@ -403,7 +403,7 @@ class SeesImages:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_an_old_image_is_never_answered_about(llama, store, monkeypatch, announced):
+def test_an_answer_never_uses_an_earlier_image(llama, store, monkeypatch, announced):
     if not announced:
         # a user's own handler, which cannot be distinguished from one for text
         monkeypatch.delattr(SeesImages, "clip_model_path")

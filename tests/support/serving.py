@@ -10,7 +10,7 @@ from typing import Any
 
 from prefixstore import PrefixStore
 from tests.support.models import answer, load, prompt
-from tests.support.patience import wait_patiently
+from tests.support.timeouts import disable_timeouts
 
 
 def tokens_of(job: dict[str, Any]) -> list[int]:
@@ -81,5 +81,5 @@ def fork(model: str, location: str, options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    wait_patiently()
+    disable_timeouts()
     globals()[sys.argv[1]](sys.argv[2], sys.argv[3], json.loads(sys.argv[4]))

@@ -16,7 +16,7 @@ from prefixstore.cli.warm import warm as command_warm
 from prefixstore.warming.job import warm
 from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
-from tests.support.patience import wait_patiently
+from tests.support.timeouts import disable_timeouts
 
 app = typer.Typer()
 app.command("warm")(guarded(command_warm))
@@ -62,5 +62,5 @@ def write_jsonl(path: Path, lines: list[object]) -> Path:
 
 
 if __name__ == "__main__":
-    wait_patiently()
+    disable_timeouts()
     app()

@@ -18,7 +18,7 @@ from typing import Any
 from prefixstore import PrefixStore
 from tests.support import ROOT
 from tests.support.models import answer, load, logits, prompt, state_digest
-from tests.support.patience import wait_patiently
+from tests.support.timeouts import disable_timeouts
 
 
 def command(function: str, **arguments: Any) -> list[str]:
@@ -222,7 +222,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    wait_patiently()
+    disable_timeouts()
     if sys.argv[1:]:
         print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))
     else:

@@ -26,8 +26,10 @@ from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.whole_state import WholeState
-from prefixstore.llama.context import Guard, bypass_reason, reusable_prefix
+from prefixstore.llama.context import bypass_reason, reusable_prefix
+from prefixstore.llama.guard import Guard
 from prefixstore.llama.kv_memory import kind_of
+from prefixstore.llama.pages import missing_ranges
 from prefixstore.llama.portable.lookup import ENDLESS, match_whole
 from prefixstore.llama.portable.restore import StateBuilder
 from prefixstore.llama.portable.target import PortableTarget, nameless_target, target_for
@@ -48,7 +50,7 @@ class PortableHook:
     engine
         Of the store.
     parameters
-        Those of its parameters that concern a context.
+        The store's parameters.
     """
 
     def __init__(self, engine: Engine, parameters: Parameters) -> None:
@@ -140,7 +142,7 @@ class PortableHook:
         state
             As ``Llama.save_state`` made it.
         completion
-            The frame of the completion that saves, if one does. Outside one, the name of the store stands for the
+            The frame of the completion that saves, if one does. Outside one, the namespace= label identifies the
             model.
 
         Raises
@@ -188,34 +190,24 @@ class PortableHook:
             counters.count("dropped:incomplete")
             return
         if parsed is not None and target.pages is not None and parsed.architecture == target.architecture:
-            wanted = self._wanted(target.pages.key, target.page_tokens, tokens)
+            step = target.page_tokens
+            keys = page_keys(target.pages.key, tokens, step)
+            wanted = missing_ranges(self._engine, target.pages.key, keys, tokens, step, tail=True)
             # if rows of a page have left a window, the whole state still has what its next token needs
             if all(parsed.holds(start, end) for start, end in wanted):
-                self._save_pages(target.pages, target.page_tokens, tokens, parsed, wanted)
+                self._save_pages(target.pages, [target.pages.key, *keys], step, tokens, parsed, wanted)
                 return
         self._save_whole(target, tokens, state)
-
-    def _wanted(self, namespace: bytes, page_tokens: int, tokens: Tokens) -> list[tuple[int, int]]:
-        """First position and boundary of each page that is not stored."""
-        keys = page_keys(namespace, tokens, page_tokens)
-        missing = self._engine.missing(keys)
-        wanted = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
-        start = len(keys) * page_tokens
-        tail = tokens[start:].tobytes()
-        # a page that is taken now has no children yet, so nothing can cover the tail
-        if tail and (missing or self._engine.wants(namespace, [namespace, *keys][-1], tail)):
-            wanted.append((start, len(tokens)))
-        return wanted
 
     def _save_pages(
         self,
         namespace: Namespace,
+        parents: Sequence[bytes],
         page_tokens: int,
         tokens: Tokens,
         parsed: StateView,
         wanted: Sequence[tuple[int, int]],
     ) -> None:
-        parents = [namespace.key, *page_keys(namespace.key, tokens, page_tokens)]
         for start, end in wanted:
             piece = parsed.cut(start, end)
             assembly = Assembly(piece, piece.positions)

@@ -53,7 +53,7 @@ class WholeMatch:
 
 def match_whole(engine: Engine, namespace: bytes, tokens: Tokens) -> WholeMatch:
     """Look tokens up among the whole states of a namespace. Raises `StorageError`."""
-    # no state begins with a sibling, so the one that the tokens begin with shares most with them
+    # no stored state is a prefix of a sibling, so a state the tokens start with is the longest match
     path = engine.match(namespace, tokens, ENDLESS)
     page, shared = (path.pages[0], path.n_tokens) if path.pages else (None, 0)
     contained: list[Page] = []

@@ -27,7 +27,7 @@ log = logging.getLogger("prefixstore")
 
 # the logits of restored tokens are not stored: one zero stands for all the rows that ``load_state`` fills
 NO_SCORES = np.zeros((1, 1), np.single)
-# what follows the tokens of a state: no prompt continues with it
+# padding after a state's tokens; matches no prompt
 NO_TOKEN = -1
 
 
@@ -204,9 +204,9 @@ def _cut(target: PortableTarget, whole: WholeState, n: int, end: int) -> bytearr
     if parsed.recurrent is not None and n < end:
         return None
     # where there is no space for more, and where there are no more rows: what the next token needs
-    window_from = target.window_from(n) if target.forgets or not parsed.holds(0, n) else 0
+    window_from = target.window_from(n) if target.overwrites_window or not parsed.holds(0, n) else 0
     if not parsed.holds(0, n, window_from=window_from):
-        # a caller outside a completion knows what the name of the store stands for
+        # outside a completion the namespace= label identifies the model, so the caller vouches for it
         return bytearray(whole.state) if n == end and target.architecture is None else None
     recurrent = parsed.recurrent.data if parsed.recurrent is not None else b""
     piece = parsed.cut(0, n, window_from=window_from)

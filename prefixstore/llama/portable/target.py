@@ -50,9 +50,9 @@ class PortableTarget:
     memory: ContextMemory | None = None
 
     @property
-    def forgets(self) -> bool:
+    def overwrites_window(self) -> bool:
         """Whether the context has space only for the rows in its sliding window (``swa_full=False``)."""
-        return self.memory is not None and self.memory.forgets
+        return self.memory is not None and self.memory.overwrites_window
 
     def window_from(self, n: int) -> int:
         """The first position whose rows in a sliding window are needed to continue from position `n`."""
@@ -76,7 +76,7 @@ def target_for(llm: llama_cpp.Llama, parameters: Parameters) -> PortableTarget:
     is_attention = kind is Kind.PAGES
     return PortableTarget(
         # pages have no scores, and a window whose rows are overwritten no longer holds all of its pages
-        pages if is_attention and not memory.forgets and not n_vocab else None,
+        pages if is_attention and not memory.overwrites_window and not n_vocab else None,
         _whole({**pages.settings, "scores": bool(n_vocab)}),
         page_tokens,
         is_attention,
@@ -88,7 +88,7 @@ def target_for(llm: llama_cpp.Llama, parameters: Parameters) -> PortableTarget:
 
 
 def nameless_target(parameters: Parameters) -> PortableTarget:
-    """The target of a caller whose ``Llama`` is not known: the label stands for the model and its settings."""
+    """The target of a caller whose ``Llama`` is not known: the label identifies the model and its settings."""
     settings = {
         "label": parameters.label,
         "salt": parameters.salt,

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.state.view import CELL_BYTES, SEQUENCE_MAGIC, Buffer, Recurrent, Section, StateView, Tensor
+from prefixstore.format.record import Buffer
+from prefixstore.llama.state.view import CELL_BYTES, PAIR, SEQUENCE_MAGIC, U32, Recurrent, Section, StateView, Tensor
 
 __all__ = ["parse_context", "parse_sequence"]
 
-U32 = struct.Struct("<I")
-PAIR = struct.Struct("<II")
 ROWS = struct.Struct("<iQ")  # type, bytes of a row
 CHANNELS = struct.Struct("<iII")  # type, bytes of an element, channels
 CELL = struct.Struct("<iI")  # position, number of sequences

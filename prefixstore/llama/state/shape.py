@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
-from prefixstore.llama.state.parse import PAIR, U32, parse_sequence
-from prefixstore.llama.state.view import CELL_BYTES, SEQUENCE_MAGIC, Buffer, StateView
+from prefixstore.format.record import Buffer
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.view import CELL_BYTES, PAIR, SEQUENCE_MAGIC, U32, StateView
 
 __all__ = ["StateShape", "complete_cells", "shape_of", "shape_of_sequence"]
 

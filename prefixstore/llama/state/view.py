@@ -25,12 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
+from prefixstore.format.record import Buffer
 
 __all__ = [
     "CELL_BYTES",
+    "PAIR",
     "SEQUENCE_MAGIC",
+    "U32",
     "Assembly",
-    "Buffer",
     "Recurrent",
     "Section",
     "StateView",
@@ -39,7 +41,6 @@ __all__ = [
 ]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 SEQUENCE_MAGIC = 0xAF143CD8
 

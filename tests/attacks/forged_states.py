@@ -23,7 +23,7 @@ from prefixstore.format.record import checksum
 from prefixstore.format.whole_state import HEADER, MAGIC
 from prefixstore.llama.state.parse import parse_context, parse_sequence
 from tests.support.models import answer, forget, load, prompt
-from tests.support.patience import wait_patiently
+from tests.support.timeouts import disable_timeouts
 
 SETTINGS = {"page_tokens": 64, "min_tokens": 16, "namespace": "forged"}
 VALUES = (0, 1, 2, 64, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
@@ -144,5 +144,5 @@ def forge(
 
 
 if __name__ == "__main__":
-    wait_patiently()
+    disable_timeouts()
     print(json.dumps(forge(**json.loads(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Patience without end: on a busy machine a lookup or a restore that waits for a core is not taken for a slow one."""
+"""No timeouts: on a busy machine a lookup or a restore that waits for a core does not count as a slow one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from prefixstore.engine import breaker
 from prefixstore.llama import compute_rate
 
-# when the package takes something for slow, and values with which it never does
+# the limits from which on something counts as slow, and values that are never reached
 ENDLESS = (
     (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
-    (compute_rate, "LOSES_BY", 100.0),  # a restore that loses to computing, which takes milliseconds here
+    (compute_rate, "MAX_SLOWDOWN", 100.0),  # a restore that loses to computing, which takes milliseconds here
 )
 
 
-def wait_patiently(set_value: Callable[[Any, str, float], None] = setattr, *, but: Any = None) -> None:
-    """Take nothing for slow, except where `but` does; a test undoes it, a process of its own need not.
+def disable_timeouts(set_value: Callable[[Any, str, float], None] = setattr, *, but: Any = None) -> None:
+    """Let nothing count as slow, except in `but`; a test undoes it, a process of its own need not.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store
 from prefixstore.testing import make_page
-from tests.attacks.working import BUDGET, SPACES, digest, pages_of, state_of
+from tests.attacks.kill_workload import BUDGET, SPACES, digest, pages_of, state_of
 
 COUNTED = """
     SELECT entries, bytes, (SELECT count(*) FROM prefixstore_pages),

@@ -9,11 +9,11 @@ from collections import Counter
 from prefixstore.errors import UnavailableError
 from prefixstore.testing.faults import Operation, SlowBackend
 
-__all__ = ["Weather"]
+__all__ = ["FlakyBackend"]
 
 
-class Weather(SlowBackend):
-    """A backend whose operations take or fail as a test says.
+class FlakyBackend(SlowBackend):
+    """A backend whose operations are slow or fail as the test says.
 
     Attributes
     ----------

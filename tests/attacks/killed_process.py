@@ -1,4 +1,4 @@
-"""Processes that are killed: ``python -m tests.attacks.dying`` forks a child for each order that it reads.
+"""Processes that are killed: ``python -m tests.attacks.killed_process`` forks a child for each order that it reads.
 
 A child does what its order says, and reports to a file what it is about to commit, what is committed and what is
 durable. It ends by SIGKILL at the point that its order names: before an operation of the backend, a statement of the
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.attacks.working import TASKS, Points, Report
+from tests.attacks.kill_workload import TASKS, Points, Report
 from tests.support import ROOT
 
 # beginnings of statements that change something
@@ -88,14 +88,14 @@ def _serve() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-class Mortals:
+class KillableProcess:
     """The process that forks the children, from the outside."""
 
     def __init__(self, directory: Path, *, shim: Path | None = None) -> None:
         self._errors = (directory / "errors").open("w+")
         environment = os.environ | ({"LD_PRELOAD": str(shim)} if shim is not None else {})
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.attacks.dying"],
+            [sys.executable, "-m", "tests.attacks.killed_process"],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.PIPE,
