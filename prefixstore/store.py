@@ -309,9 +309,9 @@ class PrefixStore:
         return hook.page_tokens if hook is not None else self._parameters.page_tokens
 
     @property
-    def forgets(self) -> bool:
+    def overwrites_window(self) -> bool:
         """Whether the attached context overwrites rows that leave a sliding window, so pages are captured before."""
-        return self._hook is not None and self._hook.context.memory.forgets
+        return self._hook is not None and self._hook.overwrites_window
 
     @property
     def namespace(self) -> Namespace:

@@ -166,11 +166,13 @@ class Job:
         # recurrent memory can be resumed only at the positions of its snapshots
         self._stops = self.store.kind.has_snapshots
         # rows that leave a sliding window are overwritten: their pages are captured before that
-        self._forgets = self.store.forgets
-        self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch) if self._forgets else self.llm.n_batch
+        self._overwrites_window = self.store.overwrites_window
+        self._step = self.llm.n_batch
         self._page_tokens = self.store.page_tokens
         if self._stops:
-            self._forgets, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
+            self._overwrites_window, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
+        elif self._overwrites_window:
+            self._step = min(self.llm.n_batch, self.llm.context_params.n_ubatch)
         self.interrupted = False
         self._finished = self._in_work = 0
         self._asked_at = 0.0
@@ -289,7 +291,7 @@ class Job:
             self._in_work += end - at
             self.progress = replace(self.progress, evaluated_tokens=self.progress.evaluated_tokens + end - at)
             at = end
-            if at in stops or (self._forgets and at % self._page_tokens == 0):
+            if at in stops or (self._overwrites_window and at % self._page_tokens == 0):
                 self.store.capture()
             self._show()
         self.store.capture()
@@ -306,7 +308,7 @@ class Job:
 
     def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:
         end = min([at + self._step, n, *(stop for stop in stops if stop > at)])
-        if self._forgets and end < n:
+        if self._overwrites_window and end < n:
             aligned = end - end % self._page_tokens
             end = aligned if aligned > at else end
         return end
