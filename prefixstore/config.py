@@ -148,7 +148,9 @@ class Config:
         llama_cpp = _llama_cpp()
         if self.path is None:
             raise InvalidParameterError('no model is given; set path = "model.gguf" in [model], or pass --model')
-        if not isinstance(self.path, str) or not Path(self.path).is_file():
+        if not isinstance(self.path, str):
+            raise InvalidParameterError(f'[model] path={self.path!r} must be a string, such as path = "model.gguf"')
+        if not Path(self.path).is_file():
             raise InvalidParameterError(f"model file not found: {self.path}")
         known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
         try:

@@ -177,6 +177,7 @@ class Vocabulary:
     """As much of a ``Llama`` as prompts need that are text or tokens."""
 
     chat_handler = None
+    input_ids = range(64)
     _model = type("Model", (), {"add_bos_token": lambda self: False})()
 
     def n_vocab(self) -> int:

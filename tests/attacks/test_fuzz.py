@@ -206,7 +206,7 @@ def test_a_location_that_is_not_a_url_is_refused(tmp_path, location):
 def test_a_model_whose_path_is_not_a_string_is_refused(tmp_path):
     path = tmp_path / "prefix.toml"
     path.write_text("[model]\npath = 3\n")
-    with pytest.raises(InvalidParameterError, match="no file"):
+    with pytest.raises(InvalidParameterError, match="path=3 must be a string"):
         load_config(path).open_llama()
 
 
