@@ -37,5 +37,5 @@ def test_a_page_evicted_by_its_own_commit_is_not_counted():
     ]
     for step in steps:
         step()
-        one.nothing_is_wrong_with_what_is_stored()
+        one.every_invariant_holds()
     one.teardown()
