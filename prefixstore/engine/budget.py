@@ -139,9 +139,9 @@ class Evictor:
         adding = min(free + n_bytes, self._budget.max_bytes)
         self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
 
-    def shrink_to(self, transaction: Transaction, max_bytes: int) -> None:
-        """Evict until the location holds `max_bytes`, or only what is pinned."""
-        self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
+    def shrink_to(self, transaction: Transaction, max_bytes: int) -> bool:
+        """Evict until the location holds `max_bytes`; false if nothing is left to evict before that."""
+        return self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
 
     def delete_expired(self, transaction: Transaction) -> None:
         """Delete leaves that have expired, and parents that become such leaves."""

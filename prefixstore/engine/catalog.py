@@ -314,11 +314,11 @@ class Catalog:
         with self._lock:
             return list(depth_first(roots(self._index)))
 
-    def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[bytes]:
-        """The keys that a function of the index chooses, parents before their children."""
+    def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
+        """The pages whose keys a function of the index chooses, parents before their children."""
         with self._lock:
             keys = choose(self._index)
-            return [page.key for page in depth_first(roots(self._index)) if page.key in keys]
+            return [page for page in depth_first(roots(self._index)) if page.key in keys]
 
     @property
     def payload_bytes(self) -> tuple[int, int]:

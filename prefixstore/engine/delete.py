@@ -128,7 +128,7 @@ class Deleter:
             self._catalog.refresh(view)
         doomed = self._catalog.select(partial(in_common, choices=choices))
         # a page that is captured again is another one, and stays
-        chosen = {page.key: page.created for key in doomed if (page := self._catalog.get(key)) is not None}
+        chosen = {page.key: page.created for page in doomed}
         removed = Removed()
         for _ in range(ROUNDS):
             waiting = reversed(doomed)
@@ -144,13 +144,13 @@ class Deleter:
             "pages; stop them, and delete again"
         )
 
-    def _delete_leaves(self, keys: Sequence[bytes]) -> Removed:
+    def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
         with self._catalog.update(self._backend) as transaction:
-            for key in keys:
+            for chosen in pages:
                 # not one that another process has continued since
-                page = self._catalog.remove_leaf(key)
-                if page is not None and transaction.delete(key):
+                page = self._catalog.remove_leaf(chosen.key)
+                if page is not None and transaction.delete(chosen.key):
                     removed += Removed(1, page.stored_bytes)
         return removed
 

@@ -284,7 +284,7 @@ class Engine:
 
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
-        return self._catalog.select(partial(in_common, choices=list(choices)))
+        return [page.key for page in self._catalog.select(partial(in_common, choices=list(choices)))]
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and as states."""
@@ -547,11 +547,10 @@ class Engine:
         """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned."""
         evictor = Evictor(self._catalog, self._budget, self.counters)
         before, evicted = self.used()[0].bytes, self.counters["evictions"]
-        used, done = before, -1
-        while used > max_bytes and self.counters["evictions"] > done:
-            done = self.counters["evictions"]
+        used, has_victims = before, True
+        while used > max_bytes and has_victims:
             with self._catalog.update(self._backend) as transaction:
-                evictor.shrink_to(transaction, max(max_bytes, transaction.used.bytes - EVICTED_AT_ONCE))
+                has_victims = evictor.shrink_to(transaction, max(max_bytes, transaction.used.bytes - EVICTED_AT_ONCE))
                 used = transaction.used.bytes
         self._backend.reclaim()
         return Removed(self.counters["evictions"] - evicted, max(before - used, 0))
