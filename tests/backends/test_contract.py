@@ -47,6 +47,7 @@ from prefixstore.testing import (
     SlowBackend,
     make_page,
 )
+from tests.support import keys_of, python
 
 MIB = 1 << 20
 
@@ -88,23 +89,6 @@ def put(backend, number, size=1000):
         transaction.put_namespace(record.namespace, b"{}")
         transaction.put(key, record, Usage(number), payload)
     return key
-
-
-def keys_of(backend):
-    with backend.view() as view:
-        return {key for key, _, _ in view.scan()}
-
-
-def python(code, *arguments, **options):
-    """A process of its own that runs this code."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        **options,
-    )
 
 
 WRITER = """

@@ -6,11 +6,9 @@ import logging
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 from contextlib import closing, contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +38,7 @@ from prefixstore.format.keys import page_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
+from tests.support import keys_of, python
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(16))
@@ -96,11 +95,6 @@ def chain(n, size):
     return pages
 
 
-def keys_of(backend):
-    with backend.view() as view:
-        return {key for key, _, _ in view.scan()}
-
-
 def everything(backend):
     with backend.view() as view:
         return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}, dict(
@@ -136,16 +130,6 @@ def refusal(url, **options):
     except PrefixStoreError as error:
         return f"{type(error).__name__}: {error}"
     return "opened"
-
-
-def python(code, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
 
 
 # -- the location ------------------------------------------------------------------------------------------------------

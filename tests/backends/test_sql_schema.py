@@ -27,6 +27,7 @@ from prefixstore.engine.invariants import violations
 from prefixstore.errors import IncompatibleError, LocationError, PrefixStoreError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import keys_of
 from tests.support.revisions import LATER, NAMESPACE, OLD, a_later_version, old_pages, write_old
 
 MIB = 1 << 20
@@ -44,11 +45,6 @@ def put(backend, number, size=1000):
         transaction.put_namespace(NAMESPACE, b"{}")
         transaction.put(key, record, Usage(1), payload)
     return key
-
-
-def keys_of(backend):
-    with backend.view() as view:
-        return {key for key, _, _ in view.scan()}
 
 
 def refusal(url, **options):

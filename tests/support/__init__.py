@@ -1,10 +1,15 @@
 """What tests share."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-__all__ = ["ROOT", "in_thread"]
+from prefixstore.backends.base import Backend
+
+__all__ = ["ROOT", "in_thread", "keys_of", "python"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,3 +19,21 @@ def in_thread(work: Callable[..., object], *arguments: object) -> threading.Thre
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread
+
+
+def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A process of its own that runs this code."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        **options,
+    )
+
+
+def keys_of(backend: Backend) -> set[bytes]:
+    """The keys of all stored pages."""
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
