@@ -123,22 +123,22 @@ class Archive:
             # opening for writing would create a store at a mistyped path
             open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
         size = max_bytes or DEFAULT_BYTES
-        self._open(location, size, read_only=read_only)
+        backend = open_backend(location, max_bytes=size, read_only=read_only)
         try:
-            used = self.used().bytes
+            with backend.view() as view:
+                used = view.used.bytes
         except BaseException:
-            self.backend.close()
+            backend.close()
             raise
         if max_bytes is None and used > 0.9 * DEFAULT_BYTES:
             # even deleting needs some free space
-            self.backend.close()
-            self._open(location, used + (used >> 3), read_only=read_only)
-
-    def _open(self, location: str | os.PathLike[str] | None, max_bytes: int, *, read_only: bool) -> None:
-        self.backend: Backend = open_backend(location, max_bytes=max_bytes, read_only=read_only)
+            backend.close()
+            size = used + (used >> 3)
+            backend = open_backend(location, max_bytes=size, read_only=read_only)
+        self.backend: Backend = backend
         self.engine = Engine(
-            self.backend,
-            Budget(max_bytes),
+            backend,
+            Budget(size),
             Ordering(lru),
             FixedCodec("raw"),
             Counters(),
