@@ -39,6 +39,7 @@ from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
 from tests.support import keys_of, python
+from tests.support.places import opened, refusal
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(16))
@@ -67,10 +68,6 @@ def url(request, tmp_path):
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/kv.db"
     return request.getfixturevalue("new_database")()
-
-
-def opened(url, **options):
-    return closing(open_backend(url, max_bytes=64 * MIB, **options))
 
 
 def page(number, size=1000, parent=NAMESPACE, start=0):
@@ -122,14 +119,6 @@ def change(backend, statement):
     """Something that no store of ours does to its tables."""
     with backend.database.writing() as connection:
         connection.execute(statement)
-
-
-def refusal(url, **options):
-    try:
-        open_backend(url, max_bytes=MIB, **options).close()
-    except PrefixStoreError as error:
-        return f"{type(error).__name__}: {error}"
-    return "opened"
 
 
 # -- the location ------------------------------------------------------------------------------------------------------

@@ -24,18 +24,15 @@ from prefixstore.backends.sql.schema import APPLICATION_ID, HEAD, METADATA, REVI
 from prefixstore.cli import main
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from prefixstore.errors import IncompatibleError, LocationError, PrefixStoreError
+from prefixstore.errors import IncompatibleError, LocationError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 from tests.support import keys_of
+from tests.support.places import opened, refusal
 from tests.support.revisions import LATER, NAMESPACE, OLD, a_later_version, old_pages, write_old
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
-
-
-def opened(url, **options):
-    return closing(open_backend(url, max_bytes=64 * MIB, **options))
 
 
 def put(backend, number, size=1000):
@@ -45,14 +42,6 @@ def put(backend, number, size=1000):
         transaction.put_namespace(NAMESPACE, b"{}")
         transaction.put(key, record, Usage(1), payload)
     return key
-
-
-def refusal(url, **options):
-    try:
-        open_backend(url, max_bytes=MIB, **options).close()
-    except PrefixStoreError as error:
-        return f"{type(error).__name__}: {error}"
-    return "opened"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 
+from prefixstore.backends import open_backend
+from prefixstore.errors import PrefixStoreError
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 
 SCHEMES = ("lmdb", "sqlite", "postgresql")
+MIB = 1 << 20
 
 
 def place(scheme, tmp_path, request, name="kv"):
@@ -18,6 +23,20 @@ def place(scheme, tmp_path, request, name="kv"):
     if scheme == "sqlite":
         return f"sqlite:///{tmp_path / name}.db"
     return request.getfixturevalue("new_database")()
+
+
+def opened(url, **options):
+    """The backend of a location, closed at the end of the block."""
+    return closing(open_backend(url, max_bytes=64 * MIB, **options))
+
+
+def refusal(url, **options):
+    """Class and message of the error with which a location is refused."""
+    try:
+        open_backend(url, max_bytes=MIB, **options).close()
+    except PrefixStoreError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
 
 
 def space(salt=None, **more):
