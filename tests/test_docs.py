@@ -9,8 +9,10 @@ import re
 import struct
 import subprocess
 import sys
+from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import prefixstore
@@ -19,6 +21,7 @@ from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
 from prefixstore.format import record, whole_state
 from prefixstore.format.codec import CODECS, PLANES_HEADER
+from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
 from tests.support import ROOT
@@ -55,12 +58,32 @@ def test_the_byte_tables_match_the_structs(title, layout):
 
 def test_the_worked_example_matches_what_is_written():
     example = FORMAT.split("## A worked example", 1)[1].split("\n## ", 1)[0]
-    namespace = Namespace({"label": "example", "page_tokens": 2, "salt": None})
-    assert namespace.canonical.decode() in example
+    # from what the document says alone
+    values: dict[str, list[bytes]] = {}
+    last = ""
+    for name, digits in re.findall(r"^    (.{14}) ([0-9a-f]+)$", example, re.MULTILINE):
+        if name.strip():
+            values.setdefault(name.strip(), []).append(bytes.fromhex(digits))
+        else:
+            values[last][-1] += bytes.fromhex(digits)
+        last = name.strip() or last
+    (settings,) = re.findall(r"^    settings +(.+)$", example, re.MULTILINE)
+    assert values["namespace key"] == [blake2b(settings.encode(), digest_size=32, person=b"prefixstore name").digest()]
+    kinds = {"first page": b"prefixstore page", "second page": b"prefixstore page", "snapshot": b"prefixstore snap"}
+    parents = [*values["namespace key"], *values["first page"], *values["second page"]]
+    tokens = [(1, 2), (3, 4), (5,)]
+    for hashed, parent, own, (name, person) in zip(values["hashed"], parents, tokens, kinds.items(), strict=True):
+        assert hashed == parent + np.array(own, "<i4").tobytes()
+        assert values[name] == [blake2b(hashed, digest_size=32, person=person).digest()]
+    # and as it is written
+    namespace = Namespace(json.loads(settings))
+    assert (namespace.canonical.decode(), [namespace.key]) == (settings, values["namespace key"])
+    keys = page_keys(namespace.key, as_tokens([1, 2, 3, 4, 5]), 2)
+    assert keys == [*values["first page"], *values["second page"]]
+    assert [page_key(keys[-1], struct.pack("<i", 5), SNAPSHOT)] == values["snapshot"]
     page = Record(namespace.key, namespace.key, 0, struct.pack("<2i", 1, 2), 0, 5, 5, checksum(b"state"), 7, 1)
-    digits = "".join(re.findall(r"[0-9a-f]{16,}", example))
-    assert digits == namespace.key.hex() + page.key.hex() + page.pack().hex()
-    assert Record.unpack(page.key, page.pack()) == page
+    assert values["record"] == [page.pack()]
+    assert Record.unpack(keys[0], page.pack()) == page
 
 
 def test_the_format_document_names_version_databases_and_codecs():

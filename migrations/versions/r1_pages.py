@@ -22,7 +22,7 @@ def upgrade() -> None:
     )
     op.execute(
         "INSERT INTO prefixstore_meta (id, magic, format, generation, entries, bytes) "
-        "VALUES (1, 'prefixstore', 1, 0, 0, 0)"
+        "VALUES (1, 'prefixstore', 2, 0, 0, 0)"
     )
     op.create_table(
         "prefixstore_namespaces",

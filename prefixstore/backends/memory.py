@@ -16,7 +16,7 @@ from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 __all__ = ["MemoryBackend", "open_memory"]
 
 # What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
-ENTRY_BYTES = RECORD.size + USAGE.size + 700
+ENTRY_BYTES = RECORD.size + USAGE.size + 720
 
 
 @dataclass(frozen=True, slots=True)

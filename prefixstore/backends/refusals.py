@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefixstore.errors import IncompatibleError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["closed", "foreign", "newer_format", "read_only"]
+__all__ = ["closed", "foreign", "other_format", "read_only"]
 
 
 def closed(where: object) -> UnavailableError:
@@ -23,8 +23,13 @@ def foreign(where: object, what: str) -> IncompatibleError:
     return IncompatibleError(f"{where} holds another application's {what}; choose another location")
 
 
-def newer_format(where: object, found: int) -> IncompatibleError:
-    """A location has a format that this version does not know."""
+def other_format(where: object, found: int) -> IncompatibleError:
+    """A location has a format that this version does not know, or does not read any more."""
+    if found < FORMAT_VERSION:
+        return IncompatibleError(
+            f"{where} has format {found}, this prefixstore reads {FORMAT_VERSION} only; choose another location, or "
+            "delete this one: its pages will be computed again"
+        )
     return IncompatibleError(
         f"{where} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; upgrade prefixstore, or choose "
         "another location"

@@ -26,9 +26,9 @@ class Page:
     Attributes
     ----------
     key, parent
-        Page keys of the page and of its parent (for a first page: key of the namespace), 16 bytes each.
+        Page keys of the page and of its parent (for a first page: key of the namespace).
     namespace
-        Key of the namespace, 16 bytes.
+        Key of the namespace.
     start
         Position of the first token.
     tokens

@@ -14,13 +14,23 @@ from typing import BinaryIO
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import FORMAT_VERSION, Buffer, Record, StoredPage, Usage, checksum
+from prefixstore.format.record import (
+    CHECKSUM_BYTES,
+    FORMAT_VERSION,
+    USAGE,
+    Buffer,
+    Record,
+    StoredPage,
+    Usage,
+    checksum,
+)
 
 __all__ = ["ExportReader", "ExportWriter"]
 
 MAGIC = b"\x89PSTORE\n"
-EXPORT_VERSION = 1
+EXPORT_VERSION = 2
 # magic, version of the file, version of the records in it
 HEADER = struct.Struct("<8sII")
 # kind, bytes of the head, bytes of the body
@@ -29,9 +39,9 @@ ENTRY = struct.Struct("<4sIQ")
 SEAL = struct.Struct("<Q")
 NAMESPACE, PAGE, END = b"NAME", b"PAGE", b"DONE"
 # head of a page: key, usage; the record follows
-PAGE_HEAD = struct.Struct("<16s24s")
+PAGE_HEAD = struct.Struct(f"<{KEY_BYTES}s{USAGE.size}s")
 # head of the end: namespaces, pages, bytes of payloads, xxh3-128 of all seals before it
-END_HEAD = struct.Struct("<QQQ16s")
+END_HEAD = struct.Struct(f"<QQQ{CHECKSUM_BYTES}s")
 LARGEST_HEAD, LARGEST_BODY = 1 << 28, 1 << 36
 READ_AT_ONCE = 16 << 20
 
@@ -118,13 +128,19 @@ class ExportReader:
             raise IncompatibleError(
                 f"{name} has format {version} with records of format {records}; upgrade prefixstore to read it"
             )
+        if (version, records) != (EXPORT_VERSION, FORMAT_VERSION):
+            raise IncompatibleError(
+                f"{name} has format {version} with records of format {records}, which this prefixstore does not read "
+                f"any more (only {EXPORT_VERSION} with {FORMAT_VERSION}); its pages have to be computed again"
+            )
         self.namespaces: dict[bytes, bytes] = {}
         self._next = self._entry()
         while self._next[0] == NAMESPACE:
             head = self._next[1]
-            if Namespace.parse(head[16:]).key != head[:16]:
+            key, settings = head[:KEY_BYTES], head[KEY_BYTES:]
+            if Namespace.parse(settings).key != key:
                 raise CorruptError(f"{name}: the key of a namespace is not that of its settings")
-            self.namespaces[head[:16]] = head[16:]
+            self.namespaces[key] = settings
             self._next = self._entry()
 
     def entries(self, wants: Callable[[bytes], bool]) -> Iterator[StoredPage | None]:

@@ -1,23 +1,48 @@
-"""Page keys: chained hashes of the namespace and of all tokens up to the end of a page."""
+"""Keys: chained hashes of the namespace and of all tokens up to the end of a page.
+
+They must be collision resistant: whoever can make two prompts with one key can have the state of one stored under the
+key of the other, and everyone in that namespace restores it. So they are BLAKE2b, which is also faster than SHA-256.
+Checksums are not keys: they find accidents, and are xxh3.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["KEY_BYTES", "TOKEN_BYTES", "TokenSequence", "Tokens", "as_tokens", "common_prefix", "page_key", "page_keys"]
+__all__ = [
+    "KEY_BYTES",
+    "PAGE",
+    "SNAPSHOT",
+    "TOKEN_BYTES",
+    "TokenSequence",
+    "Tokens",
+    "as_tokens",
+    "common_prefix",
+    "namespace_key",
+    "page_key",
+    "page_keys",
+]
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 TOKEN_BYTES = 4
 # of page keys and namespace keys
-KEY_BYTES = 16
+KEY_BYTES = 32
+
+# Forms. A page is the state of its tokens; a snapshot the state needed to resume after them.
+PAGE = 0
+SNAPSHOT = 1
+
+# What BLAKE2b calls the person, 16 bytes: equal bytes of different kinds have different keys.
+_OF_NAMESPACE = b"prefixstore name"
+_OF_FORM = {PAGE: b"prefixstore page", SNAPSHOT: b"prefixstore snap"}
 
 
 def as_tokens(tokens: TokenSequence) -> Tokens:
@@ -48,8 +73,13 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
     return np.ascontiguousarray(wide, dtype="<i4")
 
 
-def page_key(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
-    """The key of the page with these token bytes after `parent`: xxh3-128, 16 bytes.
+def namespace_key(settings: bytes) -> bytes:
+    """The key of the namespace with these canonical settings."""
+    return _digest(settings, _OF_NAMESPACE)
+
+
+def page_key(parent: bytes, tokens: bytes, form: int = PAGE) -> bytes:
+    """The key of the page with these token bytes after `parent`.
 
     Parameters
     ----------
@@ -58,9 +88,13 @@ def page_key(parent: bytes, tokens: bytes, form: int = 0) -> bytes:
     tokens
         The page's tokens as little-endian int32 bytes.
     form
-        `PAGE` or `SNAPSHOT`; it seeds the hash, so a page and a snapshot of the same tokens have different keys.
+        `PAGE` or `SNAPSHOT`: a page and a snapshot of the same tokens have different keys.
     """
-    return xxhash.xxh3_128_digest(parent + tokens, seed=form)
+    return _digest(parent + tokens, _OF_FORM[form])
+
+
+def _digest(content: bytes, person: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=KEY_BYTES, person=person).digest()
 
 
 def page_keys(namespace: bytes, tokens: Tokens, page_tokens: int) -> list[bytes]:

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import xxhash
-
 from prefixstore.errors import CorruptError
+from prefixstore.format.keys import namespace_key
 
 __all__ = ["Namespace"]
 
@@ -39,8 +38,8 @@ class Namespace:
 
     @property
     def key(self) -> bytes:
-        """The fingerprint, 16 bytes: xxh3-128 of `canonical`."""
-        return xxhash.xxh3_128_digest(self.canonical)
+        """The fingerprint: a hash of `canonical`, `KEY_BYTES` long."""
+        return namespace_key(self.canonical)
 
     @property
     def salt(self) -> str | None:

@@ -12,22 +12,19 @@ from typing import NamedTuple, TypeAlias
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
-from prefixstore.format.keys import TOKEN_BYTES, page_key
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
 __all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "StoredPage", "Usage", "checksum"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
-FORMAT_VERSION = 1
-
-# Forms. A page is the state of its tokens; a snapshot the state needed to resume after them.
-PAGE = 0
-SNAPSHOT = 1
+FORMAT_VERSION = 2
+CHECKSUM_BYTES = 16
 
 # version, codec, form, reserved, number of tokens, start, compute time, raw bytes, stored bytes, created, namespace,
 # parent, checksum;
 # the tokens follow (int32 each), and then an xxh3-64 of everything before it.
-RECORD = struct.Struct("<BBBBIIIQQQ16s16s16s")
+RECORD = struct.Struct(f"<BBBBIIIQQQ{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
@@ -93,7 +90,7 @@ class Record:
     Attributes
     ----------
     namespace, parent
-        Keys of the namespace and of the parent (for a first page: of the namespace again), 16 bytes each.
+        Keys of the namespace and of the parent (for a first page: of the namespace again).
     start
         Position of the first token.
     tokens
@@ -185,14 +182,15 @@ class Record:
                     "upgrade prefixstore"
                 )
             raise CorruptError(f"record {key.hex()}: checksum mismatch")
+        if form not in (PAGE, SNAPSHOT):
+            # how its key is made is not known either
+            raise IncompatibleError(
+                f"record {key.hex()} has form {form}, which this version does not know; upgrade prefixstore"
+            )
         tokens = bytes(body[RECORD.size :])
         record = cls(namespace, parent, start, tokens, codec, raw, size, proof, us, created, form)
         if len(tokens) != n_tokens * TOKEN_BYTES or record.key != key:
             raise CorruptError(f"record {key.hex()} belongs to another page")
-        if form not in (PAGE, SNAPSHOT):
-            raise IncompatibleError(
-                f"record {key.hex()} has form {form}, which this version does not know; upgrade prefixstore"
-            )
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
             raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import xxhash
 
 from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
@@ -104,7 +104,7 @@ def _parts(model_path: str) -> list[str]:
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """The xxh3-128 of a file's whole content, as 32 hexadecimal digits.
+    """The SHA-256 of a file's whole content, as 64 hexadecimal digits: what Hugging Face shows for it.
 
     It is cached in the user's cache directory by path, inode, size and times, so that a file is read once and not at
     every start.
@@ -119,8 +119,8 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         with real.open("rb", buffering=0) as file:
             identity = _identity(os.fstat(file.fileno()))
             known = _remembered().get(str(real))
-            if isinstance(known, dict) and known.get("identity") == identity:
-                return str(known["digest"])
+            if isinstance(known, dict) and known.get("identity") == identity and isinstance(known.get("sha256"), str):
+                return str(known["sha256"])
             log.info("reading %s for its fingerprint", real)
             digest = _hash(file)
             if _identity(os.fstat(file.fileno())) == identity:
@@ -131,7 +131,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def _hash(file: Any) -> str:
-    hasher = xxhash.xxh3_128()
+    hasher = hashlib.sha256()
     buffer = memoryview(bytearray(BLOCK))
     while n := file.readinto(buffer):
         hasher.update(buffer[:n])
@@ -157,7 +157,7 @@ def _remembered() -> dict[str, Any]:
 def _remember(path: str, identity: list[int], digest: str) -> None:
     """Replace the file as a whole; if another process does so at the same time, a model is read once more later."""
     target = _memory_file()
-    known = _remembered() | {path: {"identity": identity, "digest": digest}}
+    known = _remembered() | {path: {"identity": identity, "sha256": digest}}
     with contextlib.suppress(OSError):
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)

@@ -48,7 +48,7 @@ class Holding:
     Attributes
     ----------
     key
-        Key of the namespace, 16 bytes.
+        Key of the namespace.
     namespace
         Its settings; None if they are missing or damaged.
     pages, tokens, stored_bytes, raw_bytes

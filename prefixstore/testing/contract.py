@@ -26,12 +26,12 @@ import numpy as np
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import KEY_BYTES, as_tokens, page_key
 from prefixstore.format.record import SNAPSHOT, Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 
-NAMESPACE = bytes(range(16))
+NAMESPACE = bytes(range(KEY_BYTES))
 SETTINGS = b'{"label":"contract"}'
 PATIENCE = 30.0
 
@@ -143,7 +143,7 @@ class BackendContract:
                 _put(transaction, 1)
             for opened in (backend.view, backend.update):
                 with opened() as view:
-                    missing = bytes(16)
+                    missing = bytes(KEY_BYTES)
                     assert (view.record(missing), view.usage(missing), view.payload(missing)) == (None, None, None)
 
     def test_a_page_that_was_put_is_read_back_unchanged(self, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ class BackendContract:
             with backend.update() as transaction:
                 assert transaction.delete(gone) is True
                 assert transaction.delete(gone) is False
-                assert transaction.delete(bytes(16)) is False
+                assert transaction.delete(bytes(KEY_BYTES)) is False
             with backend.view() as view:
                 assert (view.record(gone), view.usage(gone), view.payload(gone)) == (None, None, None)
                 assert list(view.payload_keys()) == [kept]
@@ -223,7 +223,7 @@ class BackendContract:
             with backend.update() as transaction:
                 transaction.delete(key)
                 transaction.touch(key, Usage(9))
-                transaction.touch(bytes(16), Usage(9))
+                transaction.touch(bytes(KEY_BYTES), Usage(9))
             assert _stored(backend) == {}
             with backend.view() as view:
                 assert view.usage(key) is None
@@ -244,7 +244,7 @@ class BackendContract:
             with backend.update() as transaction:
                 transaction.put_namespace(NAMESPACE, SETTINGS)
             with backend.update() as transaction:
-                transaction.drop_namespace(bytes(16))
+                transaction.drop_namespace(bytes(KEY_BYTES))
                 transaction.drop_namespace(NAMESPACE)
             with backend.view() as view:
                 # a backend may keep settings that no page needs
@@ -285,7 +285,7 @@ class BackendContract:
                     transaction.put(key, record, Usage(record.start), payload)
             for opened in (backend.view, backend.update):
                 with opened() as view:
-                    assert view.records([*keys, bytes(16)]) == {
+                    assert view.records([*keys, bytes(KEY_BYTES)]) == {
                         key: (record, Usage(record.start)) for key, record in pages[:4]
                     }
                     assert view.records([]) == {}
@@ -364,7 +364,7 @@ class BackendContract:
             with suppress(_Rollback), backend.update() as transaction:
                 transaction.delete(kept)
                 transaction.touch(touched, Usage(99, 99))
-                transaction.put_namespace(bytes(16), b"other")
+                transaction.put_namespace(bytes(KEY_BYTES), b"other")
                 _put(transaction, 3, _payload(3, 100_000))
                 raise _Rollback
             assert _stored(backend) == before
@@ -474,8 +474,8 @@ class BackendContract:
             assert step(lambda transaction: transaction.record(key)) == 0
             assert step(lambda transaction: _put(transaction, 1)) == 1
             assert step(lambda transaction: transaction.touch(key, Usage(3))) == 0
-            assert step(lambda transaction: transaction.put_namespace(bytes(16), b"{}")) == 0
-            assert step(lambda transaction: transaction.delete(bytes(16))) == 0
+            assert step(lambda transaction: transaction.put_namespace(bytes(KEY_BYTES), b"{}")) == 0
+            assert step(lambda transaction: transaction.delete(bytes(KEY_BYTES))) == 0
             assert step(lambda transaction: [_put(transaction, i) for i in range(2, 5)]) == 1
             assert step(lambda transaction: transaction.delete(key)) == 1
 
@@ -533,7 +533,7 @@ class BackendContract:
                     transaction.put_namespace(NAMESPACE, SETTINGS)
                     for _ in range(chance.choice([1, 1, 2, 5])):
                         payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
-                        parent = chance.randbytes(16)
+                        parent = chance.randbytes(KEY_BYTES)
                         key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
                         cost += transaction.cost(record, len(payload))
                         within = transaction.used

@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
-
-import xxhash
 
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
@@ -223,7 +222,7 @@ class Job:
 
     def name(self, part: Part) -> bytes:
         """The name of the lease of a part."""
-        return xxhash.xxh3_128_digest(self._namespace + part.name)
+        return blake2b(self._namespace + part.name, digest_size=16).digest()
 
     def _claim(self, left: dict[int, Part], last: int, leases: Leases) -> int | None:
         """Claim the next free part; parts that turn out to be stored are removed from `left`."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
-import xxhash
 
 from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
 
@@ -185,7 +185,7 @@ class PromptTrie:
 
 
 def _name(keys: list[bytes]) -> bytes:
-    hasher = xxhash.xxh3_128()
+    hasher = blake2b(digest_size=16)
     for key in keys:
         hasher.update(len(key).to_bytes(8, "little") + key)
     return hasher.digest()

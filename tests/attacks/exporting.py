@@ -10,7 +10,8 @@ from contextlib import closing
 import xxhash
 
 from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.keys import namespace_key
+from prefixstore.format.record import FORMAT_VERSION, Record, Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store
 from tests.support.places import fill, space
@@ -38,8 +39,8 @@ def with_key(record: Record) -> tuple[bytes, Record]:
 
 def export_of(settings: bytes, pages: Iterable[tuple[bytes, Record, Usage, bytes]]) -> bytes:
     """A file with pages of one namespace; its end is missing."""
-    space = xxhash.xxh3_128_digest(settings) + settings
-    data = HEADER.pack(MAGIC, EXPORT_VERSION, 1) + sealed_entry(b"NAME", space, 0)
+    space = namespace_key(settings) + settings
+    data = HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION) + sealed_entry(b"NAME", space, 0)
     for key, record, usage, payload in pages:
         data += sealed_entry(b"PAGE", key + usage.pack() + record.pack(), len(payload)) + payload
     return data

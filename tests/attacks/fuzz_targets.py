@@ -31,9 +31,9 @@ with atheris.instrument_imports(include=["prefixstore"]):
         PAGE_HEAD,
         ExportReader,
     )
-    from prefixstore.format.keys import page_key
+    from prefixstore.format.keys import KEY_BYTES, PAGE, namespace_key, page_key
     from prefixstore.format.namespace import Namespace
-    from prefixstore.format.record import RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
+    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
     from prefixstore.llama.state.parse import parse_context, parse_sequence
     from prefixstore.llama.state.shape import shape_of, shape_of_sequence
     from prefixstore.llama.state.view import assemble
@@ -56,7 +56,7 @@ def sealed(body: bytes) -> tuple[bytes, bytes]:
     """A record with a right checksum and key, whatever is in it: key and stored form."""
     fields = RECORD.unpack_from(body.ljust(RECORD.size, b"\0"))
     form, parent = fields[2], fields[11]
-    key = page_key(parent, body[RECORD.size :], form)
+    key = page_key(parent, body[RECORD.size :], form if form == SNAPSHOT else PAGE)
     return key, body + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(body))
 
 
@@ -83,7 +83,7 @@ def packed(data: bytes) -> None:
     claimed = len(payload)
     with suppress(PrefixStoreError):
         claimed = packing.claimed(memoryview(payload)) if packing is not None else 0
-    page = Record(bytes(16), bytes(16), 0, bytes(4), codec, max(claimed, 0), len(payload), checksum(payload), 0, 0)
+    page = Record(bytes(32), bytes(32), 0, bytes(4), codec, max(claimed, 0), len(payload), checksum(payload), 0, 0)
     assert len(decode(page, payload)) == page.raw_bytes
 
 
@@ -102,13 +102,13 @@ def resealed(data: bytes) -> bytes:
         head, at = data[at : at + head_bytes], at + head_bytes + 8
         body, at = data[at : at + n_bytes], at + n_bytes
         if kind == b"NAME":
-            head = xxhash.xxh3_128_digest(head[16:]) + head[16:]
+            head = namespace_key(head[KEY_BYTES:]) + head[KEY_BYTES:]
             counts[0] += 1
         elif kind == b"PAGE" and len(head) > PAGE_HEAD.size + RECORD.size + RECORD_SEAL.size:
             fields = bytearray(head[PAGE_HEAD.size : -RECORD_SEAL.size])
-            fields[RECORD.size - 16 : RECORD.size] = checksum(body)
+            fields[RECORD.size - CHECKSUM_BYTES : RECORD.size] = checksum(body)
             key, stored = sealed(bytes(fields))
-            head = key + head[16 : PAGE_HEAD.size] + stored
+            head = key + head[KEY_BYTES : PAGE_HEAD.size] + stored
             counts[1], counts[2] = counts[1] + 1, counts[2] + n_bytes
         elif kind == b"DONE":
             head = END_HEAD.pack(*counts, seals.digest())
@@ -166,7 +166,7 @@ def state(data: bytes) -> None:
 def namespace(data: bytes) -> None:
     read = Namespace.parse(data)
     assert read.canonical == data
-    assert read.key == xxhash.xxh3_128_digest(data)
+    assert read.key == namespace_key(data)
     assert read.salt is None or isinstance(read.salt, str)
     assert read.differences(Namespace({})).keys() == {
         name for name, value in read.settings.items() if value is not None

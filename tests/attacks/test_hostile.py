@@ -27,7 +27,8 @@ from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import PACKINGS, decode
 from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, ExportReader
-from prefixstore.format.record import RECORD, RECORD_SEAL, Record, Usage, checksum
+from prefixstore.format.keys import namespace_key
+from prefixstore.format.record import FORMAT_VERSION, RECORD, RECORD_SEAL, Record, Usage, checksum
 from prefixstore.stats import Counters
 from prefixstore.testing import make_page
 from tests.attacks.forged_states import moved
@@ -180,7 +181,7 @@ def test_a_forged_packed_page_is_the_state_or_refused_in_bounded_memory(data):
     payload = bytes(stored)
     claimed = data.draw(st.sampled_from([len(state), 0, 1, 2**31, 2**48, 2**63 - 1]))
     record = Record(
-        bytes(16), bytes(16), 0, bytes(16), PACKINGS[name].number, claimed, len(payload), checksum(payload), 0, 0
+        bytes(32), bytes(32), 0, bytes(32), PACKINGS[name].number, claimed, len(payload), checksum(payload), 0, 0
     )
     with suppress(StorageError):
         assert len(decode(record, payload)) == claimed
@@ -205,7 +206,7 @@ def entry(kind: bytes, head: bytes, n_bytes: int) -> bytes:
     st.booleans(),
 )
 def test_a_sealed_export_file_with_any_content_is_refused(entries, rest, seekable):
-    data = HEADER.pack(MAGIC, EXPORT_VERSION, 1) + b"".join(entry(*one) for one in entries) + rest
+    data = HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION) + b"".join(entry(*one) for one in entries) + rest
     file = io.BytesIO(data)
     file.seekable = lambda: seekable
     with pytest.raises(PrefixStoreError):
@@ -215,13 +216,15 @@ def test_a_sealed_export_file_with_any_content_is_refused(entries, rest, seekabl
 @pytest.mark.parametrize("seekable", [True, False])
 def test_what_an_export_file_claims_to_hold_takes_no_memory(tmp_path, seekable):
     space = b"{}"
-    key = xxhash.xxh3_128_digest(space)
+    key = namespace_key(space)
     page, record = make_page(b"", [1, 2], parent=key, namespace=key)
     huge = Record(**{name: getattr(record, name) for name in record.__slots__} | {"stored_bytes": 2**35})
     head = page + Usage(1).pack() + huge.pack()
     path = tmp_path / "forged.pstore"
     path.write_bytes(
-        HEADER.pack(MAGIC, EXPORT_VERSION, 1) + entry(b"NAME", key + space, 0) + entry(b"PAGE", head, 2**35)
+        HEADER.pack(MAGIC, EXPORT_VERSION, FORMAT_VERSION)
+        + entry(b"NAME", key + space, 0)
+        + entry(b"PAGE", head, 2**35)
     )
     tracemalloc.start()
     try:

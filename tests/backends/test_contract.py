@@ -301,15 +301,16 @@ def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, 
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
-def test_a_newer_format_is_refused_with_both_versions(tmp_path):
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {FORMAT_VERSION}"), (-1, f"reads {FORMAT_VERSION} only")])
+def test_another_format_is_refused_with_both_versions(tmp_path, step, says):
     LMDBBackend(tmp_path, MIB).close()
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        txn.put(b"format", (FORMAT_VERSION + 1).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+        txn.put(b"format", (FORMAT_VERSION + step).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
     before = (tmp_path / "data.mdb").read_bytes()
     message = refusal(tmp_path)
     assert message.startswith("IncompatibleError: ")
-    assert f"format {FORMAT_VERSION + 1}" in message
-    assert f"up to {FORMAT_VERSION}" in message
+    assert f"format {FORMAT_VERSION + step}" in message
+    assert says in message
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
@@ -513,17 +514,17 @@ def test_under_churn_the_file_stays_within_its_bound_and_uses_the_budget(tmp_pat
     chance, buffers = random.Random(1), BufferPool(MIB)
     noise = np.random.default_rng(1).bytes(400_000)
     fills = []
-    parent, start = bytes(16), 0
+    parent, start = bytes(32), 0
     with closing(engine):
         for number in range(3000):
             if number % 7 == 0:
-                parent, start = bytes(16), 0
+                parent, start = bytes(32), 0
             size = chance.randint(1_000, 300_000)
             tokens = number.to_bytes(4, "little") * 4
             buffer = buffers.acquire(size)
             at = chance.randrange(100_000)
             buffer.view[:] = noise[at : at + size]
-            new = PendingPage.of(bytes(16), b"{}", parent, start, tokens, buffer)
+            new = PendingPage.of(bytes(32), b"{}", parent, start, tokens, buffer)
             assert engine.announce(new)
             assert engine.commit([new]) == 1
             buffer.release()

@@ -42,7 +42,7 @@ from tests.support import keys_of, python
 from tests.support.places import opened, refusal
 
 MIB = 1 << 20
-NAMESPACE = bytes(range(16))
+NAMESPACE = bytes(range(32))
 
 
 class TestSQLite(PersistentBackendContract):
@@ -204,10 +204,11 @@ def test_a_missing_package_is_named_with_its_extra(location, module, extra):
     assert f"prefixstore[{extra}]" in printed
 
 
-def test_a_newer_format_is_refused_with_both_versions(url):
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {FORMAT_VERSION}"), (-1, f"reads {FORMAT_VERSION} only")])
+def test_another_format_is_refused_with_both_versions(url, step, says):
     with opened(url) as backend:
-        change(backend, update(META).values(format=FORMAT_VERSION + 1))
-    with opened(url) as backend, pytest.raises(IncompatibleError, match=f"format {FORMAT_VERSION + 1}.*up to"):
+        change(backend, update(META).values(format=FORMAT_VERSION + step))
+    with opened(url) as backend, pytest.raises(IncompatibleError, match=f"format {FORMAT_VERSION + step}.*{says}"):
         put(backend, page(1))
 
 
@@ -288,8 +289,8 @@ def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_da
 
 
 WRONG = {
-    "codec": 1, "start": 1, "compute_us": 7, "raw_bytes": 7, "stored_bytes": 7, "created": 7, "namespace": bytes(16),
-    "parent": bytes(16), "checksum": bytes(16), "tokens": bytes(8), "seal": bytes(8), "version": 0,
+    "codec": 1, "start": 1, "compute_us": 7, "raw_bytes": 7, "stored_bytes": 7, "created": 7, "namespace": bytes(32),
+    "parent": bytes(32), "checksum": bytes(16), "tokens": bytes(8), "seal": bytes(8), "version": 0,
 }  # fmt: skip
 
 
@@ -331,9 +332,9 @@ def test_a_row_under_another_key_is_damaged(url):
     with opened(url) as backend:
         put(backend, page(1, 10))
         change(backend, PIECES.delete())
-        change(backend, update(PAGES).values(key=bytes(16)))
+        change(backend, update(PAGES).values(key=bytes(32)))
         with backend.view() as view, pytest.raises(CorruptError, match="another page"):
-            view.record(bytes(16))
+            view.record(bytes(32))
 
 
 def test_a_row_of_a_newer_version_is_left_alone(url):
@@ -429,13 +430,13 @@ def test_uses_are_written_together(url):
     with opened(url) as backend:
         keys = put(backend, *(page(i, 4) for i in range(50)))
         with backend.update() as transaction, statements(backend) as sent:
-            for i, key in enumerate([*keys, bytes(16)]):
+            for i, key in enumerate([*keys, bytes(32)]):
                 transaction.touch(key, Usage(i))
-            transaction.record(bytes(16))
+            transaction.record(bytes(32))
         assert sum("UPDATE prefixstore_pages" in statement for statement in sent) == 1
         with backend.view() as view:
             assert [view.usage(key).last_used for key in keys] == list(range(50))
-            assert view.usage(bytes(16)) is None
+            assert view.usage(bytes(32)) is None
 
 
 # -- round trips and plans ---------------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ def test_each_query_of_a_lookup_is_one_round_trip(new_database):
 def test_thousands_of_keys_are_one_query_in_sqlite_too(tmp_path):
     with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
         keys = put(backend, *chain(10, 100))
-        unknown = [i.to_bytes(16, "big") for i in range(100_000)]
+        unknown = [i.to_bytes(32, "big") for i in range(100_000)]
         with backend.view() as view, statements(backend) as sent:
             assert len(view.records(unknown + keys)) == 10
         assert len(sent) == 1
@@ -478,7 +479,7 @@ def test_pages_beyond_what_one_answer_holds_come_with_the_next(new_database, mon
             assert [bytes(payload) for _, payload in view.fetch(keys)] == [payload for _, _, payload in pages]
         assert len(sent) == 3
         with backend.view() as view:
-            assert len(list(view.fetch([*keys[:5], bytes(16), *keys[5:]]))) == 5
+            assert len(list(view.fetch([*keys[:5], bytes(32), *keys[5:]]))) == 5
 
 
 def explained(backend, statement, parameters):

@@ -13,7 +13,7 @@ from prefixstore.engine.adaptive_policy import AGES, GHOSTS_PER_PAGE, SAMPLES, A
 from prefixstore.engine.eviction import POLICIES, Ordering, VictimQueue, lfu, longest_first, lru, priority
 from prefixstore.engine.index import Index, Page
 
-NS = b"n" * 16
+NS = b"n" * 32
 
 
 def page(key, parent=NS, last_used=0, start=0, **fields):

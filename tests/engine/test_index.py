@@ -9,7 +9,7 @@ from prefixstore.engine.index import Index, Page
 from prefixstore.format.keys import as_tokens, page_key
 
 P = 3
-NS, OTHER = b"n" * 16, b"o" * 16
+NS, OTHER = b"n" * 32, b"o" * 32
 
 sequences = st.lists(st.integers(0, 2), max_size=11)
 # 256 and -1 are next to 1 and 0 in another byte order

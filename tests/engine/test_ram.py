@@ -55,7 +55,7 @@ def tiered():
 
 
 def look_up(engine):
-    engine.match(bytes(16), as_tokens([1]), 4)
+    engine.match(bytes(32), as_tokens([1]), 4)
 
 
 def test_a_kept_state_is_a_copy():

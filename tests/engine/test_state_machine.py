@@ -24,7 +24,7 @@ from tests.support.engines import Writer
 from tests.support.models import TORTURE
 
 P = 4
-NAMESPACES = (b"n" * 16, b"o" * 16)
+NAMESPACES = (b"n" * 32, b"o" * 32)
 SIZES = (0, 1, 900, 5000)
 
 prompts = st.lists(st.integers(0, 1), max_size=14).map(tuple)

@@ -19,7 +19,7 @@ from prefixstore.format.autocodec import UNPACKERS, AutoCodec, Figures, ReadRate
 from prefixstore.format.codec import BLOCK, CODECS, PACKINGS, decode, decode_into, verify
 from prefixstore.format.record import Record, checksum
 
-NS, OTHER = b"n" * 16, b"o" * 16
+NS, OTHER = b"n" * 32, b"o" * 32
 PACKED = [name for name in CODECS if name != "raw"]
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.format.keys import as_tokens, common_prefix, page_key, page_keys
+from prefixstore.format.keys import (
+    KEY_BYTES,
+    SNAPSHOT,
+    as_tokens,
+    common_prefix,
+    namespace_key,
+    page_key,
+    page_keys,
+)
 
 token_lists = st.lists(st.integers(-(2**31), 2**31 - 1), max_size=30)
 few = st.lists(st.integers(0, 1), max_size=12)
@@ -48,20 +57,31 @@ def test_anything_but_a_sequence_of_tokens_is_refused(wrong):
 
 def test_the_keys_have_not_changed():
     # stored keys: another value would lose everything that anybody has stored
-    assert page_key(bytes(16), bytes(4)).hex() == xxhash.xxh3_128_hexdigest(bytes(20))
-    assert [key.hex() for key in page_keys(b"n" * 16, as_tokens(range(5)), 2)] == [
-        "c510ce7f374a71d07762bb6817da2155",
-        "27a6378117b28669a61b69f853c43a13",
+    assert [key.hex() for key in page_keys(b"n" * 32, as_tokens(range(5)), 2)] == [
+        "9b8d4f9fe48f4fec24ead379f2aee374eb7d52b9770532f731bdde60b6968509",
+        "0cb508f2147c9ac3784d764104c17c95dc1e3d401657c91e9b2288f36b676e92",
     ]
+
+
+def test_keys_are_long_and_those_of_different_kinds_differ():
+    same = bytes(KEY_BYTES) + bytes(4)
+    keys = {
+        b"prefixstore name": namespace_key(same),
+        b"prefixstore page": page_key(bytes(KEY_BYTES), bytes(4)),
+        b"prefixstore snap": page_key(bytes(KEY_BYTES), bytes(4), SNAPSHOT),
+    }
+    # 32 bytes: a collision takes 2**128 steps
+    assert keys == {person: blake2b(same, digest_size=32, person=person).digest() for person in keys}
+    assert len(set(keys.values())) == 3
 
 
 @given(few, few, st.integers(1, 4))
 def test_keys_are_equal_exactly_as_far_as_the_tokens_are_equal(a, b, page_tokens):
-    keys_a, keys_b = (page_keys(bytes(16), as_tokens(tokens), page_tokens) for tokens in (a, b))
+    keys_a, keys_b = (page_keys(bytes(32), as_tokens(tokens), page_tokens) for tokens in (a, b))
     assert len(keys_a) == len(a) // page_tokens
     for i, (x, y) in enumerate(zip(keys_a, keys_b, strict=False), 1):
         assert (x == y) == (a[: i * page_tokens] == b[: i * page_tokens])
-    assert not set(keys_a) & set(page_keys(b"x" * 16, as_tokens(a), page_tokens))
+    assert not set(keys_a) & set(page_keys(b"x" * 32, as_tokens(a), page_tokens))
     assert len(set(keys_a)) == len(keys_a)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 
 scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -20,7 +21,7 @@ def test_a_namespace_can_be_read_from_its_canonical_form(values):
     again = Namespace.parse(namespace.canonical)
     assert again.canonical == namespace.canonical
     assert again.key == namespace.key
-    assert len(namespace.key) == 16
+    assert len(namespace.key) == KEY_BYTES
     assert again.differences(namespace) == {}
 
 

@@ -12,14 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import FORMAT_VERSION, RECORD, RECORD_SEAL, USAGE, Record, Usage, checksum
 
 u32, u63 = st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)
 sixteen = st.binary(min_size=16, max_size=16)
+keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
 records = st.builds(
     Record,
-    sixteen,
-    sixteen,
+    keys,
+    keys,
     u32,
     st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=20).map(
         lambda tokens: np.array(tokens, "<i4").tobytes()
@@ -34,7 +36,7 @@ records = st.builds(
 
 
 def record_of(stored):
-    return Record(b"n" * 16, b"n" * 16, 0, b"\1\0\0\0", 0, len(stored), len(stored), checksum(stored), 0, 1)
+    return Record(b"n" * 32, b"n" * 32, 0, b"\1\0\0\0", 0, len(stored), len(stored), checksum(stored), 0, 1)
 
 
 @given(records)
@@ -98,14 +100,14 @@ def test_a_usage_survives_packing(last_used, hits, pinned):
 
 
 def test_the_layout_has_not_changed():
-    # a change of these is a new format: raise FORMAT_VERSION, and read the old one still
-    assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (1, 88, 8, 24)
-    record = Record(b"n" * 16, b"p" * 16, 512, b"\1\0\0\0\2\0\0\0", 1, 1000, 900, b"c" * 16, 77, 2**40)
+    # a change of these is a new format: raise FORMAT_VERSION
+    assert (FORMAT_VERSION, RECORD.size, RECORD_SEAL.size, USAGE.size) == (2, 120, 8, 24)
+    record = Record(b"n" * 32, b"p" * 32, 512, b"\1\0\0\0\2\0\0\0", 1, 1000, 900, b"c" * 16, 77, 2**40)
     assert (
         record.pack().hex()
         == (
-            "0101000002000000000200004d000000e8030000000000008403000000000000"
-            "0000000000010000" + b"n".hex() * 16 + b"p".hex() * 16 + b"c".hex() * 16 + "0100000002000000"
+            "0201000002000000000200004d000000e8030000000000008403000000000000"
+            "0000000000010000" + b"n".hex() * 32 + b"p".hex() * 32 + b"c".hex() * 16 + "0100000002000000"
         )
         + RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(record.pack()[:-8])).hex()
     )
@@ -117,4 +119,4 @@ def test_garbage_is_refused():
     chance = random.Random(2)
     for size in (*range(120), 1000):
         with pytest.raises(StorageError):
-            Record.unpack(bytes(16), chance.randbytes(size))
+            Record.unpack(bytes(32), chance.randbytes(size))

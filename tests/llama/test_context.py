@@ -60,10 +60,10 @@ def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
 
 
 def test_the_parent_of_a_page_is_right_even_if_no_keys_were_computed_before():
-    lineage = Lineage(bytes(16), 4, 64)
+    lineage = Lineage(bytes(32), 4, 64)
     lineage.extend(range(10))
     parents = [lineage.parent(i) for i in (2, 1, 0)]
-    assert parents == [lineage.keys()[1], lineage.keys()[0], bytes(16)]
+    assert parents == [lineage.keys()[1], lineage.keys()[0], bytes(32)]
     lineage.rewind(4)
     lineage.extend(range(20, 26))
     assert lineage.parent(2) == lineage.keys()[1] != parents[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 
 import gguf
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from prefixstore import PrefixStore
+from prefixstore.backends.location import cache_directory
 from prefixstore.llama.fingerprint import file_digest, namespace_of
 from tests.support.models import answer, load, prompt
 
@@ -76,6 +79,21 @@ def test_a_file_that_was_rewritten_in_place_is_read_again(models, tmp_path):
     changed[-5] ^= 1
     path.write_bytes(changed)
     assert file_digest(path) != before
+
+
+def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+    shutil.copy(models("llama"), path)
+    expected = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert file_digest(path) == expected
+    memory = cache_directory() / "fingerprints.json"
+    known = json.loads(memory.read_bytes())
+    entry = known[str(path.resolve())]
+    assert entry.pop("sha256") == expected
+    for wrong in ({"digest": "0" * 32}, {"sha256": None}, {}):
+        memory.write_text(json.dumps(known | {str(path.resolve()): entry | wrong}))
+        assert file_digest(path) == expected
 
 
 def test_all_parts_of_a_split_model_count(models, tmp_path):

@@ -19,7 +19,7 @@ from prefixstore.stats import Counters
 
 __all__ = ["SIZE", "P", "forging", "state_of", "store_of"]
 
-NS = b"n" * 16
+NS = b"n" * 32
 P = 4
 SIZE = 30_001
 

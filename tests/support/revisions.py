@@ -16,7 +16,7 @@ from prefixstore.backends.sql import schema
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 
-NAMESPACE = bytes(range(16))
+NAMESPACE = bytes(range(32))
 # what the pages of `write_old` weigh
 SIZES = (700, 900, 0)
 OLD, LATER = schema.HEAD, "9001"

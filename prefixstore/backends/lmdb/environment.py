@@ -151,8 +151,8 @@ class Environment:
         if magic != MAGIC or len(version) != META_FORMAT.size:
             raise refusals.foreign(self.path, "LMDB database")
         found = META_FORMAT.unpack(version)[0]
-        if found > FORMAT_VERSION:
-            raise refusals.newer_format(self.path, found)
+        if found != FORMAT_VERSION:
+            raise refusals.other_format(self.path, found)
         return databases
 
     @contextmanager

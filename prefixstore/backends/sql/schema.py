@@ -157,7 +157,7 @@ def row_of(key: bytes, record: Record, usage: Usage) -> dict[str, Any]:
 
 
 def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
-    """The row about the whole store, which must exist and have a format that this version knows.
+    """The row about the whole store, which must exist and have the format of this version.
 
     Raises
     ------
@@ -166,8 +166,8 @@ def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
     """
     if len(rows) != 1:
         raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is not a store of prefixstore")
-    if rows[0].format > FORMAT_VERSION:
-        raise refusals.newer_format(where, rows[0].format)
+    if rows[0].format != FORMAT_VERSION:
+        raise refusals.other_format(where, rows[0].format)
     return rows[0]
 
 
