@@ -21,12 +21,12 @@ from typing import NamedTuple
 from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.eviction import Candidates, Policy
-from prefixstore.engine.index import Index, Page, Path
+from prefixstore.engine.index import Index, Page, Path, is_same
 from prefixstore.engine.pending import Deferred, Fits, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.keys import Tokens
+from prefixstore.format.keys import TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record, Usage
 from prefixstore.stats import Counters
 
@@ -42,7 +42,7 @@ class Placement(Enum):
     KNOWN = "known"
     """It is here, or a longer page covers it."""
     REFUSED = "refused"
-    """There was no space for it earlier."""
+    """There was no space for it earlier, or another page has its key."""
     ORPHAN = "orphan"
     """Its parent is not here, or does not end where it starts."""
 
@@ -106,6 +106,8 @@ class Catalog:
         self._writing: set[bytes] = set()
         # pending pages that another process has stored meanwhile
         self._also_stored: set[bytes] = set()
+        # keys of pending pages under which the backend has other pages, and keys of what is stored after those
+        self._contested: set[bytes] = set()
         # pending pages that were imported in the open transaction: it may evict them again
         self._evictable: set[bytes] = set()
         # pages for which there was no space
@@ -208,6 +210,7 @@ class Catalog:
         if isinstance(record, CorruptError):
             self._deferred.damaged.add(key)
         self._also_stored.discard(key)
+        self._contested.discard(key)
         if key not in self._pending:
             self._lose(key)
 
@@ -222,6 +225,7 @@ class Catalog:
                 raise record
         self._start_index()
         self._also_stored.clear()
+        self._contested.clear()
         self._evictable.clear()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self._pending.items()]
@@ -243,7 +247,22 @@ class Catalog:
     def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
         """Note a stored page; whether it has its place in the index."""
         self._latest = max(self._latest, usage.last_used)
+        if record.parent in self._contested:
+            # it was computed after another page than the pending one
+            self._contested.add(key)
+            return False
         page = self._index.get(key)
+        if page is not None and not (is_same(page, record) and page.start == record.start):
+            log.warning("two different pages have the key %s", key.hex())
+            if key in self._pending:
+                # the stored one is deleted when the pending one is written
+                self._also_stored.discard(key)
+                self._contested.add(key)
+                return False
+            # another process has replaced it
+            self._lose(key)
+            page = None
+        self._contested.discard(key)
         if page is not None:
             self._index.resize(page, record.stored_bytes)
             page.last_used = max(page.last_used, usage.last_used)
@@ -338,10 +357,25 @@ class Catalog:
         with self._lock:
             return self._place_of(page) is Placement.ADDED
 
-    def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Which pages of a sequence, given by all their keys, to capture: up to the first that was refused."""
+    def missing(self, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int) -> list[int]:
+        """Which full pages of a sequence, given by all their keys, to capture: up to the first that was refused.
+
+        Raises
+        ------
+        CorruptError
+            If another page has one of the keys: nothing may be stored after it.
+        """
+        raw, step = tokens.tobytes(), page_tokens * TOKEN_BYTES
         with self._lock:
-            missing = [i for i, key in enumerate(keys) if key not in self._index]
+            missing: list[int] = []
+            parent = namespace
+            for i, key in enumerate(keys):
+                page = self._index.get(key)
+                if page is None:
+                    missing.append(i)
+                elif (page.tokens, page.parent) != (raw[i * step : (i + 1) * step], parent):
+                    raise CorruptError(f"page {key.hex()} holds other tokens than its key stands for")
+                parent = key
             return list(itertools.takewhile(lambda i: keys[i] not in self._refused, missing))
 
     def needs_no_capture(self, key: bytes) -> bool:
@@ -350,7 +384,10 @@ class Catalog:
             return key in self._index or key in self._refused
 
     def _place_of(self, page: Page) -> Placement:
-        if page.key in self._index or self._index.covers(page):
+        known = self._index.get(page.key)
+        if known is not None:
+            return Placement.KNOWN if is_same(known, page) else Placement.REFUSED
+        if self._index.covers(page):
             return Placement.KNOWN
         if page.key in self._refused:
             return Placement.REFUSED
@@ -377,7 +414,8 @@ class Catalog:
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
         """Hold the buffers of those of these pages that are pending; the caller releases them."""
         with self._lock:
-            buffers = {page.key: self._pending[page.key].buffer for page in pages if page.key in self._pending}
+            pending = [(page, self._pending[page.key]) for page in pages if page.key in self._pending]
+            buffers = {page.key: new.buffer for page, new in pending if is_same(new.page, page)}
             return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
     def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None) -> None:
@@ -502,7 +540,7 @@ class Catalog:
                     self._also_stored.discard(new.page.key)
                     self._candidates.add(new.page)
             self._deferred.subtract(deferred)
-            if deferred.damaged:
+            if deferred.damaged or self._contested:
                 # what took their place, and what was stored after them, is not known here
                 self._trusted = False
 
@@ -634,8 +672,8 @@ class Catalog:
         for lost in lost_pages:
             self._pending.pop(lost.key, None)
             self._deferred.uses.pop(lost.key, None)
-            if lost.key in self._also_stored:
-                # it is stored all the same, and its parent is not a leaf
+            if lost.key in self._also_stored or lost.key in self._contested:
+                # something is stored under its key all the same, and its parent is not a leaf
                 self._also_stored.discard(lost.key)
                 self._trusted = False
         parent = self._index.get(page.parent) if page is not None else None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, DropReason
 from prefixstore.engine.delete import Deleter
+from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import FullError, IncompatibleError, StorageError
@@ -166,7 +167,7 @@ class Committer:
         self,
         transaction: Transaction,
         one: PackedPage,
-        found: Mapping[bytes, Record | StorageError],
+        found: dict[bytes, Record | StorageError],
         written: list[PendingPage],
         put: set[bytes],
     ) -> DropReason | None:
@@ -178,10 +179,8 @@ class Committer:
             if isinstance(error, IncompatibleError):
                 log.warning("a page is not written: %s", error)
                 return DropReason.UNAVAILABLE
-        if page.parent not in (page.namespace, *put) and not isinstance(known[0], Record):
+        if page.parent not in (page.namespace, *put) and not self._is_parent(known[0], page):
             return DropReason.ORPHAN
-        # One whose record is damaged is overwritten.
-        is_stored = isinstance(known[1], Record)
         # From here on no other thread supersedes it.
         claim = self._catalog.claim(new)
         if claim is None:
@@ -189,7 +188,7 @@ class Committer:
         # The tail that it continues goes before space is made.
         if claim.superseded is not None:
             transaction.delete(claim.superseded)
-        if not is_stored:
+        if not self._is_stored(transaction, page, found):
             reason = self._evictor.make_space(transaction, record, len(one.payload), new.settings)
             if reason is not None:
                 return reason
@@ -202,6 +201,23 @@ class Committer:
         self._catalog.resize(page, record.stored_bytes)
         written.append(new)
         return None
+
+    def _is_stored(self, transaction: Transaction, page: Page, found: dict[bytes, Record | StorageError]) -> bool:
+        """Whether a page is stored already. Another page under its key is deleted, with all that is stored after it."""
+        stored = found.get(page.key)
+        if not isinstance(stored, Record):
+            return False  # one whose record is damaged is overwritten
+        if is_same(stored, page) and stored.start == page.start:
+            return True
+        log.warning("another page has the key %s; it is deleted, and what is stored after it", page.key.hex())
+        for key in self._deleter.delete_other(transaction, page.key):
+            found.pop(key, None)
+        return False
+
+    def _is_parent(self, stored: Record | StorageError | None, page: Page) -> bool:
+        """Whether a stored page is the one that the index has as the parent of `page`."""
+        known = self._catalog.get(page.parent)
+        return isinstance(stored, Record) and known is not None and is_same(known, stored)
 
     def _write_uses(self, transaction: Transaction, deferred: Deferred) -> None:
         for key, hits in deferred.uses.items():

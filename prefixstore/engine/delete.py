@@ -189,6 +189,13 @@ class Deleter:
             self._catalog.lose(key)
         return len({*doomed, *gone})
 
+    def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
+        """Delete what is stored under a key that another page will have, and its descendants; their keys."""
+        gone = list(_delete_with_descendants(transaction, [key]))
+        for one in gone:
+            self._catalog.lose(one)
+        return gone
+
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
         with self._catalog.update(self._backend) as transaction:

@@ -23,7 +23,7 @@ from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
-from prefixstore.engine.index import Page, Path
+from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage
 from prefixstore.engine.queue import WriteQueue
@@ -33,7 +33,7 @@ from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import Tokens, page_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import StoredPage, checksum
+from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.stats import Counters
 
 __all__ = ["Engine", "Imported"]
@@ -336,9 +336,15 @@ class Engine:
         """Whether the page with these token bytes after `parent` is worth capturing."""
         return self._catalog.wants(Page(page_key(parent, tokens), parent, namespace, 0, tokens, 0, 0, 0, 0, 0))
 
-    def missing(self, keys: Sequence[bytes]) -> list[int]:
-        """Which pages of a sequence, given by all their keys, to capture: up to the first that was refused."""
-        return self._catalog.missing(keys)
+    def missing(self, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int) -> list[int]:
+        """Which full pages of a sequence, given by all their keys, to capture: up to the first that was refused.
+
+        Raises
+        ------
+        CorruptError
+            If another page has one of the keys: nothing may be stored after it.
+        """
+        return self._catalog.missing(namespace, keys, tokens, page_tokens)
 
     def needs_no_capture(self, key: bytes) -> bool:
         """Whether a page or snapshot need not be captured: it is here, or was refused."""
@@ -452,9 +458,15 @@ class Engine:
 
     # -- importing ----------------------------------------------------------------------------------------------------
 
-    def has(self, key: bytes) -> bool:
-        """Whether the index has a page."""
-        return self._catalog.get(key) is not None
+    def has(self, record: Record) -> bool:
+        """Whether the index has the page of a record."""
+        page = self._catalog.get(record.key)
+        return page is not None and is_same(page, record)
+
+    def has_other(self, record: Record) -> bool:
+        """Whether the index has another page under the key of a record: neither it nor its descendants can be here."""
+        page = self._catalog.get(record.key)
+        return page is not None and not is_same(page, record)
 
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
         """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.

@@ -10,10 +10,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from prefixstore.format.keys import TOKEN_BYTES, Tokens, common_prefix
-from prefixstore.format.record import PAGE, SNAPSHOT, Record, Usage
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.format.record import Record, Usage
 
-__all__ = ["Index", "Page", "Path"]
+__all__ = ["Index", "Page", "Path", "is_same"]
 
 # Siblings that `Index.branches` compares at each position: where there are many, they begin to differ in few places.
 SIBLINGS_COMPARED = 64
@@ -118,6 +118,16 @@ class Page:
     def drop_children(self) -> None:
         """Forget the children and snapshots of this page."""
         self.child_tokens, self.children, self.snapshots = [], [], {}
+
+
+def is_same(one: Page | Record, other: Page | Record) -> bool:
+    """Whether two pages with one key are the same page: a hash only nominates, the tokens prove it.
+
+    The position is not compared: it follows from the parent. Where it comes from stored bytes, compare it as well.
+    """
+    if (one.tokens, one.parent) != (other.tokens, other.parent):
+        return False
+    return (one.namespace, one.form) == (other.namespace, other.form)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from prefixstore.backends.base import View
 from prefixstore.engine.budget import Budget
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.codec import decode
-from prefixstore.format.record import SNAPSHOT, Record
+from prefixstore.format.keys import SNAPSHOT
+from prefixstore.format.record import Record
 
 __all__ = ["Violation", "violations"]
 

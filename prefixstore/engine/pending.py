@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.keys import page_key
-from prefixstore.format.record import PAGE, Buffer, Record, StoredPage, Usage, checksum
+from prefixstore.format.keys import PAGE, page_key
+from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum
 
 __all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage"]
 

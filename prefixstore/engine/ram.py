@@ -24,6 +24,7 @@ MAX_WANTED = 256
 
 @dataclass(frozen=True, slots=True)
 class _State:
+    parent: bytes
     tokens: bytes
     array: npt.NDArray[np.uint8]
 
@@ -64,7 +65,7 @@ class RamTier:
         with self._lock:
             found = self._states.get(page.key)
             # a key is only a hash: compare the tokens
-            if found is None or found.tokens != page.tokens:
+            if found is None or (found.tokens, found.parent) != (page.tokens, page.parent):
                 return None
             self._states.move_to_end(page.key)
             return found.array.data
@@ -87,7 +88,7 @@ class RamTier:
         try:
             # without memory for it, the state is read from the location the next time
             with suppress(MemoryError):
-                kept = _State(page.tokens, np.frombuffer(state, np.uint8).copy())
+                kept = _State(page.parent, page.tokens, np.frombuffer(state, np.uint8).copy())
         finally:
             with self._lock:
                 if kept is None or page.key in self._states:

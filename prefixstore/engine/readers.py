@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.base import View
 from prefixstore.buffers import BufferPool, PooledBuffer
-from prefixstore.engine.index import Page
+from prefixstore.engine.index import Page, is_same
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum
@@ -42,8 +42,8 @@ def check_shape(look: Look | None, page: Page, state: memoryview) -> None:
 
 
 def _check_tokens(page: Page, record: Record) -> None:
-    """Raise `CorruptError` if a record is not that of a page: a hash only nominates, the tokens prove it."""
-    if (record.tokens, record.parent, record.start) != (page.tokens, page.parent, page.start):
+    """Raise `CorruptError` if a record is not that of a page."""
+    if not is_same(page, record) or record.start != page.start:
         raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
 
 

@@ -143,8 +143,8 @@ class ExportReader:
             self.namespaces[key] = settings
             self._next = self._entry()
 
-    def entries(self, wants: Callable[[bytes], bool]) -> Iterator[StoredPage | None]:
-        """The pages whose keys are wanted; None for each of the others.
+    def entries(self, wants: Callable[[Record], bool]) -> Iterator[StoredPage | None]:
+        """The pages whose records are wanted; None for each of the others.
 
         Raises
         ------
@@ -159,7 +159,7 @@ class ExportReader:
             record = Record.unpack(key, head[PAGE_HEAD.size :])
             if record.stored_bytes != n_bytes or record.namespace not in self.namespaces:
                 raise CorruptError(f"{self._name}: page {key.hex()} has a wrong length, or its namespace is missing")
-            if wants(key):
+            if wants(record):
                 payload = self._payload(n_bytes)
                 if checksum(payload) != record.checksum:
                     raise CorruptError(f"{self._name}: page {key.hex()}: checksum mismatch")

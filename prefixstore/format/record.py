@@ -14,7 +14,7 @@ import xxhash
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
-__all__ = ["FORMAT_VERSION", "PAGE", "SNAPSHOT", "Buffer", "Record", "StoredPage", "Usage", "checksum"]
+__all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 

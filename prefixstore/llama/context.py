@@ -14,9 +14,8 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import MisuseError
-from prefixstore.format.keys import Tokens, common_prefix
+from prefixstore.format.keys import PAGE, Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import PAGE
 from prefixstore.llama.compute_rate import ComputeRate
 from prefixstore.llama.kv_memory import ContextMemory, kind_of
 from prefixstore.llama.lineage import Lineage

@@ -17,8 +17,7 @@ import numpy as np
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import Tokens, page_key
-from prefixstore.format.record import SNAPSHOT
+from prefixstore.format.keys import SNAPSHOT, Tokens, page_key
 from prefixstore.llama.context import Context, live_prefix_length
 from prefixstore.llama.kv_memory import PARTIAL, WHOLE, Acquire, SnapshotMemory
 from prefixstore.llama.snapshot_restore import resume
@@ -122,7 +121,7 @@ class SnapshotStrategy:
         if not self.waiting:
             return
         lineage = self.context.lineage
-        missing = self.context.engine.missing(lineage.keys())
+        missing = self._missing()
         first = missing[0] if missing else lineage.n // lineage.page_tokens
         if (lineage.n - first * lineage.page_tokens) * WORTH_COPYING >= lineage.n:
             self.before_leaving()
@@ -140,6 +139,11 @@ class SnapshotStrategy:
         return self.context.engine.needs_no_capture(
             page_key(parent, self.context.lineage.page_bytes(start, n), SNAPSHOT)
         )
+
+    def _missing(self) -> list[int]:
+        """Which full pages are not stored. Raises `CorruptError`."""
+        lineage = self.context.lineage
+        return self.context.engine.missing(lineage.namespace, lineage.keys(), lineage.tokens, lineage.page_tokens)
 
     def _last_boundary(self, n: int) -> tuple[bytes, int]:
         """Key and boundary of the last full page before position `n`."""
@@ -188,6 +192,7 @@ class SnapshotStrategy:
             return 0
         captured = 0
         context, scratch = self.context, self.context.memory.scratch
+        missing = self._missing()
         whole = context.memory.copy(WHOLE, scratch.acquire)
         assert whole is not None  # this pool is unbounded
         try:
@@ -195,7 +200,7 @@ class SnapshotStrategy:
             if not _is_plain(rows, context.lineage.n):
                 raise CorruptError("its positions are not those of one sequence")
             acquire = partial(context.engine.acquire, wait=wait)
-            captured, is_complete = self._submit_pages(rows, acquire)
+            captured, is_complete = self._submit_pages(rows, missing, acquire)
             if is_complete:
                 for n, taken in sorted(self.waiting.items()):
                     captured += self._submit_snapshot(n, self._with_rows(rows, n, taken, acquire))
@@ -220,11 +225,11 @@ class SnapshotStrategy:
 
     # -- to the write queue -------------------------------------------------------------------------------------------
 
-    def _submit_pages(self, rows: StateView, acquire: Acquire) -> tuple[int, bool]:
-        """Submit the pages that are missing; how many, and whether the queue had space for all of them."""
+    def _submit_pages(self, rows: StateView, missing: Sequence[int], acquire: Acquire) -> tuple[int, bool]:
+        """Submit these pages; how many, and whether the queue had space for all of them."""
         context, captured = self.context, 0
         step = context.lineage.page_tokens
-        for i in context.engine.missing(context.lineage.keys()):
+        for i in missing:
             buffer = _joined(rows.cut(i * step, (i + 1) * step), acquire)
             if buffer is None:
                 context.engine.counters.count("dropped:queue_full", len(self.waiting))
@@ -235,7 +240,7 @@ class SnapshotStrategy:
     def _submit_empty_pages(self) -> int:
         context, captured = self.context, 0
         step = context.lineage.page_tokens
-        for i in context.engine.missing(context.lineage.keys()):
+        for i in self._missing():
             buffer = context.engine.acquire(0, wait=True)
             assert buffer is not None
             captured += context.submit(i * step, (i + 1) * step, buffer)

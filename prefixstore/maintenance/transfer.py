@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from prefixstore.engine.engine import Imported
+from prefixstore.engine.index import is_same
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.export import ExportReader, ExportWriter
-from prefixstore.format.record import StoredPage, checksum
+from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
 __all__ = ["Moved", "copy_store", "export_store", "import_store"]
@@ -34,7 +35,7 @@ class Moved:
     damaged
         Pages that could not be read. Their descendants are left out as well, but not counted.
     refused
-        Pages for which there was no space, or whose parent was refused.
+        Pages for which there was no space, whose key another page has, or whose parent was refused.
     evicted
         Pages that were evicted to make space.
     """
@@ -79,6 +80,8 @@ class _Source:
                         record, payload, usage = view.record(page.key), view.payload(page.key), view.usage(page.key)
                         if page.parent in lost or record is None or payload is None or usage is None:
                             lost.add(page.key)  # deleted meanwhile, or without its parent
+                        elif not is_same(page, record) or page.start != record.start:
+                            raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
                         elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
                             raise CorruptError(f"page {page.key.hex()}: checksum mismatch")
                         else:
@@ -101,12 +104,18 @@ class _Target:
         self._batch_bytes = 0
         self._done = Imported()
         self._skipped = 0
+        # pages whose keys other pages have here, and their descendants
+        self._displaced: set[bytes] = set()
         with archive.view():
             pass
 
-    def wants(self, key: bytes) -> bool:
-        """Whether the page is missing; counts those that are not."""
-        known = self._archive.engine.has(key)
+    def wants(self, record: Record) -> bool:
+        """Whether the page is missing, and may be added; counts those that are not."""
+        engine = self._archive.engine
+        if engine.has_other(record) or record.parent in self._displaced:
+            self._displaced.add(record.key)
+            return False
+        known = engine.has(record)
         self._skipped += known
         return not known
 
@@ -131,7 +140,7 @@ class _Target:
             bytes=done.bytes,
             present=done.present + self._skipped,
             damaged=damaged,
-            refused=done.refused,
+            refused=done.refused + len(self._displaced),
             evicted=self._archive.engine.counters["evictions"] - self._evicted_before,
         )
 
@@ -159,7 +168,7 @@ def copy_store(
     pages = _Source(source, namespaces, keys)
     into = _Target(target, pages.settings)
     for page in pages:
-        if into.wants(page.key):
+        if into.wants(page.record):
             into.add(page._replace(payload=bytes(page.payload)))
     return into.finish(pages.damaged)
 

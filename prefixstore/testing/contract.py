@@ -26,8 +26,8 @@ import numpy as np
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import KEY_BYTES, as_tokens, page_key
-from prefixstore.format.record import SNAPSHOT, Buffer, Record, Usage, checksum
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, as_tokens, page_key
+from prefixstore.format.record import Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 

@@ -20,8 +20,7 @@ import numpy as np
 from prefixstore import PrefixStore, StorageError
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import as_tokens, page_key
-from prefixstore.format.record import PAGE, SNAPSHOT
+from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
 

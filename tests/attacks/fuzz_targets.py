@@ -31,9 +31,9 @@ with atheris.instrument_imports(include=["prefixstore"]):
         PAGE_HEAD,
         ExportReader,
     )
-    from prefixstore.format.keys import KEY_BYTES, PAGE, namespace_key, page_key
+    from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, namespace_key, page_key
     from prefixstore.format.namespace import Namespace
-    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, SNAPSHOT, USAGE, Record, Usage, checksum
+    from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, USAGE, Record, Usage, checksum
     from prefixstore.llama.state.parse import parse_context, parse_sequence
     from prefixstore.llama.state.shape import shape_of, shape_of_sequence
     from prefixstore.llama.state.view import assemble

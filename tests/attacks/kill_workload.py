@@ -28,8 +28,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import as_tokens, page_key
-from prefixstore.format.record import PAGE, SNAPSHOT
+from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from prefixstore.stats import Counters

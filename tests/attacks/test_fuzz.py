@@ -17,9 +17,9 @@ from prefixstore.buffers import BufferPool
 from prefixstore.config import load_config
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
 from prefixstore.format.export import ExportReader
-from prefixstore.format.keys import namespace_key
+from prefixstore.format.keys import SNAPSHOT, namespace_key
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import SNAPSHOT, Record, Usage, checksum
+from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.llama.prompt import text_tokens
 from prefixstore.llama.state.shape import shape_of_sequence
 from prefixstore.maintenance.archive import Archive

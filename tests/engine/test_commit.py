@@ -11,8 +11,8 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.catalog import DropReason
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
-from prefixstore.format.keys import as_tokens, page_keys
-from prefixstore.format.record import SNAPSHOT, Record, StoredPage, Usage, checksum
+from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
+from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from prefixstore.testing import FaultyBackend
 from tests.support.engines import MIB, NS, A, B, C, P, state_of, store_of
 

@@ -103,20 +103,21 @@ def test_the_pages_of_a_sequence_that_are_not_stored_are_missing():
     with store_of() as store:
         store.put(A[:8])
         keys = page_keys(NS, as_tokens([1] * 20), P)
-        assert store.engine.missing(keys) == [2, 3, 4]
+        assert store.engine.missing(NS, keys, as_tokens([1] * 20), P) == [2, 3, 4]
         store.put([1] * 20)
-        assert store.engine.missing(keys) == []
+        assert store.engine.missing(NS, keys, as_tokens([1] * 20), P) == []
 
 
 def test_a_refused_page_is_not_captured_again_until_something_changes():
     with store_of(max_bytes=3 * entry()) as store:
         assert store.put([1] * 4, 10_000) == 0
-        keys = page_keys(NS, as_tokens([1] * 8), P)
-        assert store.engine.missing(keys) == []
+        tokens = as_tokens([1] * 8)
+        keys = page_keys(NS, tokens, P)
+        assert store.engine.missing(NS, keys, tokens, P) == []
         assert not store.engine.wants(NS, NS, as_tokens([1] * 4).tobytes())
         store.put(B[:4])
         store.match(B)
-        assert store.engine.missing(keys) == [0, 1]
+        assert store.engine.missing(NS, keys, tokens, P) == [0, 1]
 
 
 # -- eviction ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.snapshot_policy import positions, thin
-from prefixstore.format.keys import as_tokens
-from prefixstore.format.record import SNAPSHOT
+from prefixstore.format.keys import SNAPSHOT, as_tokens
 from tests.support.engines import MIB, NS, P, put_snapshots, snapshot_of, state_of, store_of
 
 

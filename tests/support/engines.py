@@ -17,8 +17,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, page_key, page_keys
-from prefixstore.format.record import SNAPSHOT
+from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.stats import Counters
 
 __all__ = [
