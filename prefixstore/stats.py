@@ -32,6 +32,8 @@ class Kind(str, Enum):
     """The model has an encoder, whose state cannot be stored."""
     NO_MEMORY = "none: no_memory"
     """The model keeps no state between tokens."""
+    STREAMS = "none: streams"
+    """Each sequence has rows of its own (``n_seq_max > 1`` without ``kv_unified``), which cannot be cut."""
     PORTABLE = "portable"
     """No Llama is attached: states travel as whole ``LlamaState`` objects."""
     PORTABLE_PAGES = "portable: pages"
@@ -80,7 +82,7 @@ class Stats:
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
         ``"logprobs"`` (the request needs the logits of the prompt), ``"multimodal"`` (images are not in the tokens),
-        ``"encoder"``, ``"no_memory"`` (states of this model cannot be stored),
+        ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this model, or context, cannot be stored),
         ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),

@@ -28,6 +28,7 @@ def test_a_kind_tells_what_is_stored():
         "unbound": None,
         "none: encoder": "encoder",
         "none: no_memory": "no_memory",
+        "none: streams": "streams",
     }
 
 

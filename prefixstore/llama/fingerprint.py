@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import logging
@@ -17,23 +18,22 @@ import llama_cpp
 from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.kv_memory import kind_of
+from prefixstore.llama.kv_memory import kind_of, streams_of
+from prefixstore.stats import Kind
 
-__all__ = ["file_digest", "namespace_of"]
+__all__ = ["file_digest", "llama_cpp_build", "namespace_of"]
 
 log = logging.getLogger("prefixstore")
 
 BLOCK = 8 << 20
 SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf")
 
-# Fields of llama_context_params that change the content or the layout of a state.
+# Fields of llama_context_params that change the content or the layout of a state. Embeddings and pooling are not among
+# them: they decide what is computed from the last layer. How tokens see each other is `attention_type`.
 CONTEXT_SETTINGS = (
     "type_k",
     "type_v",
     "flash_attn_type",
-    "swa_full",
-    "kv_unified",
-    "n_seq_max",
     "rope_scaling_type",
     "rope_freq_base",
     "rope_freq_scale",
@@ -42,8 +42,6 @@ CONTEXT_SETTINGS = (
     "yarn_beta_fast",
     "yarn_beta_slow",
     "yarn_orig_ctx",
-    "embeddings",
-    "pooling_type",
     "attention_type",
 )
 
@@ -68,18 +66,23 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
         If a file of the model cannot be read.
     """
     params = llm.context_params
+    kind = kind_of(llm)
     settings: dict[str, str | int | float | bool | None] = {name: getattr(params, name) for name in CONTEXT_SETTINGS}
     settings |= {
         "model": "+".join(file_digest(part) for part in _parts(llm.model_path)),
         "lora": file_digest(llm.lora_path) if llm.lora_path else None,
         "lora_scale": llm.lora_scale if llm.lora_path else None,
-        "kv_overrides": json.dumps(llm.kv_overrides, sort_keys=True) if llm.kv_overrides else None,
+        "kv_overrides": _kv_overrides(llm),
+        "swa_full": params.swa_full if llama_cpp.llama_model_n_swa(llm._model.model) else None,
+        # of attention; n_seq_max and kv_unified change nothing else
+        "streams": streams_of(llm) if kind is not Kind.SNAPSHOTS else None,
         "long_context": _is_long(llm),
+        "n_ctx": llama_cpp.llama_n_ctx_seq(llm.ctx) if _is_longrope(llm) else None,
         # llama.cpp promises nothing about states across its versions
-        "llama_cpp_python": llama_cpp.__version__,
+        "llama_cpp": llama_cpp_build(),
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
         # the kind does not change a state, but is of interest in a list of namespaces
-        "kind": kind_of(llm).value,
+        "kind": kind.value,
         "page_tokens": page_tokens,
         "salt": salt,
         "label": label,
@@ -87,11 +90,55 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
     return Namespace(settings)
 
 
+def llama_cpp_build() -> str:
+    """What computes the states: the commit of llama.cpp, as ``llama-server --version`` shows it too.
+
+    The version of llama-cpp-python, where the libraries do not know their commit.
+    """
+    # where the loader finds the symbol of libggml-base through the library that depends on it: not on Windows
+    with contextlib.suppress(AttributeError, UnicodeDecodeError):
+        ask = llama_cpp.llama_cpp._lib.ggml_commit
+        ask.restype, ask.argtypes = ctypes.c_char_p, []
+        # packages are built from sources with files of their own: "-dirty" says nothing
+        commit = (ask() or b"").decode("ascii").removesuffix("-dirty")
+        if re.fullmatch("[0-9a-f]{7,40}", commit):
+            return commit
+    return f"llama-cpp-python {llama_cpp.__version__}"
+
+
+def _kv_overrides(llm: llama_cpp.Llama) -> str | None:
+    """The overrides that can change a state: those of the tokenizer only change which tokens are evaluated."""
+    overrides = llm.kv_overrides or {}
+    kept = {name: value for name, value in overrides.items() if not name.startswith("tokenizer.")}
+    return json.dumps(kept, sort_keys=True) if kept else None
+
+
+def _rope_scaling(llm: llama_cpp.Llama, name: str) -> object:
+    """What the model says about RoPE scaling; overrides come first, as in llama.cpp."""
+    key = f"{llm.metadata.get('general.architecture', '')}.rope.scaling.{name}"
+    return (llm.kv_overrides or {}).get(key, llm.metadata.get(key))
+
+
 def _is_long(llm: llama_cpp.Llama) -> bool:
-    """Whether the context is longer than in training; some models then use other RoPE factors."""
-    architecture = llm.metadata.get("general.architecture", "")
-    original = llm.metadata.get(f"{architecture}.rope.scaling.original_context_length")
-    return original is not None and llm.n_ctx() > int(original)
+    """Whether llama.cpp uses the factors for long contexts, if the model has any (``llama_model::get_rope_factors``).
+
+    Without a length in the model it compares with the length of its training.
+    """
+    original = _rope_scaling(llm, "original_context_length")
+    trained = llama_cpp.llama_model_n_ctx_train(llm._model.model) if original is None else int(str(original))
+    return bool(llama_cpp.llama_n_ctx_seq(llm.ctx) > trained)
+
+
+def _is_longrope(llm: llama_cpp.Llama) -> bool:
+    """Whether the model says that its RoPE factors depend on the length of the context.
+
+    Then pages are shared by contexts of one length only, and do not depend on how llama.cpp chooses the factors.
+    """
+    scaling = _rope_scaling(llm, "type")
+    if scaling is None:
+        return _rope_scaling(llm, "original_context_length") is not None
+    is_asked_for = llm.context_params.rope_scaling_type == llama_cpp.LLAMA_ROPE_SCALING_TYPE_LONGROPE
+    return scaling == "longrope" or bool(is_asked_for)
 
 
 def _parts(model_path: str) -> list[str]:

@@ -70,9 +70,18 @@ def kind_of(llm: llama_cpp.Llama) -> Kind:
         return Kind.NO_MEMORY
     if llama_cpp.llama_model_is_recurrent(model):
         return Kind.SNAPSHOTS
+    if streams_of(llm) > 1:
+        # to copy a part of one stream into another one ends the process
+        return Kind.STREAMS
     if llama_cpp.llama_model_is_hybrid(model):
         return Kind.PAGES_AND_SNAPSHOTS
     return Kind.PAGES
+
+
+def streams_of(llm: llama_cpp.Llama) -> int:
+    """Into how many streams, one a sequence, llama.cpp divides the rows of attention; a state names their number."""
+    params = llm.context_params
+    return 1 if params.kv_unified else max(int(params.n_seq_max), 1)
 
 
 def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:

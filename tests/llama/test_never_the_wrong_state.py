@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import gguf
 import llama_cpp
@@ -13,8 +16,10 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.backends.location import cache_directory
-from prefixstore.llama.fingerprint import file_digest, namespace_of
-from tests.support.models import answer, load, prompt
+from prefixstore.llama.fingerprint import file_digest, llama_cpp_build, namespace_of
+from prefixstore.testing import models as synthetic
+from tests.support import ROOT
+from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes
 
 TOKENS = prompt(600)
 
@@ -201,3 +206,92 @@ def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
         assert store.match(TOKENS).n_tokens == 600  # computed and captured again
         llm.reset()
         assert answer(llm, TOKENS, 8) == cold
+
+
+# -- RoPE factors that depend on the length of the context -------------------------------------------------------------
+
+TRAINED = 1024
+ORIGINAL = "llama.rope.scaling.original_context_length"
+LONGROPE = {
+    # what the file says about scaling, whether it has the tensors, and what overrides say
+    "no original length": ({"llama.rope.scaling.type": "longrope"}, {}),
+    "original length": ({"llama.rope.scaling.type": "longrope", ORIGINAL: 1024}, {}),
+    "original length overridden": ({"llama.rope.scaling.type": "longrope", ORIGINAL: 1 << 20}, {ORIGINAL: 1024}),
+    "training length overridden": ({"llama.rope.scaling.type": "longrope"}, {"llama.context_length": 1024}),
+    "type overridden": ({}, {"llama.rope.scaling.type": "longrope"}),
+}
+
+
+@pytest.fixture
+def longrope(tmp_path, monkeypatch):
+    """Writes a llama with factors for long and for short contexts."""
+
+    def write(facts, n_ctx_train):
+        tensors, hyperparameters = synthetic._tensors, synthetic._write_hyperparameters
+
+        def with_factors(*args):
+            yield from tensors(*args)
+            for name, factor in (("long", 4.0), ("short", 1.0)):
+                yield f"rope_factors_{name}.weight", np.full(SHAPES["llama"].head_dim // 2, factor, np.float32)
+
+        def with_facts(writer, shape):
+            hyperparameters(writer, shape)
+            for name, value in facts.items():
+                (writer.add_string if isinstance(value, str) else writer.add_uint32)(name, value)
+
+        monkeypatch.setattr(synthetic, "_tensors", with_factors)
+        monkeypatch.setattr(synthetic, "_write_hyperparameters", with_facts)
+        return synthetic.write_model(tmp_path / "longrope.gguf", SHAPES["llama"], n_ctx_train=n_ctx_train)
+
+    return write
+
+
+@pytest.mark.parametrize("case", LONGROPE)
+def test_contexts_whose_length_chooses_other_rope_factors_share_nothing(tmp_path, longrope, case):
+    facts, overrides = LONGROPE[case]
+    path = longrope(facts, 1 << 20 if "llama.context_length" in overrides else TRAINED)
+    short, long = (load(path, n_ctx=n_ctx, kv_overrides=overrides or None) for n_ctx in (1024, 2048))
+    for llm in (short, long):
+        llm.eval(TOKENS)
+    assert state_bytes(short) != state_bytes(long)
+    with PrefixStore(tmp_path / "kv", short) as store:
+        forget(short)
+        short.set_cache(store)
+        answer(short, TOKENS, 1)
+        names = store.namespace
+    with PrefixStore(tmp_path / "kv", long) as store:
+        assert store.match(TOKENS).n_tokens == 0
+        assert names.differences(store.namespace) == {"long_context": (False, True), "n_ctx": (1024, 2048)}
+    with PrefixStore(tmp_path / "kv", load(path, n_ctx=1024, kv_overrides=overrides or None)) as store:
+        assert store.match(TOKENS).n_tokens == 600
+
+
+def test_a_context_longer_than_the_training_is_another_one_even_where_the_model_does_not_speak_of_longrope(models):
+    # some architectures load the factors whenever the file has them
+    longer, shorter = (load(models("llama", n_ctx_train=1024), n_ctx=n_ctx) for n_ctx in (2048, 512))
+    names = [namespace_of(llm, page_tokens=256, salt=None, label=None) for llm in (shorter, longer)]
+    assert names[0].differences(names[1]) == {"long_context": (False, True)}
+
+
+def test_the_build_of_llama_cpp_is_its_commit_as_llama_server_shows_it():
+    build = llama_cpp_build()
+    assert re.fullmatch("[0-9a-f]{7,40}", build)
+    server = ROOT.parent / "shared" / "bin" / "llama-server"
+    if server.exists() and llama_cpp.__version__ == "0.3.36":  # built from the same sources
+        shown = subprocess.run([server, "--version"], capture_output=True, text=True, check=True, timeout=60)
+        assert f"commit {build}" in shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize(
+    "answer", [b"unknown", b"", None, b"\xff", b"1234567-dirty"], ids=["unknown", "empty", "null", "bytes", "dirty"]
+)
+def test_without_a_commit_the_version_of_the_package_stands_for_the_build(monkeypatch, answer):
+    def ggml_commit():
+        return answer
+
+    library = SimpleNamespace(ggml_commit=ggml_commit)
+    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", library)
+    version = f"llama-cpp-python {llama_cpp.__version__}"
+    assert llama_cpp_build() == ("1234567" if answer == b"1234567-dirty" else version)
+    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", SimpleNamespace())
+    assert llama_cpp_build() == version

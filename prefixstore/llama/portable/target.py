@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import llama_cpp
 
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.fingerprint import namespace_of
+from prefixstore.llama.fingerprint import llama_cpp_build, namespace_of
 from prefixstore.llama.kv_memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
@@ -93,7 +93,7 @@ def nameless_target(parameters: Parameters) -> PortableTarget:
         "label": parameters.label,
         "salt": parameters.salt,
         # llama.cpp promises nothing about states across its versions
-        "llama_cpp_python": llama_cpp.__version__,
+        "llama_cpp": llama_cpp_build(),
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
     }
     return PortableTarget(None, _whole(settings), parameters.page_tokens)
