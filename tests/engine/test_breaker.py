@@ -13,16 +13,14 @@ from prefixstore.stats import Counters
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock():
     """Seconds, moved by hand."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
+    return [100.0]
 
 
 @pytest.fixture
-def breaker():
-    made = CircuitBreaker(lambda page: 0, Counters())
+def breaker(clock):
+    made = CircuitBreaker(lambda page: 0, Counters(), clock=lambda: clock[0])
     yield made
     made.close()
     for thread in threading.enumerate():
