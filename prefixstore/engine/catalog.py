@@ -206,6 +206,10 @@ class Catalog:
             with backend.update() as transaction:
                 # until the outcome is in the index, the next transaction of this process waits here
                 has_turn = self._turn.acquire()
+                with self._lock:
+                    if self._journal is not None:
+                        # left by a thread that was interrupted while it ended its transaction
+                        self._journal, self._trusted = None, False
                 self.refresh(transaction, newest=True)
                 with self._lock:
                     self._journal = Journal()
@@ -229,8 +233,10 @@ class Catalog:
             if journal is not None and error is None:
                 journal.commit()
             elif journal is not None:
+                trusted, self._trusted = self._trusted, False
                 # if it was committed in spite of the error, the log of changes says so at the next refresh
                 journal.roll_back()
+                self._trusted = trusted
 
     def _drop_empty_namespaces(self, transaction: Transaction) -> None:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
@@ -259,10 +265,14 @@ class Catalog:
         with self._lock:
             self._sweeps = True
 
-    def contradict(self, key: bytes, generation: int) -> None:
-        """A page is not in a view of this generation. If the index covers that generation, the store was replaced."""
+    def contradict(self, page: Page, generation: int) -> None:
+        """A page is not in a view of this generation. If the index covers that generation, the store was replaced.
+
+        Not if the page was deleted, and captured again since: then the index has another node for it.
+        """
         with self._lock:
-            if key in self._index and key not in self._pending and generation <= self._generation:
+            is_here = self._index.get(page.key) is page and page.key not in self._pending
+            if is_here and generation <= self._generation:
                 log.warning("the index does not match what is stored; rebuilding it")
                 self._generation, self._trusted = -1, False
 
