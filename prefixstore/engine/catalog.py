@@ -118,6 +118,8 @@ class Catalog:
         self._pending: dict[bytes, PendingPage] = {}
         # pending pages that are in a transaction, or were until just now: they may be stored already
         self._writing: set[bytes] = set()
+        # those that the open transaction has put
+        self._uncommitted: set[bytes] = set()
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._deferred = Deferred()
@@ -619,18 +621,20 @@ class Catalog:
         """
         page = new.page
         with self._lock:
-            self._undo(
-                partial(
-                    self._index.change,
-                    page,
-                    stored_bytes=page.stored_bytes,
-                    is_stored=page.is_stored,
-                    may_be_victim=page.may_be_victim,
-                )
-            )
+            if not page.is_stored:
+                self._uncommitted.add(page.key)
+            self._undo(partial(self._take_back, page, page.stored_bytes, page.is_stored, page.may_be_victim))
             self._index.change(page, stored_bytes=stored_bytes, is_stored=True, may_be_victim=may_be_victim)
             if self._is_pending(new):
                 self._candidates.add(page)
+
+    def _take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
+        """A page was not put after all."""
+        self._uncommitted.discard(page.key)
+        self._index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
+        if not is_stored and self._unplaced.get(page.key) is page:
+            # given up while it was written
+            del self._unplaced[page.key]
 
     def _undo(self, step: Callable[[], None]) -> None:
         if self._journal is not None:
@@ -653,6 +657,7 @@ class Catalog:
         """These pages are stored now, and the deferred changes are made."""
         with self._lock:
             for new in written:
+                self._uncommitted.discard(new.page.key)
                 if self._is_pending(new):
                     del self._pending[new.page.key]
                     self._index.change(new.page, may_be_victim=True)
@@ -690,7 +695,9 @@ class Catalog:
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
         """The transaction of these pages has ended, one way or the other."""
         with self._lock:
-            self._writing -= {new.page.key for new in batch}
+            keys = {new.page.key for new in batch}
+            self._writing -= keys
+            self._uncommitted -= keys
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
@@ -902,7 +909,7 @@ class Catalog:
         One that another process has stored meanwhile stays in the index.
         """
         page = self._index.get(key)
-        if page is not None and page.is_stored:
+        if page is not None and page.is_stored and key not in self._uncommitted:
             self._pending.pop(key, None)
             self._index.change(page, may_be_victim=True)
             self._candidates.add(page)

@@ -139,6 +139,7 @@ class Committer:
             for new in catalog.no_longer_pending(written):
                 written.remove(new)
                 if new.page.key in put:
+                    catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
         # Committed: keep states in RAM while their buffers are still here, then tell the catalog.
         for new in written:

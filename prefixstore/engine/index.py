@@ -265,7 +265,8 @@ class Index:
         """Change facts on which totals, or the ancestors, depend. The page may have been removed meanwhile."""
         is_here = self.pages.get(page.key) is page
         was_fixed, was_kept = page.is_fixed, page.own_expiry
-        if is_here:
+        is_counted = is_here and (stored_bytes, pinned, is_stored, may_be_victim) != (None,) * 4
+        if is_counted:
             self._count(page, -1)
         page.stored_bytes = page.stored_bytes if stored_bytes is None else stored_bytes
         page.pinned = page.pinned if pinned is None else pinned
@@ -274,7 +275,8 @@ class Index:
         page.may_be_victim = page.may_be_victim if may_be_victim is None else may_be_victim
         if not is_here:
             return
-        self._count(page, 1)
+        if is_counted:
+            self._count(page, 1)
         if page.is_fixed != was_fixed:
             self._change_fixed(page.parent, 1 if page.is_fixed else -1)
         self._keep_longer(page, page.own_expiry)

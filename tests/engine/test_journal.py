@@ -204,6 +204,69 @@ def test_after_an_interruption_the_catalog_is_rebuilt():
     store.close()
 
 
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("moment", ["put", "commit"])
+@pytest.mark.parametrize("how", ["abandon", "mark_damaged", "continue"])
+def test_a_page_that_is_given_up_while_it_is_written_leaves_nothing_behind(how, moment, fails):
+    """By another thread: before it was put, or after that."""
+    store = store_on(MemoryBackend())
+    store.put(A[:4])
+    batch = store.announce(A[:7])
+    more = []
+    catalog = store.engine._catalog
+
+    def interfere(name):
+        if name == moment:
+            store.backend.on_call = lambda name: None
+            if how == "abandon":
+                catalog.abandon(batch)
+            elif how == "mark_damaged":
+                catalog.mark_damaged(batch[0].page.key)
+            else:
+                more.extend(store.announce(A[:8]))
+            if fails:
+                raise UnavailableError("fails on purpose")
+
+    store.backend.on_call = interfere
+    store.engine.commit(batch)
+    assert_complete_beside(store, more)
+    store.engine.commit(more)
+    store.match(A)
+    assert_complete(store.engine)
+    # given up too late, it is stored all the same
+    given_up = 7 if moment == "commit" and not fails else 4
+    assert store.match(A) == (8 if how == "continue" else given_up)
+    store.close()
+
+
+def assert_complete_beside(store, more):
+    store.match(A)
+    if not more and not store.engine._catalog._deferred.damaged:
+        assert_complete(store.engine)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_page_that_another_process_has_stored_stays_when_it_is_given_up_here(fails):
+    backend = MemoryBackend()
+    ours, theirs = store_on(backend, max_entries=3), store_on(backend, max_entries=3)
+    ours.put(A[:4])
+    batch = ours.announce(A[:8])
+    theirs.put(A[:8])
+    assert ours.match(A) == 8
+    if fails:
+        ours.backend.fails_at = 4
+        assert ours.engine.commit(batch) == 0
+        assert ours.backend.fails_at is None
+    else:
+        ours.engine._catalog.abandon(batch)
+    assert_complete(ours.engine)
+    assert ours.match(A) == 8
+    for number in range(5, 9):
+        assert ours.put([number] * P) == 1
+        assert ours.engine.check() == []
+    ours.close()
+
+
 # -- at random ---------------------------------------------------------------------------------------------------------
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -46,6 +46,8 @@ class Fragile:
         The number of the call in transactions that fails, counted from now on; None for none.
     error
         What is raised.
+    on_call
+        Called with the name of each operation in a transaction, before it.
     calls
         How often each operation was called, in views and transactions.
     """
@@ -56,12 +58,15 @@ class Fragile:
         self.error: BaseException = UnavailableError("fails on purpose")
         self.calls: Counter[str] = Counter()
         self._in_update = False
+        self.on_call: Callable[[str], None] = lambda name: None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def called(self, name: str) -> None:
         self.calls[name] += 1
+        if self._in_update:
+            self.on_call(name)
         if self.fails_at is not None and self._in_update:
             self.fails_at -= 1
             if self.fails_at == 0:
