@@ -29,6 +29,7 @@ from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, Fits, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
+from prefixstore.engine.strays import Strays
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
@@ -134,10 +135,7 @@ class Catalog:
     def _start_index(self) -> None:
         self._index = Index()
         self._candidates = Candidates(self._index, self._policy)
-        # stored pages that are not in the index: damaged ones until they are deleted, and what depends on them
-        self._unplaced: dict[bytes, Page] = {}
-        # stored records that cannot be read, and whether a newer version wrote them
-        self._unreadable: dict[bytes, bool] = {}
+        self._strays = Strays()
         # whether there may be settings of namespaces without pages
         self._sweeps = True
 
@@ -244,9 +242,8 @@ class Catalog:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
         with self._lock:
             journal, sweeps = self._journal, self._sweeps
-            doubtful = {page.namespace for page in self._unplaced.values()}
-            # the namespace of a page that a newer version wrote is not known
-            if journal is None or any(self._unreadable.values()):
+            doubtful = self._strays.namespaces()
+            if journal is None or doubtful is None:
                 return
             emptied = journal.deleted_from - doubtful
             if sweeps:
@@ -279,17 +276,15 @@ class Catalog:
                 self._generation, self._trusted = -1, False
 
     def _refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
-        self._unreadable.pop(key, None)
+        self._strays.unreadable.pop(key, None)
         if isinstance(record, Record) and usage is not None:
-            if not self._know(key, record, usage) and not (
-                record.parent in self._unplaced or record.parent in self._unreadable
-            ):
+            if not self._know(key, record, usage) and record.parent not in self._strays:
                 self._deferred.damaged.add(key)
             return
-        self._unplaced.pop(key, None)
+        self._strays.pages.pop(key, None)
         if record is not None:
             log.warning("a page cannot be read: %s", record)
-            self._unreadable[key] = not isinstance(record, CorruptError)
+            self._strays.unreadable[key] = not isinstance(record, CorruptError)
         if isinstance(record, CorruptError):
             self._deferred.damaged.add(key)
         page = self._index.get(key)
@@ -309,7 +304,7 @@ class Catalog:
             else:
                 raise record
         self._start_index()
-        self._unreadable = unreadable
+        self._strays.unreadable = unreadable
         self._deferred.damaged |= {key for key, is_newer in unreadable.items() if not is_newer}
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self._pending.items()]
@@ -335,7 +330,7 @@ class Catalog:
         now = time.time_ns()
         last_used = time_of_use(usage.last_used, now)
         self._latest = max(self._latest, last_used)
-        self._unplaced.pop(key, None)
+        self._strays.pages.pop(key, None)
         page = self._index.get(key)
         if page is not None:
             page.last_used = max(page.last_used, last_used)
@@ -354,7 +349,7 @@ class Catalog:
             page = Page.stored(key, record, usage)
             page.last_used = last_used or now
             if not self._index.add(page):
-                self._unplaced[key] = page
+                self._strays.pages[key] = page
                 return False
         page.announced_expiry = usage.expires
         self._candidates.add(page)
@@ -362,17 +357,17 @@ class Catalog:
 
     def _place_again(self) -> None:
         """Put stored pages into the index that had no place, as far as they have one now."""
-        for page in sorted(self._unplaced.values(), key=lambda page: page.start):
+        for page in self._strays.parents_first():
             here = self._index.get(page.key)
             if here is not None:
                 # captured again meanwhile
                 self._index.change(here, is_stored=True)
-                del self._unplaced[page.key]
+                del self._strays.pages[page.key]
             elif page.key not in self._deferred.damaged:
                 page.may_be_victim = True
                 page.drop_children()
                 if self._index.add(page):
-                    del self._unplaced[page.key]
+                    del self._strays.pages[page.key]
                     self._candidates.add(page)
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
@@ -632,9 +627,9 @@ class Catalog:
         """A page was not put after all."""
         self._uncommitted.discard(page.key)
         self._index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
-        if not is_stored and self._unplaced.get(page.key) is page:
+        if not is_stored and self._strays.pages.get(page.key) is page:
             # given up while it was written
-            del self._unplaced[page.key]
+            del self._strays.pages[page.key]
 
     def _undo(self, step: Callable[[], None]) -> None:
         if self._journal is not None:
@@ -756,13 +751,13 @@ class Catalog:
     def lose(self, key: bytes) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            page, unreadable = self._unplaced.pop(key, None), self._unreadable.pop(key, None)
+            page, unreadable = self._strays.pages.pop(key, None), self._strays.unreadable.pop(key, None)
             if page is not None:
                 self._deleted_from(page.namespace)
-                self._undo(partial(self._unplaced.__setitem__, key, page))
+                self._undo(partial(self._strays.pages.__setitem__, key, page))
             if unreadable is not None:
                 self._sweeps = True
-                self._undo(partial(self._unreadable.__setitem__, key, unreadable))
+                self._undo(partial(self._strays.unreadable.__setitem__, key, unreadable))
             here = self._index.get(key)
             if here is not None and key in self._pending:
                 if here.is_stored:
@@ -781,17 +776,15 @@ class Catalog:
 
         To be used in a transaction, for which the catalog is up to date. Each step takes the lock for a moment.
         """
-        after: dict[bytes, list[Page]] = {}
         with self._lock:
-            for stray in self._unplaced.values():
-                after.setdefault(stray.parent, []).append(stray)
+            after = self._strays.by_parent()
         waiting = [(key, False) for key in keys]
         page: Page | None
         seen: set[bytes] = set()
         while waiting:
             key, is_done = waiting.pop()
             with self._lock:
-                page = self._index.get(key) or self._unplaced.get(key)
+                page = self._index.get(key) or self._strays.pages.get(key)
                 if not is_done and key not in seen:
                     seen.add(key)
                     waiting.append((key, True))
@@ -804,14 +797,12 @@ class Catalog:
     def strays(self, namespaces: Collection[bytes] | None) -> list[bytes]:
         """Stored pages that have no place in the index; for None also those that cannot be read."""
         with self._lock:
-            pages = self._unplaced.values()
-            found = [page.key for page in pages if namespaces is None or page.namespace in namespaces]
-            return found + (list(self._unreadable) if namespaces is None else [])
+            return self._strays.keys(namespaces)
 
     def knows(self, key: bytes) -> bool:
         """Whether there is such a page, in the index or not."""
         with self._lock:
-            return key in self._index or key in self._unplaced or key in self._unreadable
+            return key in self._index or key in self._strays
 
     def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
         """These pages are pinned now, or not any more."""
@@ -871,13 +862,13 @@ class Catalog:
         for one in taken:
             self._deleted_from(one.page.namespace)
         self._undo(partial(self._put_back, taken))
-        self._leave_unplaced(one for one in taken if one.page.key != key)
+        self._leave_as_strays(one for one in taken if one.page.key != key)
         return taken
 
     def _put_back(self, taken: Sequence[_Taken]) -> None:
         """Put stored pages back into the index, because they are not deleted after all."""
         for page, new, n_uses in reversed(taken):
-            self._unplaced.pop(page.key, None)
+            self._strays.pages.pop(page.key, None)
             here = self._index.get(page.key)
             if not page.is_stored:
                 continue
@@ -889,7 +880,7 @@ class Catalog:
             page.may_be_victim = True
             page.drop_children()
             if not self._index.add(page):
-                self._unplaced[page.key] = page
+                self._strays.pages[page.key] = page
                 continue
             if new is not None and is_imported:
                 self._pending[page.key] = new
@@ -897,11 +888,11 @@ class Catalog:
                 self._deferred.uses[page.key] = self._deferred.uses.get(page.key, 0) + n_uses
             self._candidates.add(page)
 
-    def _leave_unplaced(self, taken: Iterable[_Taken]) -> None:
+    def _leave_as_strays(self, taken: Iterable[_Taken]) -> None:
         """Remember pages that are not in the index any more, but still stored."""
         for one in taken:
             if one.page.is_stored:
-                self._unplaced[one.page.key] = one.page
+                self._strays.pages[one.page.key] = one.page
 
     def _drop(self, key: bytes, reason: DropReason) -> None:
         """Give a pending page up, with the pending pages that depend on it, and count them.
@@ -916,7 +907,7 @@ class Catalog:
             return
         lost = 1 if self._pending.pop(key, None) is not None else 0
         taken = self._forget(key)
-        self._leave_unplaced(taken)
+        self._leave_as_strays(taken)
         lost += sum(1 for one in taken if one.new is not None)
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
@@ -924,7 +915,7 @@ class Catalog:
     def _lose(self, key: bytes) -> None:
         """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
         taken = self._forget(key)
-        self._leave_unplaced(taken)
+        self._leave_as_strays(taken)
         if lost := sum(1 for one in taken if one.new is not None):
             self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
