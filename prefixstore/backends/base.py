@@ -50,11 +50,14 @@ class View(ABC):
     @property
     @abstractmethod
     def generation(self) -> int:
-        """Number of transactions that have put or deleted pages; equal generations hold equal pages."""
+        """Number of transactions that have changed pages: put, deleted, or announced a usage.
+
+        Equal generations hold equal pages.
+        """
 
     @abstractmethod
     def changes(self, since: int) -> list[bytes] | None:
-        """Keys put or deleted after generation `since`, oldest first; None if that is too long ago."""
+        """Keys of pages changed after generation `since`, oldest first; None if that is too long ago."""
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
@@ -106,6 +109,10 @@ class View(ABC):
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
 
+    def namespace(self, key: bytes) -> bytes | None:
+        """Canonical settings of one namespace."""
+        return self.namespaces().get(key)
+
     def note(self, name: bytes) -> bytes | None:
         """The note that `Transaction.put_note` wrote under this name."""
         return None
@@ -132,8 +139,12 @@ class Transaction(View):
         """Delete a page, its usage and payload; returns whether anything of it was stored."""
 
     @abstractmethod
-    def touch(self, key: bytes, usage: Usage) -> None:
-        """Replace the usage of a page; nothing happens if the page is gone. Does not change `generation`."""
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
+        """Replace the usage of a page; nothing happens if the page is gone.
+
+        With `announce` it is a change of the page, which other processes read at their next lookup: so for pins, and
+        for expiry. Otherwise it does not change `generation`, as uses are too frequent for that.
+        """
 
     @abstractmethod
     def put_namespace(self, key: bytes, settings: bytes) -> None:
@@ -164,6 +175,11 @@ class Backend(ABC):
     @abstractmethod
     def update(self) -> AbstractContextManager[Transaction]:
         """Read and write. Waits for other transactions; leaving the block commits."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it answers from this machine: then one slow answer says more about the machine than about it."""
+        return False
 
     @abstractmethod
     def sync(self) -> None:

@@ -97,6 +97,9 @@ class _View(View):
         with self._lock:
             return dict(self._pages.namespaces)
 
+    def namespace(self, key: bytes) -> bytes | None:
+        return self._pages.namespaces.get(key)
+
     def note(self, name: bytes) -> bytes | None:
         return self._pages.notes.get(name)
 
@@ -128,6 +131,9 @@ class _Change(_View, Transaction):
     def namespaces(self) -> Mapping[bytes, bytes]:
         return _overlaid(super().namespaces(), self._staged_namespaces)
 
+    def namespace(self, key: bytes) -> bytes | None:
+        return self._staged_namespaces[key] if key in self._staged_namespaces else super().namespace(key)
+
     def note(self, name: bytes) -> bytes | None:
         return self._staged_notes[name] if name in self._staged_notes else super().note(name)
 
@@ -156,13 +162,15 @@ class _Change(_View, Transaction):
         self._structural.append(key)
         return True
 
-    def touch(self, key: bytes, usage: Usage) -> None:
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         entry = self._entry(key)
         if entry is not None:
             self._staged[key] = _Entry(entry.record, usage, entry.payload)
+            self._structural += [key] * announce
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
-        self._staged_namespaces[key] = settings
+        if self.namespace(key) != settings:
+            self._staged_namespaces[key] = settings
 
     def drop_namespace(self, key: bytes) -> None:
         self._staged_namespaces[key] = None
@@ -178,7 +186,8 @@ class _Change(_View, Transaction):
                     pages.entries.pop(key, None)
                 else:
                     pages.entries[key] = entry
-            pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
+            if self._staged_namespaces:
+                pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
             pages.notes = _overlaid(pages.notes, self._staged_notes)
             pages.bytes = self._bytes
             if self._structural:
@@ -203,6 +212,10 @@ class MemoryBackend(Backend):
     @property
     def location(self) -> str:
         return "memory:"
+
+    @property
+    def is_local(self) -> bool:
+        return True
 
     @contextmanager
     def view(self) -> Iterator[View]:

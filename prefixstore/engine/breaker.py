@@ -13,7 +13,7 @@ from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.stats import Counters
 
-__all__ = ["CircuitBreaker"]
+__all__ = ["LOCAL_PATIENCE", "CircuitBreaker"]
 
 log = logging.getLogger("prefixstore")
 
@@ -21,6 +21,8 @@ log = logging.getLogger("prefixstore")
 SLOW_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 8 << 20
 SLOW_RECORDS_PER_SECOND = 2000
+# A location on this machine is slow if so many answers in a row are: one may be late because the machine had paused.
+LOCAL_PATIENCE = 3
 # After a failure the circuit is open for this many times as long as the failure took, so that failures take less than a
 # fiftieth of the time. A failure as fast as FAST_SECONDS does not open it.
 OPEN_FACTOR = 50
@@ -56,11 +58,26 @@ class CircuitBreaker:
         many records were read.
     counters
         Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
+    patience
+        How many slow answers in a row open the circuit. An error opens it at once.
+    clock
+        Seconds; replaced by tests.
     """
 
-    def __init__(self, probe: Callable[[Page | None], int], counters: Counters) -> None:
+    def __init__(
+        self,
+        probe: Callable[[Page | None], int],
+        counters: Counters,
+        *,
+        patience: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._probe = probe
         self._counters = counters
+        self._patience = patience
+        self._clock = clock
+        # slow answers in a row, for lookups and for pages: a location may be fast at one and slow at the other
+        self._n_slow = {False: 0, True: 0}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._open_until = 0.0
@@ -73,7 +90,7 @@ class CircuitBreaker:
     @property
     def is_open(self) -> bool:
         """Whether requests fail at once."""
-        return time.monotonic() < self._open_until
+        return self._clock() < self._open_until
 
     @contextmanager
     def asking(self, page: Page | None = None) -> Iterator[Request]:
@@ -91,27 +108,34 @@ class CircuitBreaker:
         """
         if self.is_open:
             raise UnavailableError("circuit open after failures of the location; probing it in the background")
-        started = time.monotonic()
+        started = self._clock()
         request = Request(page)
         try:
             yield request
         except (CorruptError, IncompatibleError) as error:
             if page is None:  # otherwise the page is at fault, not the location
-                self._open(time.monotonic() - started, page, f"it fails: {error}")
+                self._open(self._clock() - started, page, f"it fails: {error}")
             raise
         except StorageError as error:
-            self._open(time.monotonic() - started, page, f"it fails: {error}")
+            self._open(self._clock() - started, page, f"it fails: {error}")
             raise
-        seconds = time.monotonic() - started
-        if seconds > request.time_limit:
+        seconds = self._clock() - started
+        is_slow = seconds > request.time_limit
+        with self._lock:
+            kind = page is not None
+            self._n_slow[kind] = self._n_slow[kind] + 1 if is_slow else 0
+            opens = self._n_slow[kind] >= self._patience
+        if opens:
             self._open(seconds, page, f"it took {seconds:.1f} s to answer")
+        elif is_slow:
+            self._counters.time("lost", seconds)
 
     def _open(self, seconds: float, page: Page | None, why: str) -> None:
         """Open the circuit after a failure that took so many seconds."""
         self._counters.time("lost", seconds)
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
-            self._open_until = max(self._open_until, time.monotonic() + open_seconds)
+            self._open_until = max(self._open_until, self._clock() + open_seconds)
             starts = open_seconds > SHORT_OPEN and not self._probing and not self._closing.is_set()
             self._probing = self._probing or starts
         if starts:
@@ -129,10 +153,10 @@ class CircuitBreaker:
         """Close the circuit when the location answers in time."""
         pause = FIRST_PROBE
         while not self._closing.wait(pause):
-            started = time.monotonic()
+            started = self._clock()
             try:
                 request = Request(page, self._probe(page))
-                healthy = time.monotonic() - started <= request.time_limit
+                healthy = self._clock() - started <= request.time_limit
             except StorageError:
                 healthy = False
             except Exception:  # whatever it is, the location does not work

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prefixstore.backends.base import Transaction, Used
 from prefixstore.engine.catalog import Catalog, DropReason
 from prefixstore.engine.index import Page
+from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
-from prefixstore.format.record import Record
+from prefixstore.format.record import CHECKSUM_BYTES, Record
 from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes
 
 __all__ = ["Budget", "Evictor", "Quota"]
+
+# so large that what a page costs beside its payload does not matter
+MANY_BYTES = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -96,8 +103,15 @@ class Evictor:
         self._budget = budget
         self._counters = counters
 
-    def make_space(self, transaction: Transaction, record: Record, n_bytes: int, settings: bytes) -> DropReason | None:
-        """Evict until a page with a payload of `n_bytes` fits.
+    def make_space(
+        self,
+        transaction: Transaction,
+        record: Record,
+        n_bytes: int,
+        settings: bytes,
+        replaced: Page | None = None,
+    ) -> DropReason | None:
+        """Evict until a page with a payload of `n_bytes` fits. For one that cannot fit, nothing is evicted.
 
         A tenant with a quota makes space among its own pages first, so it does not evict those of others as long as it
         has any.
@@ -112,6 +126,8 @@ class Evictor:
             Length of its payload.
         settings
             Canonical settings of its namespace.
+        replaced
+            A page that will be deleted first, and is not in the catalog any more.
 
         Returns
         -------
@@ -119,19 +135,34 @@ class Evictor:
             Why the page does not fit, `BUDGET` or `QUOTA`; None if it does.
         """
         cost = transaction.cost(record, n_bytes)
-        if cost > self._budget.max_bytes:
-            return DropReason.BUDGET
+        freed = Used(0, 0)
+        if replaced is not None:
+            # at most: what the page is found to need beyond that is evicted when the tail is gone
+            freed = Used(_cost(transaction, len(replaced.tokens), replaced.stored_bytes), 1)
 
         def exceeded() -> bool:
-            return self._budget.exceeded(transaction.used, adding=cost, entries=1)
+            return self._budget.exceeded(transaction.used, adding=cost - freed.bytes, entries=1 - freed.entries)
 
-        groups = self._groups(transaction, record.namespace, settings)
-        for namespaces, limit in groups:
-            if not self._shrink(transaction, namespaces, limit - n_bytes):
+        quotas = self._quotas(transaction, record.namespace, settings)
+        # Known before anything is evicted: the page fits if all were evicted that can be.
+        for group, limit in quotas:
+            total = self._catalog.total(group)
+            if total.bytes - total.evictable_bytes > limit - n_bytes:
                 return DropReason.QUOTA
-        if groups and self._evict(transaction, exceeded, groups[-1][0]):
+        if self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries):
+            return DropReason.BUDGET
+        for group, limit in quotas:
+            if not self._shrink(transaction, group, limit - n_bytes):
+                return DropReason.QUOTA
+        if quotas and self._evict(transaction, exceeded, quotas[-1][0]):
             return None
         return None if self._evict(transaction, exceeded) else DropReason.BUDGET
+
+    def _is_hopeless(self, transaction: Transaction, adding: int, entries: int) -> bool:
+        """Whether there is too much even if all is evicted that can be. False if that is not certain."""
+        used, total = transaction.used, self._catalog.total()
+        left = used.bytes - _most_freed(transaction, total)
+        return self._budget.exceeded(Used(max(left, 0), used.entries - total.evictable), adding=adding, entries=entries)
 
     def make_extra_space(self, transaction: Transaction, n_bytes: int) -> None:
         """Evict `n_bytes` beyond what the budget requires."""
@@ -143,43 +174,46 @@ class Evictor:
         """Evict until the location holds `max_bytes`; false if nothing is left to evict before that."""
         return self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
 
-    def delete_expired(self, transaction: Transaction) -> None:
-        """Delete leaves that have expired, and parents that become such leaves."""
+    def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
+        """Delete leaves that have expired, and parents that become such leaves; whether more are left."""
         now = time.time_ns()
         expiring = self._catalog.expiring()
         try:
-            while (page := expiring.next()) is not None:
+            for _ in range(at_most):
+                page = expiring.next()
+                if page is None:
+                    return False
                 if page.expires > now:
                     self._catalog.put_back(page)
-                    break
+                    return False
                 self._delete(transaction, page, evicting=False)
         finally:
             expiring.close()
+        return True
 
-    def _groups(
-        self, transaction: Transaction, namespace: bytes, settings: bytes
-    ) -> list[tuple[frozenset[bytes], int]]:
-        """The groups of namespaces that a quota bounds and this one belongs to, the largest last."""
+    def _quotas(self, transaction: Transaction, namespace: bytes, settings: bytes) -> list[tuple[bytes | str, int]]:
+        """The groups that a quota bounds and this namespace belongs to, and the limits; the largest group last."""
         quota = self._budget.quota
-        groups: list[tuple[frozenset[bytes], int]] = []
+        found: list[tuple[bytes | str, int]] = []
         if quota.namespace is not None:
-            groups.append((frozenset((namespace,)), quota.namespace))
+            found.append((namespace, quota.namespace))
         # without a salt there is no tenant
         mine = _salt(settings) if quota.salt is not None else None
         if quota.salt is not None and mine is not None:
-            same = frozenset(key for key, other in transaction.namespaces().items() if _salt(other) == mine)
-            groups.append((same | {namespace}, quota.salt))
-        return groups
+            self._catalog.set_salt(namespace, mine)
+            for other in self._catalog.namespaces_without_salt():
+                stored = transaction.namespace(other)
+                self._catalog.set_salt(other, _salt(stored) if stored is not None else None)
+            found.append((mine, quota.salt))
+        return found
 
-    def _shrink(self, transaction: Transaction, namespaces: frozenset[bytes], limit: int) -> bool:
-        """Evict until these namespaces hold at most `limit` bytes; whether they do."""
-        return self._evict(transaction, lambda: self._catalog.held_bytes(namespaces) > limit, namespaces)
+    def _shrink(self, transaction: Transaction, group: bytes | str, limit: int) -> bool:
+        """Evict until this group holds at most `limit` bytes; whether it does."""
+        return self._evict(transaction, lambda: self._catalog.total(group).bytes > limit, group)
 
-    def _evict(
-        self, transaction: Transaction, exceeded: Callable[[], bool], namespaces: frozenset[bytes] | None = None
-    ) -> bool:
+    def _evict(self, transaction: Transaction, exceeded: Callable[[], bool], group: Group = None) -> bool:
         """Delete leaves, first victim first, while there is too much; whether there is space now."""
-        victims = self._catalog.victims(namespaces)
+        victims = self._catalog.victims(group)
         try:
             while exceeded():
                 victim = victims.next()
@@ -196,7 +230,21 @@ class Evictor:
         # the index first, so that the page is not matched, nor continued, while it is deleted
         if self._catalog.remove_victim(victim, usage, evicting=evicting):
             transaction.delete(victim.key)
-            self._counters.count("evictions" if evicting else "expired")
+            self._catalog.after_commit(partial(self._counters.count, "evictions" if evicting else "expired"))
+
+
+def _most_freed(transaction: Transaction, total: Total) -> int:
+    """The most that deleting all evictable pages can free: no more than putting them can have cost."""
+    empty = _cost(transaction, 0, 0)
+    per_byte = (_cost(transaction, 0, MANY_BYTES) - empty) / MANY_BYTES
+    return total.evictable * empty + math.ceil(total.evictable_bytes * per_byte)
+
+
+def _cost(transaction: Transaction, n_token_bytes: int, n_bytes: int) -> int:
+    """The most that a page with so many bytes of tokens and of payload costs."""
+    key = bytes(KEY_BYTES)
+    record = Record(key, key, 0, bytes(n_token_bytes), 0, n_bytes, n_bytes, bytes(CHECKSUM_BYTES), 0, 0)
+    return transaction.cost(record, n_bytes)
 
 
 def _salt(settings: bytes) -> str | None:

@@ -13,21 +13,27 @@ import itertools
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path, is_same
+from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, Fits, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
+from prefixstore.engine.strays import Strays
+from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import TOKEN_BYTES, Tokens
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
 __all__ = ["Catalog", "Claim", "DropReason", "Placement", "Victims"]
@@ -58,10 +64,19 @@ class DropReason(str, Enum):
     ERROR = "error"
 
 
+class _Taken(NamedTuple):
+    """A page that was taken out of the index, and what else it takes to put it back."""
+
+    page: Page
+    new: PendingPage | None
+    n_uses: int
+
+
 class Claim(NamedTuple):
     """A pending page that its transaction may write, and the stored tail that it replaces."""
 
-    superseded: bytes | None
+    superseded: Page | None
+    taken: tuple[_Taken, ...] = ()
 
 
 class Victims:
@@ -104,27 +119,25 @@ class Catalog:
         self._pending: dict[bytes, PendingPage] = {}
         # pending pages that are in a transaction, or were until just now: they may be stored already
         self._writing: set[bytes] = set()
-        # pending pages that another process has stored meanwhile
-        self._also_stored: set[bytes] = set()
-        # keys of pending pages under which the backend has other pages, and keys of what is stored after those
-        self._contested: set[bytes] = set()
-        # pending pages that were imported in the open transaction: it may evict them again
-        self._evictable: set[bytes] = set()
+        # those that the open transaction has put
+        self._uncommitted: set[bytes] = set()
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._deferred = Deferred()
         self._generation = -1
         self._trusted = False
+        # what the open transaction of this process has changed; taken by one thread at a time
+        self._journal: Journal | None = None
+        self._turn = threading.Lock()
         # time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
         self._latest = 0
 
     def _start_index(self) -> None:
         self._index = Index()
-        self._candidates = Candidates(self._index, self._policy, self._is_stored)
-
-    def _is_stored(self, page: Page) -> bool:
-        """Whether the backend, or the open transaction, has a page."""
-        return page.key not in self._pending or page.key in self._evictable
+        self._candidates = Candidates(self._index, self._policy)
+        self._strays = Strays()
+        # whether there may be settings of namespaces without pages
+        self._sweeps = True
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
@@ -153,8 +166,10 @@ class Catalog:
                 if newest and generation < self._generation:
                     self._generation, self._trusted = -1, False
                 known = self._generation if self._trusted else None
-                if generation < self._generation or generation == known:
-                    # a view that was opened before the last refresh has nothing new
+                # A view that was opened before the last refresh has nothing new. And while a transaction of this
+                # process is open, or just ends, no other one has changed anything since it began, and what it has
+                # changed itself is in the index and may have to be taken back.
+                if generation < self._generation or generation == known or self._journal is not None:
                     return n_records
             changed = view.changes(known) if known is not None else None
             found: Mapping[bytes, tuple[Record | StorageError, Usage]]
@@ -164,15 +179,17 @@ class Catalog:
                 found = view.records(changed)
             n_records += len(found)
             with self._lock:
-                if generation < self._generation or (generation == self._generation and self._trusted):
+                is_known = generation < self._generation or (generation == self._generation and self._trusted)
+                if is_known or self._journal is not None:
                     return n_records  # another thread was faster
                 if changed is not None and not self._trusted:
-                    continue  # a transaction has failed meanwhile: the changes alone are not enough any more
+                    continue  # the index was found to be wrong meanwhile: the changes alone are not enough any more
                 if changed is None:
                     self._rebuild(found)
                 else:
                     for key in changed:
                         self._refresh_page(key, *found.get(key, (None, None)))
+                    self._place_again()
                 self._ram.drop(key for key in (self._ram.keys() if changed is None else changed) if key not in found)
                 self._refused.clear()
                 self._generation, self._trusted = generation, True
@@ -180,116 +197,210 @@ class Catalog:
 
     @contextmanager
     def update(self, backend: Backend) -> Iterator[Transaction]:
-        """A transaction for which the index is up to date. If it fails, the index is rebuilt at the next refresh."""
+        """A transaction for which the index is up to date. If it fails, what it has changed in the index is undone.
+
+        At its end it drops the settings of namespaces that it has left without pages.
+        """
+        has_turn = False
         try:
             with backend.update() as transaction:
+                # until the outcome is in the index, the next transaction of this process waits here
+                has_turn = self._turn.acquire()
+                with self._lock:
+                    if self._journal is not None:
+                        # left by a thread that was interrupted while it ended its transaction
+                        self._journal, self._trusted = None, False
                 self.refresh(transaction, newest=True)
+                with self._lock:
+                    self._journal = Journal()
                 yield transaction
-        except BaseException:
-            self.distrust()
+                self._drop_empty_namespaces(transaction)
+        except BaseException as error:
+            self._end_journal(error)
             raise
+        else:
+            self._end_journal(None)
+        finally:
+            if has_turn:
+                self._turn.release()
 
-    def distrust(self) -> None:
-        """The index may know less than is stored: rebuild it at the next refresh."""
+    def _end_journal(self, error: BaseException | None) -> None:
         with self._lock:
-            self._trusted = False
+            journal, self._journal = self._journal, None
+            if error is not None and not isinstance(error, StorageError):
+                # interrupted anywhere, maybe in the middle of a change of the index
+                self._trusted = False
+            if journal is not None and error is None:
+                journal.commit()
+            elif journal is not None:
+                trusted, self._trusted = self._trusted, False
+                # if it was committed in spite of the error, the log of changes says so at the next refresh
+                journal.roll_back()
+                self._trusted = trusted
 
-    def contradict(self, key: bytes, generation: int) -> None:
-        """A page is not in a view of this generation. If the index covers that generation, the store was replaced."""
+    def _drop_empty_namespaces(self, transaction: Transaction) -> None:
+        """Drop the settings of namespaces from which the transaction has deleted the last page."""
         with self._lock:
-            if key in self._index and key not in self._pending and generation <= self._generation:
+            journal, sweeps = self._journal, self._sweeps
+            doubtful = self._strays.namespaces()
+            if journal is None or doubtful is None:
+                return
+            emptied = journal.deleted_from - doubtful
+            if sweeps:
+                journal.after_commit(self._swept)
+        if sweeps:
+            emptied = set(transaction.namespaces()) - doubtful
+        for namespace in emptied:
+            with self._lock:
+                is_empty = not self._index.totals.of(namespace).stored
+            if is_empty:
+                transaction.drop_namespace(namespace)
+
+    def _swept(self) -> None:
+        self._sweeps = False
+
+    def sweep(self) -> None:
+        """Have the next transaction look for settings of namespaces that have no pages."""
+        with self._lock:
+            self._sweeps = True
+
+    def contradict(self, page: Page, generation: int) -> None:
+        """A page is not in a view of this generation. If the index covers that generation, the store was replaced.
+
+        Not if the page was deleted, and captured again since: then the index has another node for it.
+        """
+        with self._lock:
+            is_here = self._index.get(page.key) is page and page.key not in self._pending
+            if is_here and generation <= self._generation:
                 log.warning("the index does not match what is stored; rebuilding it")
                 self._generation, self._trusted = -1, False
 
     def _refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
+        self._strays.unreadable.pop(key, None)
         if isinstance(record, Record) and usage is not None:
-            self._know(key, record, usage)
+            is_known = self._know(key, record, usage)
+            if not is_known and record.parent not in self._strays and key not in self._index:
+                self._deferred.damaged.add(key)
             return
+        self._strays.pages.pop(key, None)
         if record is not None:
             log.warning("a page cannot be read: %s", record)
+            self._strays.unreadable[key] = not isinstance(record, CorruptError)
         if isinstance(record, CorruptError):
             self._deferred.damaged.add(key)
-        self._also_stored.discard(key)
-        self._contested.discard(key)
+        page = self._index.get(key)
+        if page is not None:
+            self._index.change(page, is_stored=False)
         if key not in self._pending:
             self._lose(key)
 
     def _rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
         stored: dict[bytes, tuple[Record, Usage]] = {}
+        unreadable: dict[bytes, bool] = {}
         for key, (record, usage) in found.items():
             if isinstance(record, Record):
                 stored[key] = record, usage
-            elif isinstance(record, CorruptError):
-                self._deferred.damaged.add(key)
-            elif not isinstance(record, IncompatibleError):
+            elif isinstance(record, (CorruptError, IncompatibleError)):
+                unreadable[key] = isinstance(record, IncompatibleError)
+            else:
                 raise record
         self._start_index()
-        self._also_stored.clear()
-        self._contested.clear()
-        self._evictable.clear()
+        self._strays.unreadable = unreadable
+        self._deferred.damaged |= {key for key, is_newer in unreadable.items() if not is_newer}
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self._pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
-        for _, is_stored, key in sorted(places):
-            if is_stored:
-                record, usage = stored[key]
-                parent, _ = found.get(record.parent, (None, None))
-                is_known = self._know(key, record, usage)
-                if not is_known and not isinstance(parent, StorageError) and not record.follows(parent):
-                    self._deferred.damaged.add(key)
-            elif key in self._pending:
-                # a node of the old index: its children are added again, if they are still there
-                page = self._pending[key].page
-                page.drop_children()
-                if not self._index.add(page):
-                    self._drop(key, DropReason.ORPHAN)
+        with self._index.adding_many():
+            for _, is_stored, key in sorted(places):
+                if is_stored:
+                    record, usage = stored[key]
+                    parent, _ = found.get(record.parent, (None, None))
+                    is_known = self._know(key, record, usage)
+                    if not is_known and not isinstance(parent, StorageError) and not record.follows(parent):
+                        self._deferred.damaged.add(key)
+                elif key in self._pending:
+                    # a node of the old index: its children are added again, if they are still there
+                    page = self._pending[key].page
+                    page.drop_children()
+                    page.is_stored = page.may_be_victim = False
+                    if not self._index.add(page):
+                        self._drop(key, DropReason.ORPHAN)
 
     def _know(self, key: bytes, record: Record, usage: Usage) -> bool:
         """Note a stored page; whether it has its place in the index."""
-        self._latest = max(self._latest, usage.last_used)
-        if record.parent in self._contested:
-            # it was computed after another page than the pending one
-            self._contested.add(key)
+        now = time.time_ns()
+        last_used = time_of_use(usage.last_used, now)
+        self._latest = max(self._latest, last_used)
+        self._strays.pages.pop(key, None)
+        if record.parent in self._strays.pages:
+            # what it was computed after has no place in the index, even if a pending page has that key
+            self._strays.pages[key] = Page.stored(key, record, usage)
             return False
         page = self._index.get(key)
         if page is not None and not (is_same(page, record) and page.start == record.start):
             log.warning("two different pages have the key %s", key.hex())
             if key in self._pending:
                 # the stored one is deleted when the pending one is written
-                self._also_stored.discard(key)
-                self._contested.add(key)
+                self._index.change(page, is_stored=False)
+                self._strays.pages[key] = Page.stored(key, record, usage)
                 return False
             # another process has replaced it
             self._lose(key)
+            self._strays.pages.pop(key, None)
             page = None
-        self._contested.discard(key)
         if page is not None:
-            self._index.resize(page, record.stored_bytes)
-            page.last_used = max(page.last_used, usage.last_used)
-            page.pinned, page.priority, page.expires = usage.pinned, usage.priority, usage.expires
+            page.last_used = max(page.last_used, last_used)
+            page.priority = usage.priority
+            # one that is to be written with the next uses is later than the stored one
+            expires = max(page.expires, usage.expires) if page.expires and usage.expires else usage.expires
+            self._index.change(
+                page,
+                stored_bytes=record.stored_bytes,
+                pinned=usage.pinned,
+                expires=expires,
+                is_stored=True,
+                may_be_victim=key not in self._pending,
+            )
         else:
             page = Page.stored(key, record, usage)
+            page.last_used = last_used or now
             if not self._index.add(page):
+                self._strays.pages[key] = page
                 return False
-        if key not in self._pending:
-            self._candidates.add(page)
-        else:
-            self._also_stored.add(key)
+        page.announced_expiry = usage.expires
+        self._candidates.add(page)
         return True
+
+    def _place_again(self) -> None:
+        """Put stored pages into the index that had no place, as far as they have one now."""
+        for page in self._strays.parents_first():
+            here = self._index.get(page.key)
+            if page.parent in self._strays.pages or (here is not None and not is_same(here, page)):
+                continue  # it follows, or is, another page than the one in the index
+            if here is not None:
+                # captured again meanwhile
+                self._index.change(here, is_stored=True)
+                del self._strays.pages[page.key]
+            elif page.key not in self._deferred.damaged:
+                page.may_be_victim = True
+                page.drop_children()
+                if self._index.add(page):
+                    del self._strays.pages[page.key]
+                    self._candidates.add(page)
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest stored prefix of `tokens`, up to the last page that has not expired."""
         with self._lock:
-            path = self._index.match(namespace, tokens, page_tokens)
-            pages, now = list(path.pages), time.time_ns()
-            while pages and _has_expired(pages[-1], now):
-                del pages[-1]
-            if len(pages) == len(path.pages):
+            path, now = self._index.match(namespace, tokens, page_tokens), time.time_ns()
+            # a page is kept at least as long as those after it
+            n_kept = bisect_left(path.pages, True, key=lambda page: page.kept_until <= now)
+            if n_kept == len(path.pages):
                 return path
             self._deferred.expired = True
-            return Path(tuple(pages), pages[-1].end if pages else 0)
+            pages = path.pages[:n_kept]
+            return Path(pages, pages[-1].end if pages else 0)
 
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
@@ -298,7 +409,7 @@ class Catalog:
         now = time.time_ns()
         with self._lock:
             for path in self._index.snapshots_along(namespace, tokens[:limit], page_tokens):
-                if _has_expired(path.pages[-1], now):
+                if path.pages[-1].kept_until <= now:
                     self._deferred.expired = True
                 elif path.n_tokens % multiple_of == 0:
                     return path
@@ -345,10 +456,21 @@ class Catalog:
         with self._lock:
             return self._index.stored_bytes, self._index.raw_bytes
 
-    def held_bytes(self, namespaces: Iterable[bytes]) -> int:
-        """What the pages of these namespaces count against a quota."""
+    def total(self, group: Group = None) -> Total:
+        """What a group of pages holds; see `Total`."""
         with self._lock:
-            return sum(self._index.held[namespace] for namespace in namespaces)
+            return replace(self._index.totals.of(group))
+
+    def namespaces_without_salt(self) -> list[bytes]:
+        """Namespaces with pages, for which `set_salt` was not called yet."""
+        with self._lock:
+            return list(self._index.totals.without_salt)
+
+    def set_salt(self, namespace: bytes, salt: str | None) -> None:
+        """Note whose pages those of a namespace are."""
+        with self._lock:
+            self._index.totals.set_salt(namespace, salt)
+            self._candidates.joined(namespace)
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -400,16 +522,19 @@ class Catalog:
             if place is not Placement.ADDED:
                 return place
             new.announced(self._now())
+            new.page.is_stored = new.page.may_be_victim = False
             if not self._index.add(new.page):
                 return Placement.ORPHAN
             self._pending[new.page.key] = new
             self._policy.added(new.page)
             older = self._index.superseded_by(new.page)
-            may_be_stored = older is not None and older.key in (self._writing | self._also_stored)
-            if older is not None and older.is_leaf and older.key in self._pending and not may_be_stored:
+            if older is not None and older.is_leaf and not self._may_be_stored(older):
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
                 self._forget(older.key)
             return place
+
+    def _may_be_stored(self, page: Page) -> bool:
+        return page.is_stored or page.key in self._writing
 
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
         """Hold the buffers of those of these pages that are pending; the caller releases them."""
@@ -424,16 +549,18 @@ class Catalog:
             now = self._now()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
             self._policy.looked_up(namespace, pages)
-            for page in pages:
+            # the deepest first: it decides how long the others are kept
+            for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
-                page.expires = max(page.expires, expires) if page.expires else 0
+                if page.expires and page.expires < expires:
+                    self._index.change(page, expires=expires)
                 page.hits += 1
                 self._deferred.uses[page.key] = self._deferred.uses.get(page.key, 0) + 1
             self._ram.want([page for page in pages if page.key not in self._pending])
 
     def _now(self) -> int:
-        """The time of a use: nanoseconds since the epoch, and never before another."""
-        self._latest = max(self._latest, time.time_ns())
+        """The time of a use: nanoseconds since the epoch, and later than every other."""
+        self._latest = max(self._latest + 1, time.time_ns())
         return self._latest
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
@@ -458,7 +585,7 @@ class Catalog:
         Until then it stays in the index, or the pages that it depends on would seem to be leaves.
         """
         with self._lock:
-            if page.key not in self._pending or page.key in self._writing:
+            if page.key not in self._pending or self._may_be_stored(page):
                 self._deferred.thinned.add(page.key)
             else:
                 self._forget(page.key)
@@ -507,24 +634,51 @@ class Catalog:
             self._writing.add(page.key)
             older = self._index.superseded_by(page)
             # one that another thread is writing has been written: transactions take turns
-            is_stored_tail = older is not None and (older.key not in self._pending or older.key in self._writing)
-            if older is None or not older.is_leaf or not is_stored_tail:
+            if older is None or not older.is_leaf or not self._may_be_stored(older):
                 return Claim(None)
-            page.pinned = page.pinned or older.pinned
-            self._forget(older.key)
-            return Claim(older.key)
+            if older.pinned and not page.pinned:
+                self._index.change(page, pinned=True)
+                self._undo(partial(self._index.change, page, pinned=False))
+            return Claim(older, tuple(self._delete(older.key)))
 
-    def resize(self, page: Page, stored_bytes: int) -> None:
-        """Note how many bytes the codec made of a page."""
+    def keep_superseded(self, claim: Claim) -> None:
+        """The page that was to replace a tail is refused: the tail, which was not deleted, stays."""
         with self._lock:
-            self._index.resize(page, stored_bytes)
+            self._put_back(claim.taken)
 
-    def imported(self, new: PendingPage) -> None:
-        """An imported page was put: it competes with the others for the space from now on."""
+    def put(self, new: PendingPage, stored_bytes: int, *, may_be_victim: bool) -> None:
+        """The open transaction has stored a page, or found it there: how many bytes the codec made of it.
+
+        An imported page competes with the others for the space from now on.
+        """
+        page = new.page
         with self._lock:
+            if not page.is_stored:
+                self._uncommitted.add(page.key)
+            self._undo(partial(self._take_back, page, page.stored_bytes, page.is_stored, page.may_be_victim))
+            self._index.change(page, stored_bytes=stored_bytes, is_stored=True, may_be_victim=may_be_victim)
             if self._is_pending(new):
-                self._evictable.add(new.page.key)
-                self._candidates.add(new.page)
+                self._candidates.add(page)
+
+    def _take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
+        """A page was not put after all."""
+        self._uncommitted.discard(page.key)
+        self._index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
+        if not is_stored and self._strays.pages.get(page.key) is page:
+            # given up while it was written
+            del self._strays.pages[page.key]
+
+    def _undo(self, step: Callable[[], None]) -> None:
+        if self._journal is not None:
+            self._journal.undo(step)
+
+    def after_commit(self, step: Callable[[], None]) -> None:
+        """Call this when the open transaction is committed; not if it fails."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.after_commit(step)
+            else:
+                step()
 
     def no_longer_pending(self, written: Iterable[PendingPage]) -> list[PendingPage]:
         """Those that were forgotten while they were written."""
@@ -535,14 +689,16 @@ class Catalog:
         """These pages are stored now, and the deferred changes are made."""
         with self._lock:
             for new in written:
+                self._uncommitted.discard(new.page.key)
                 if self._is_pending(new):
                     del self._pending[new.page.key]
-                    self._also_stored.discard(new.page.key)
+                    self._index.change(new.page, may_be_victim=True)
+                    new.page.announced_expiry = new.page.expires
                     self._candidates.add(new.page)
             self._deferred.subtract(deferred)
-            if deferred.damaged or self._contested:
-                # what took their place, and what was stored after them, is not known here
-                self._trusted = False
+            if deferred.damaged:
+                # those that are not damaged after all, because another process has replaced them
+                self._place_again()
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
         """There is no space for a page, or no parent: give it up."""
@@ -563,25 +719,24 @@ class Catalog:
         """Give these pages up, uncounted; pending pages that depend on them are counted."""
         with self._lock:
             # all of them first: their buffers go back to the pool now
-            keys = [new.page.key for new in batch if self._is_pending(new)]
-            for key in keys:
-                del self._pending[key]
-            for key in keys:
-                self._lose(key)
+            pages = [self._pending.pop(new.page.key).page for new in batch if self._is_pending(new)]
+            for page in pages:
+                if self._index.get(page.key) is page:
+                    self._drop(page.key, DropReason.ORPHAN)
 
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
         """The transaction of these pages has ended, one way or the other."""
         with self._lock:
             keys = {new.page.key for new in batch}
             self._writing -= keys
-            self._evictable -= keys
+            self._uncommitted -= keys
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
-    def victims(self, namespaces: frozenset[bytes] | None = None) -> Victims:
-        """Stored leaves to evict, of these namespaces or of all, in the order of the policy."""
+    def victims(self, group: Group = None) -> Victims:
+        """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
         with self._lock:
-            return Victims(self._lock, self._candidates.victims(namespaces))
+            return Victims(self._lock, self._candidates.victims(group))
 
     def expiring(self) -> Victims:
         """Stored leaves that expire, the first one first."""
@@ -602,15 +757,15 @@ class Catalog:
         with self._lock:
             if self._index.get(page.key) is not page or not page.is_leaf:
                 return False
-            if usage is not None and _is_newer(usage, page):
-                page.last_used = max(usage.last_used, page.last_used)
-                page.expires = max(usage.expires, page.expires)
-                page.hits, page.pinned = max(usage.hits, page.hits), usage.pinned
+            last_used = time_of_use(usage.last_used, time.time_ns()) if usage is not None else 0
+            if usage is not None and (last_used > page.last_used or usage.expires > page.expires or usage.pinned):
+                page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
+                self._index.change(page, pinned=usage.pinned, expires=max(usage.expires, page.expires))
                 self._candidates.add(page)
                 return False
             if evicting:
-                self._policy.evicted(page)
-            self._forget(page.key)
+                self.after_commit(partial(self._policy.evicted, page))
+            self._delete(page.key)
             return True
 
     def remove_leaf(self, key: bytes) -> Page | None:
@@ -619,7 +774,7 @@ class Catalog:
             page = self._index.get(key)
             if page is None or not page.is_leaf:
                 return None
-            self._forget(key)
+            self._delete(key)
             return page
 
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
@@ -627,24 +782,79 @@ class Catalog:
         with self._lock:
             doomed = usage is not None and not usage.pinned and key not in self._pending
             if doomed:
-                self._forget(key)
+                self._delete(key)
             return doomed
 
     def lose(self, key: bytes) -> None:
-        """A stored page is gone: forget it, unless it was captured again."""
+        """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            if key not in self._pending:
-                self._lose(key)
+            page, unreadable = self._strays.pages.pop(key, None), self._strays.unreadable.pop(key, None)
+            if page is not None:
+                self._deleted_from(page.namespace)
+                self._undo(partial(self._strays.pages.__setitem__, key, page))
+            if unreadable is not None:
+                self._sweeps = True
+                self._undo(partial(self._strays.unreadable.__setitem__, key, unreadable))
+            here = self._index.get(key)
+            if here is not None and key in self._pending:
+                if here.is_stored:
+                    self._deleted_from(here.namespace)
+                    self._undo(partial(self._index.change, here, is_stored=True))
+                    self._index.change(here, is_stored=False)
+            elif here is not None:
+                self._delete(key)
+
+    def _deleted_from(self, namespace: bytes) -> None:
+        if self._journal is not None:
+            self._journal.deleted_from.add(namespace)
+
+    def with_descendants(self, keys: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
+        """These pages and all that is stored after them, children before their parents: keys and stored bytes.
+
+        To be used in a transaction, for which the catalog is up to date. Each step takes the lock for a moment.
+        """
+        with self._lock:
+            after = self._strays.by_parent()
+        waiting = [(key, False) for key in keys]
+        page: Page | None
+        seen: set[bytes] = set()
+        while waiting:
+            key, is_done = waiting.pop()
+            with self._lock:
+                page = self._index.get(key) or self._strays.pages.get(key)
+                if not is_done and key not in seen:
+                    seen.add(key)
+                    waiting.append((key, True))
+                    dependents = page.dependents if page is not None and page.key in self._index else []
+                    waiting += [(each.key, False) for each in (*dependents, *after.get(key, ()))]
+                    continue
+            if is_done:
+                yield key, page.stored_bytes if page is not None else 0
+
+    def strays(self, namespaces: Collection[bytes] | None) -> list[bytes]:
+        """Stored pages that have no place in the index; for None also those that cannot be read."""
+        with self._lock:
+            return self._strays.keys(namespaces)
+
+    def knows(self, key: bytes) -> bool:
+        """Whether there is such a page, in the index or not."""
+        with self._lock:
+            return key in self._index or key in self._strays
 
     def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
         """These pages are pinned now, or not any more."""
         with self._lock:
-            for page in pages:
-                page.pinned = pinned
-                if page.key not in self._pending:
-                    self._candidates.add(page)
+            # children first: while a parent is pinned, it need not know how long its children are kept
+            for page in sorted(pages, key=lambda page: -page.start):
+                self._undo(partial(self._set_pinned, page, pinned=page.pinned))
+                self._set_pinned(page, pinned=pinned)
             # what was refused may find space now
             self._refused.clear()
+
+    def _set_pinned(self, page: Page, *, pinned: bool) -> None:
+        self._index.change(page, pinned=pinned)
+        if self._index.get(page.key) is page:
+            self._candidates.add(page)
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
         """What changes when a page is pinned or unpinned: its descendants too, and its ancestors.
@@ -664,33 +874,95 @@ class Catalog:
                 known.add(ancestor.key)
             return changed
 
-    def _forget(self, key: bytes) -> None:
-        """Take a page, and what depends on it, out of the index."""
+    def _forget(self, key: bytes) -> list[_Taken]:
+        """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
         page = self._index.get(key)
         lost_pages = self._index.remove(key)
         self._ram.drop(lost.key for lost in lost_pages)
-        for lost in lost_pages:
-            self._pending.pop(lost.key, None)
-            self._deferred.uses.pop(lost.key, None)
-            if lost.key in self._also_stored or lost.key in self._contested:
-                # something is stored under its key all the same, and its parent is not a leaf
-                self._also_stored.discard(lost.key)
-                self._trusted = False
+        taken = [
+            _Taken(lost, self._pending.pop(lost.key, None), self._deferred.uses.pop(lost.key, 0)) for lost in lost_pages
+        ]
         parent = self._index.get(page.parent) if page is not None else None
-        if parent is not None and parent.is_leaf and self._is_stored(parent):
+        if parent is not None:
             self._candidates.add(parent)
+        for namespace in {lost.namespace for lost in lost_pages}:
+            salt = self._index.totals.salt_of(namespace)
+            if self._index.totals.forget_if_empty(namespace):
+                self._candidates.forget(namespace)
+                if salt is not None and not self._index.totals.namespaces(salt):
+                    self._candidates.forget(salt)
+        return taken
+
+    def _delete(self, key: bytes) -> list[_Taken]:
+        """The open transaction deletes a page: take it out of the index; what was taken."""
+        taken = self._forget(key)
+        for one in taken:
+            self._deleted_from(one.page.namespace)
+        self._undo(partial(self._put_back, taken))
+        self._leave_as_strays(one for one in taken if one.page.key != key)
+        return taken
+
+    def _put_back(self, taken: Sequence[_Taken]) -> None:
+        """Put stored pages back into the index, because they are not deleted after all."""
+        for page, new, n_uses in reversed(taken):
+            self._strays.pages.pop(page.key, None)
+            here = self._index.get(page.key)
+            if not page.is_stored:
+                continue
+            if here is not None:
+                # captured again meanwhile
+                self._index.change(here, is_stored=True, pinned=here.pinned or page.pinned)
+                continue
+            is_imported = new is not None and page.may_be_victim
+            page.may_be_victim = True
+            page.drop_children()
+            if not self._index.add(page):
+                self._strays.pages[page.key] = page
+                continue
+            if new is not None and is_imported:
+                self._pending[page.key] = new
+            if n_uses:
+                self._deferred.uses[page.key] = self._deferred.uses.get(page.key, 0) + n_uses
+            self._candidates.add(page)
+
+    def _leave_as_strays(self, taken: Iterable[_Taken]) -> None:
+        """Remember pages that are not in the index any more, but still stored.
+
+        Where another page is stored under the key of one that was given up, that one takes its place.
+        """
+        are_other = False
+        for one in taken:
+            if one.page.is_stored:
+                self._strays.pages[one.page.key] = one.page
+            else:
+                are_other = are_other or one.page.key in self._strays.pages
+        if are_other:
+            self._place_again()
 
     def _drop(self, key: bytes, reason: DropReason) -> None:
-        """Give a pending page up, with the pending pages that depend on it, and count them."""
-        pending = len(self._pending)
-        self._pending.pop(key, None)
-        self._forget(key)
-        if lost := pending - len(self._pending):
+        """Give a pending page up, with the pending pages that depend on it, and count them.
+
+        One that another process has stored meanwhile stays in the index.
+        """
+        page = self._index.get(key)
+        if page is not None and page.is_stored and key not in self._uncommitted:
+            self._pending.pop(key, None)
+            self._index.change(page, may_be_victim=True)
+            self._candidates.add(page)
+            return
+        lost = 1 if self._pending.pop(key, None) is not None else 0
+        taken = self._forget(key)
+        self._leave_as_strays(taken)
+        lost += sum(1 for one in taken if one.new is not None)
+        if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
 
     def _lose(self, key: bytes) -> None:
-        """A stored page is gone: forget it, and count the pending pages that depended on it."""
-        self._drop(key, DropReason.ORPHAN)
+        """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
+        taken = self._forget(key)
+        self._leave_as_strays(taken)
+        if lost := sum(1 for one in taken if one.new is not None):
+            self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
 
 def roots(index: Index) -> list[Page]:
@@ -705,13 +977,3 @@ def depth_first(start: Iterable[Page]) -> Iterator[Page]:
         page = waiting.pop()
         yield page
         waiting += page.dependents[::-1]
-
-
-def _is_newer(usage: Usage, page: Page) -> bool:
-    """Whether another process has used or pinned a page."""
-    return usage.last_used > page.last_used or usage.expires > page.expires or usage.pinned
-
-
-def _has_expired(page: Page, now: int) -> bool:
-    """Whether a page and all its descendants have expired."""
-    return 0 < page.expires <= now and not page.pinned and all(_has_expired(child, now) for child in page.dependents)

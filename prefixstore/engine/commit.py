@@ -13,13 +13,13 @@ from dataclasses import replace
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, DropReason
-from prefixstore.engine.delete import Deleter
+from prefixstore.engine.delete import PAGES_AT_ONCE, Deleter
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
 __all__ = ["Committer"]
@@ -29,6 +29,8 @@ log = logging.getLogger("prefixstore")
 ATTEMPTS = 4
 # seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.01
+# how often in its time to live the expiry of a page that is in use is announced to other processes
+ANNOUNCED_PER_TTL = 4
 
 
 class Committer:
@@ -138,6 +140,7 @@ class Committer:
             for new in catalog.no_longer_pending(written):
                 written.remove(new)
                 if new.page.key in put:
+                    catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
         # Committed: keep states in RAM while their buffers are still here, then tell the catalog.
         for new in written:
@@ -155,12 +158,15 @@ class Committer:
         for key in deferred.thinned:
             if self._catalog.remove_snapshot(key, transaction.usage(key)):
                 transaction.delete(key)
-        # Damaged pages, and what depends on them.
+        # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0
         if deferred.damaged:
-            n_damaged = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits)
+            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits)
+            deferred.damaged -= left
+            deferred.fits = {key: fits for key, fits in deferred.fits.items() if key not in left}
         # Expired leaves.
-        self._evictor.delete_expired(transaction)
+        if self._evictor.delete_expired(transaction, PAGES_AT_ONCE):
+            deferred.expired = False
         return n_damaged
 
     def _put(
@@ -185,20 +191,29 @@ class Committer:
         claim = self._catalog.claim(new)
         if claim is None:
             return None
-        # The tail that it continues goes before space is made.
-        if claim.superseded is not None:
-            transaction.delete(claim.superseded)
-        if not self._is_stored(transaction, page, found):
-            reason = self._evictor.make_space(transaction, record, len(one.payload), new.settings)
+        tail = claim.superseded
+        is_stored = self._is_stored(transaction, page, found)
+        if not is_stored:
+            size = len(one.payload)
+            reason = self._evictor.make_space(transaction, record, size, new.settings, tail)
             if reason is not None:
+                self._catalog.keep_superseded(claim)
                 return reason
+            if tail is not None:
+                # What it frees is exactly known only now.
+                transaction.delete(tail.key)
+                reason = self._evictor.make_space(transaction, record, size, new.settings)
+                if reason is not None:
+                    return reason
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
-            if one.usage is not None:
-                # An imported page competes with the others at once: it may be the first victim of the next one.
-                self._catalog.imported(new)
-        self._catalog.resize(page, record.stored_bytes)
+        elif tail is not None:
+            transaction.delete(tail.key)
+        stored = found.get(page.key)
+        stored_bytes = stored.stored_bytes if isinstance(stored, Record) else record.stored_bytes
+        # An imported page competes with the others at once: it may be the first victim of the next one.
+        self._catalog.put(new, stored_bytes, may_be_victim=not is_stored and one.usage is not None)
         written.append(new)
         return None
 
@@ -220,13 +235,17 @@ class Committer:
         return isinstance(stored, Record) and known is not None and is_same(known, stored)
 
     def _write_uses(self, transaction: Transaction, deferred: Deferred) -> None:
+        now = time.time_ns()
         for key, hits in deferred.uses.items():
             usage = transaction.usage(key)
             page = self._catalog.get(key)
             if usage is not None and page is not None:
                 expires = max(usage.expires, page.expires) if usage.expires else 0
-                last_used = max(usage.last_used, page.last_used)
-                transaction.touch(key, replace(usage, last_used=last_used, hits=usage.hits + hits, expires=expires))
+                last_used = max(time_of_use(usage.last_used, now), page.last_used)
+                used = replace(usage, last_used=last_used, hits=usage.hits + hits, expires=expires)
+                # Others would take a page for expired that is kept alive; but telling them at each use is too much.
+                announce = (expires - page.announced_expiry) * ANNOUNCED_PER_TTL >= expires - now > 0
+                transaction.touch(key, used, announce=announce)
 
 
 def _usage_of(one: PackedPage) -> Usage:

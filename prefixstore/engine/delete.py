@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,6 @@ from prefixstore.engine.pending import Fits
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
-from prefixstore.format.record import Record
 
 __all__ = [
     "Choice",
@@ -156,75 +154,90 @@ class Deleter:
 
     def delete_strays(self, namespaces: Collection[bytes] | None) -> Removed:
         """Delete pages that have no place in the index; if all namespaces are meant, unreadable ones too."""
-        with self._catalog.update(self._backend) as transaction:
-            known = {page.key for page in self._catalog.pages()}
-            strays = {
-                key: record.stored_bytes if isinstance(record, Record) else 0
-                for key, record, _ in transaction.scan()
-                if key not in known
-                and (namespaces is None or (isinstance(record, Record) and record.namespace in namespaces))
-            }
-            if namespaces is None:
-                strays |= dict.fromkeys(set(transaction.payload_keys()) - known - strays.keys(), 0)
-            return sum((Removed(1, size) for key, size in strays.items() if transaction.delete(key)), Removed())
+        with self._backend.view() as view:
+            self._catalog.refresh(view)
+            # a payload without a record is in no index
+            found = set(view.payload_keys()) if namespaces is None else set()
+        strays = {key for key in found if not self._catalog.knows(key)} | set(self._catalog.strays(namespaces))
+        return self._delete_all(strays, strays_only=True)
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants."""
-        doomed = dict.fromkeys(bytes.fromhex(violation.key) for violation in found if violation.key)
-        if not doomed:
-            return Removed()
-        with self._catalog.update(self._backend) as transaction:
-            sizes = _delete_with_descendants(transaction, doomed)
-        self._catalog.distrust()
-        return Removed(len(sizes), sum(sizes.values()))
+        return self._delete_all({bytes.fromhex(violation.key) for violation in found if violation.key})
 
-    def delete_damaged(self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Fits]) -> int:
-        """Delete those suspects that are damaged indeed, and their descendants; how many.
+    def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
+        """Delete pages, and what is stored after them: children first, some at a time.
+
+        With `strays_only`, not those that have got a place in the index since they were found.
+        """
+        removed = Removed()
+        doomed = sorted(keys)
+        while doomed:
+            with self._catalog.update(self._backend) as transaction:
+                if strays_only:
+                    doomed = [key for key in doomed if self._catalog.get(key) is None]
+                deleted, left = self._delete_some(transaction, doomed)
+            removed += Removed(len(deleted), sum(deleted.values()))
+            doomed = [key for key in doomed if key in left]
+        return removed
+
+    def _delete_some(self, transaction: Transaction, keys: Iterable[bytes]) -> tuple[dict[bytes, int], set[bytes]]:
+        """Delete pages and what is stored after them, children first, as many as one transaction may.
+
+        Returns
+        -------
+        tuple of dict and set
+            The sizes of those that were deleted, by key; and those of `keys` that are left.
+        """
+        left = dict.fromkeys(keys)
+        deleted: dict[bytes, int] = {}
+        for key, size in self._catalog.with_descendants(list(left)[::-1]):
+            if len(deleted) == PAGES_AT_ONCE:
+                break
+            self._catalog.lose(key)
+            if transaction.delete(key):
+                deleted[key] = size
+            left.pop(key, None)
+        return deleted, set(left)
+
+    def delete_damaged(
+        self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Fits]
+    ) -> tuple[int, set[bytes]]:
+        """Delete those suspects that are damaged indeed, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
+
+        Returns
+        -------
+        tuple of int and set
+            How many pages were deleted, and which suspects are left for another transaction.
         """
-        doomed = [key for key in suspects if _is_damaged(transaction, key, fits.get(key))]
-        gone = _delete_with_descendants(transaction, doomed) if doomed else {}
-        for key in {*doomed, *gone}:
-            self._catalog.lose(key)
-        return len({*doomed, *gone})
+        suspects = sorted(suspects)
+        now, later = suspects[:PAGES_AT_ONCE], set(suspects[PAGES_AT_ONCE:])
+        doomed = [key for key in now if _is_damaged(transaction, key, fits.get(key))]
+        deleted, left = self._delete_some(transaction, doomed)
+        return len(deleted), left | later
 
     def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
         """Delete what is stored under a key that another page will have, and its descendants; their keys."""
-        gone = list(_delete_with_descendants(transaction, [key]))
-        for one in gone:
+        gone: list[bytes] = []
+        for one, _ in self._catalog.with_descendants([key]):
             self._catalog.lose(one)
+            if transaction.delete(one):
+                gone.append(one)
         return gone
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
-        with self._catalog.update(self._backend) as transaction:
-            records = [record for _, record, _ in transaction.scan()]
-            if any(isinstance(record, IncompatibleError) for record in records):
-                return  # a newer version's page, whose namespace is not known
-            held = {record.namespace for record in records if isinstance(record, Record)}
-            for key in transaction.namespaces().keys() - held:
-                transaction.drop_namespace(key)
+        self._catalog.sweep()
+        with self._catalog.update(self._backend):
+            pass
 
 
 def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:
     """Those of the chosen pages, by key and time of creation, that are still there, and their descendants."""
     pages = (page for key in chosen if (page := index.get(key)) is not None and page.created == chosen[key])
     return {page.key for page in depth_first(pages)}
-
-
-def _delete_with_descendants(transaction: Transaction, keys: Iterable[bytes]) -> dict[bytes, int]:
-    """Delete pages and all that are stored after them, by the parents in their records; the sizes of those deleted."""
-    children: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    sizes: dict[bytes, int] = {}
-    for key, record, _ in transaction.scan():
-        if isinstance(record, Record):
-            children[record.parent].append(key)
-            sizes[key] = record.stored_bytes
-    closure = list(dict.fromkeys(keys))
-    for key in closure:
-        closure += children.pop(key, ())
-    return {key: sizes.get(key, 0) for key in dict.fromkeys(closure) if transaction.delete(key)}
 
 
 def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:

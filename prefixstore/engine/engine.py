@@ -7,6 +7,7 @@ write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, ba
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from prefixstore.backends.base import Backend, Used, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.breaker import CircuitBreaker
+from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.commit import Committer
@@ -104,6 +105,8 @@ class Engine:
     housekeeping
         Whether commits also delete damaged, thinned and expired pages, and record uses. An `Archive` deletes only what
         it is told to.
+    clock
+        Seconds, by which the circuit breaker tells whether the location is slow.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Engine:
         write_behind: bool = True,
         read_only: bool = False,
         housekeeping: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = counters
         self._backend = backend
@@ -134,6 +138,7 @@ class Engine:
         self._write_behind = write_behind
         self._read_only = read_only
         self._housekeeping = housekeeping
+        self._clock = clock
         self._used = Used(0, 0)
         self._closed = False
         self._start()
@@ -144,7 +149,8 @@ class Engine:
         backend, counters = self._backend, self.counters
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
-        self._breaker = CircuitBreaker(self._probe, counters)
+        patience = LOCAL_PATIENCE if backend.is_local else 1
+        self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
         self._committer = Committer(
@@ -525,7 +531,7 @@ class Engine:
             for page in pages:
                 usage = transaction.usage(page.key)
                 if usage is not None and usage.pinned != pinned:
-                    transaction.touch(page.key, replace(usage, pinned=pinned))
+                    transaction.touch(page.key, replace(usage, pinned=pinned), announce=True)
                     changed += 1
             self._catalog.set_pinned(pages, pinned=pinned)
         return changed

@@ -194,7 +194,7 @@ class Fetcher:
         if error is None:
             self._counters.count("unreadable:vanished")
             # no thread reads the view any longer
-            self._catalog.contradict(page.key, view.generation)
+            self._catalog.contradict(page, view.generation)
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 import numpy as np
 
+from prefixstore.engine.totals import Totals
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Index", "Page", "Path", "is_same"]
+__all__ = ["NEVER", "Index", "Page", "Path", "is_same"]
 
+# later than every time
+NEVER = 2**63
 # Siblings that `Index.branches` compares at each position: where there are many, they begin to differ in few places.
 SIBLINGS_COMPARED = 64
 
@@ -52,6 +55,16 @@ class Page:
         parent. A snapshot has no children.
     policy_data
         Belongs to the eviction policy of this process.
+    announced_expiry
+        The expiry that other processes know of.
+    is_stored
+        Whether the backend has it, or the open transaction of this process has put it there.
+    may_be_victim
+        Whether it is stored and not still in the hands of the transaction that wrote it.
+    kept_until
+        When the page and all its descendants will have expired; `NEVER` if one of them will not. Kept by the index.
+    n_fixed
+        How many of its dependents cannot be evicted. Kept by the index.
     """
 
     key: bytes
@@ -70,6 +83,11 @@ class Page:
     expires: int = 0
     form: int = PAGE
     policy_data: object = field(default=None, repr=False)
+    announced_expiry: int = 0
+    is_stored: bool = False
+    may_be_victim: bool = False
+    kept_until: int = 0
+    n_fixed: int = field(default=0, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
     snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
@@ -93,6 +111,8 @@ class Page:
             usage.priority,
             usage.expires,
             form=record.form,
+            is_stored=True,
+            may_be_victim=True,
         )
 
     @property
@@ -115,9 +135,20 @@ class Page:
         """The pages and snapshots whose parent this page is."""
         return [*self.children, *self.snapshots.values()]
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether eviction cannot reach it: it is pinned, or not stored yet, or leads to such a page."""
+        return self.pinned or not self.may_be_victim or self.n_fixed > 0
+
+    @property
+    def own_expiry(self) -> int:
+        """When the page itself expires; `NEVER` if it does not."""
+        return NEVER if self.pinned or not self.expires else self.expires
+
     def drop_children(self) -> None:
         """Forget the children and snapshots of this page."""
         self.child_tokens, self.children, self.snapshots = [], [], {}
+        self.n_fixed = 0
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:
@@ -152,7 +183,8 @@ class Index:
         self._roots: dict[bytes, Page] = {}
         self.raw_bytes = 0
         self.stored_bytes = 0
-        self.held: Counter[bytes] = Counter()  # by namespace: stored bytes and tokens
+        self.totals = Totals()
+        self._in_bulk = False
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -186,7 +218,25 @@ class Index:
             parent.children.insert(at, page)
         self.pages[page.key] = page
         self._count(page, 1)
+        if page.is_fixed:
+            self._change_fixed(page.parent, 1)
+        page.kept_until = page.own_expiry
+        if not self._in_bulk:
+            self._keep_longer(self.pages.get(page.parent), page.kept_until)
         return True
+
+    @contextmanager
+    def adding_many(self) -> Iterator[None]:
+        """Add pages, parents first, at constant cost each: how long parents are kept is worked out at the end."""
+        self._in_bulk = True
+        try:
+            yield
+        finally:
+            self._in_bulk = False
+            for page in reversed(self.pages.values()):
+                parent = self.pages.get(page.parent)
+                if parent is not None:
+                    parent.kept_until = max(parent.kept_until, page.kept_until)
 
     def remove(self, key: bytes) -> list[Page]:
         """Remove a page and its descendants; the removed pages, deepest first."""
@@ -207,23 +257,82 @@ class Index:
         for gone in subtree:
             del self.pages[gone.key]
             self._count(gone, -1)
+        if page.is_fixed:
+            self._change_fixed(page.parent, -1)
+        self._keep_shorter(self.pages.get(page.parent), page.kept_until)
         return subtree[::-1]
 
-    def resize(self, page: Page, stored_bytes: int) -> None:
-        """Note how many bytes the codec made of a page, which may have been removed while it was written."""
+    def change(
+        self,
+        page: Page,
+        *,
+        stored_bytes: int | None = None,
+        pinned: bool | None = None,
+        expires: int | None = None,
+        is_stored: bool | None = None,
+        may_be_victim: bool | None = None,
+    ) -> None:
+        """Change facts on which totals, or the ancestors, depend. The page may have been removed meanwhile."""
         is_here = self.pages.get(page.key) is page
-        if is_here:
+        was_fixed, was_kept = page.is_fixed, page.own_expiry
+        is_counted = is_here and (stored_bytes, pinned, is_stored, may_be_victim) != (None,) * 4
+        if is_counted:
             self._count(page, -1)
-        page.stored_bytes = stored_bytes
-        if is_here:
+        page.stored_bytes = page.stored_bytes if stored_bytes is None else stored_bytes
+        page.pinned = page.pinned if pinned is None else pinned
+        page.expires = page.expires if expires is None else expires
+        page.is_stored = page.is_stored if is_stored is None else is_stored
+        page.may_be_victim = page.may_be_victim if may_be_victim is None else may_be_victim
+        if not is_here:
+            return
+        if is_counted:
             self._count(page, 1)
+        if page.is_fixed != was_fixed:
+            self._change_fixed(page.parent, 1 if page.is_fixed else -1)
+        self._keep_longer(page, page.own_expiry)
+        if page.own_expiry < was_kept:
+            self._keep_shorter(page, was_kept)
 
     def _count(self, page: Page, sign: int) -> None:
         self.raw_bytes += sign * page.raw_bytes
         self.stored_bytes += sign * page.stored_bytes
-        self.held[page.namespace] += sign * (page.stored_bytes + len(page.tokens))
-        if not self.held[page.namespace]:
-            del self.held[page.namespace]
+        n_bytes = page.stored_bytes + len(page.tokens)
+        self.totals.count(page.namespace, sign, n_bytes, is_stored=page.is_stored, is_fixed=page.is_fixed)
+
+    def _change_fixed(self, key: bytes, sign: int) -> None:
+        """A dependent of this page cannot be evicted any more (1), or can again (-1)."""
+        page = self.pages.get(key)
+        while page is not None:
+            was_fixed = page.is_fixed
+            self._count(page, -1)
+            page.n_fixed += sign
+            self._count(page, 1)
+            if page.is_fixed == was_fixed:
+                return
+            page = self.pages.get(page.parent)
+
+    def _keep_longer(self, page: Page | None, until: int) -> None:
+        """The page, or a dependent, is kept until then."""
+        while page is not None and page.kept_until < until:
+            page.kept_until = until
+            page = self.pages.get(page.parent)
+
+    def _keep_shorter(self, page: Page | None, was: int) -> None:
+        """The page, or a dependent, was kept until then, and is not any more."""
+        while page is not None and page.kept_until == was and page.own_expiry < was:
+            page.kept_until = max([page.own_expiry, *(each.kept_until for each in page.dependents)])
+            if page.kept_until == was:
+                return
+            page = self.pages.get(page.parent)
+
+    def of_namespace(self, namespace: bytes) -> Iterator[Page]:
+        """The pages of a namespace."""
+        root = self._roots.get(namespace)
+        waiting = root.dependents if root is not None else []
+        while waiting:
+            page = waiting.pop()
+            yield page
+            waiting += page.dependents
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest stored prefix of `tokens`; its last page may extend beyond it."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.index import Page
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
-from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum
+from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
 __all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage"]
 
@@ -108,7 +108,10 @@ class ImportedPage(PendingPage):
 
     @classmethod
     def from_stored(cls, stored: StoredPage, settings: bytes) -> ImportedPage:
-        """The page of a file or of another location."""
+        """The page of a file or of another location, whose clock may have been wrong."""
+        now = time.time_ns()
+        usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
+        stored = stored._replace(usage=usage)
         return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored)
 
     @property

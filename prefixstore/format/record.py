@@ -14,7 +14,7 @@ import xxhash
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
-__all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum"]
+__all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum", "time_of_use"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -28,8 +28,15 @@ RECORD = struct.Struct(f"<BBBBIIIQQQ{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
+# how much later than now a use can have been, by the clock of another machine
+CLOCK_SLACK = 300 * 10**9
 # the largest time or size: every database has an integer type for it
 LARGEST = 2**63 - 1
+
+
+def time_of_use(last_used: int, now: int) -> int:
+    """A stored time of the last use; 0 if it is not believable, because it is in the future."""
+    return last_used if last_used <= now + CLOCK_SLACK else 0
 
 
 def checksum(stored: Buffer) -> bytes:

@@ -228,6 +228,25 @@ class BackendContract:
             with backend.view() as view:
                 assert view.usage(key) is None
 
+    def test_an_announced_usage_is_a_change_of_the_page(self, tmp_path: Path) -> None:
+        """So other processes learn of pins; uses would be too many."""
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                key, other = _put(transaction, 1), _put(transaction, 2)
+            with backend.view() as view:
+                before = view.generation
+            with backend.update() as transaction:
+                transaction.touch(other, Usage(9))
+            with backend.view() as view:
+                assert view.generation == before
+            with backend.update() as transaction:
+                transaction.touch(key, Usage(9, pinned=True), announce=True)
+            with backend.view() as view:
+                assert view.generation == before + 1
+                assert view.changes(before) == [key]
+                assert view.usage(key) == Usage(9, pinned=True)
+                assert view.usage(other) == Usage(9)
+
     def test_namespaces_are_remembered_with_their_settings(self, tmp_path: Path) -> None:
         other = bytes(reversed(NAMESPACE))
         with self.opened(tmp_path) as backend:
@@ -236,8 +255,10 @@ class BackendContract:
                 key, record = make_page(b"x", [1], parent=other, namespace=other)
                 transaction.put_namespace(other, b"{}")
                 transaction.put(key, record, Usage(1), b"x")
+                assert transaction.namespace(other) == b"{}"
             with backend.view() as view:
                 assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, other: b"{}"}
+                assert [view.namespace(key) for key in (NAMESPACE, other, bytes(16))] == [SETTINGS, b"{}", None]
 
     def test_settings_of_a_namespace_can_be_dropped(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:

@@ -49,6 +49,9 @@ class _WrappedView(View):
     def namespaces(self) -> Mapping[bytes, bytes]:
         return self._view.namespaces()
 
+    def namespace(self, key: bytes) -> bytes | None:
+        return self._view.namespace(key)
+
     def note(self, name: bytes) -> bytes | None:
         return self._view.note(name)
 
@@ -73,8 +76,8 @@ class _WrappedTransaction(_WrappedView, Transaction):
         self._before("delete")
         return self._transaction.delete(key)
 
-    def touch(self, key: bytes, usage: Usage) -> None:
-        self._transaction.touch(key, usage)
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
+        self._transaction.touch(key, usage, announce=announce)
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         self._transaction.put_namespace(key, settings)

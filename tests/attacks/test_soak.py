@@ -29,9 +29,9 @@ def collections_of(store):
     catalog, queue = engine._catalog, engine._queue
     index, candidates, policy, deferred = catalog._index, catalog._candidates, catalog._policy, catalog._deferred
     named = {"pending": catalog._pending, "writing": catalog._writing, "refused": catalog._refused}
-    named |= {"also stored": catalog._also_stored, "evictable": catalog._evictable}
+    named |= {"unplaced": catalog._strays.pages, "unreadable": catalog._strays.unreadable}
     named |= {"uses": deferred.uses, "damaged": deferred.damaged, "fits": deferred.fits, "thinned": deferred.thinned}
-    named |= {"pages": index.pages, "roots": index._roots, "held": index.held}
+    named |= {"pages": index.pages, "roots": index._roots, "namespaces": index.totals._namespaces}
     named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}
     named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._ghosts._table}
     named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook._saved}

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
+from prefixstore.backends import open_backend
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker as module
 from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
+from prefixstore.testing import SlowBackend
+from tests.support.engines import MIB, A, Store
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock():
     """Seconds, moved by hand."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
+    return [100.0]
 
 
 @pytest.fixture
-def breaker():
-    made = CircuitBreaker(lambda page: 0, Counters())
+def breaker(clock):
+    made = CircuitBreaker(lambda page: 0, Counters(), clock=lambda: clock[0])
     yield made
     made.close()
     for thread in threading.enumerate():
@@ -67,3 +72,87 @@ def test_after_a_fast_failure_the_circuit_is_open_only_briefly(breaker, clock):
 def test_a_damaged_page_does_not_open_the_circuit(breaker, clock):
     ask_in_vain(breaker, clock, CorruptError("no"), page=object())
     assert not breaker.is_open
+
+
+# -- a location on this machine ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(clock):
+    made = CircuitBreaker(lambda page: 0, Counters(), patience=module.LOCAL_PATIENCE, clock=lambda: clock[0])
+    yield made
+    made.close()
+    for thread in threading.enumerate():
+        if thread.name == "prefixstore-probe":
+            thread.join()
+
+
+def answer(breaker, clock, seconds, page=None):
+    with breaker.asking(page):
+        clock[0] += seconds
+
+
+def test_a_local_location_is_not_given_up_after_one_slow_answer(local, clock):
+    for _ in range(10):
+        answer(local, clock, 2.0)
+        assert not local.is_open
+        answer(local, clock, 0.1)
+    assert local._counters["outages"] == 0
+
+
+def test_a_local_location_is_given_up_after_several_slow_answers_in_a_row(local, clock):
+    for _ in range(module.LOCAL_PATIENCE - 1):
+        answer(local, clock, 2.0)
+        assert not local.is_open
+    answer(local, clock, 2.0)
+    assert local.is_open
+
+
+def test_fast_lookups_do_not_hide_that_pages_are_slow(local, clock):
+    page = SimpleNamespace(raw_bytes=0)
+    for _ in range(module.LOCAL_PATIENCE):
+        assert not local.is_open
+        answer(local, clock, 0.0)
+        answer(local, clock, 2.0, page)
+    assert local.is_open
+
+
+def test_an_error_of_a_local_location_opens_the_circuit_at_once(local, clock):
+    ask_in_vain(local, clock, UnavailableError("no"))
+    assert local.is_open
+
+
+def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
+    for backend, patience in (
+        (MemoryBackend(), module.LOCAL_PATIENCE),
+        (LMDBBackend(tmp_path / "kv", MIB), module.LOCAL_PATIENCE),
+        (open_backend(f"sqlite:///{tmp_path}/kv.db", max_bytes=MIB, read_only=False), module.LOCAL_PATIENCE),
+        (SlowBackend(MemoryBackend(), 0), 1),
+    ):
+        with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
+            assert store.engine._breaker._patience == patience
+
+
+def test_a_pause_of_the_machine_during_a_lookup_costs_nothing_afterwards(clock):
+    backend = Pausing(clock)
+    with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
+        store.put(A)
+        backend.pause = 3.0
+        assert store.match(A) == 12
+        backend.pause = 0.0
+        assert store.match(A) == 12
+        assert store.fetch(A) == 3
+
+
+class Pausing(MemoryBackend):
+    """Views take a while, by the clock of the test."""
+
+    pause = 0.0
+
+    def __init__(self, clock):
+        super().__init__()
+        self._clock = clock
+
+    def view(self):
+        self._clock[0] += self.pause
+        return super().view()

@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
+from prefixstore.backends import open_backend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget, Quota
@@ -148,6 +149,51 @@ def test_a_page_larger_than_the_quota_is_refused_and_counted(backend):
     small = Tenant(backend, tenant("one"), quota=Quota(PAGE - 1))
     assert small.put([1] * P) == 0
     assert small.counters.group("dropped") == {"quota": 1}
+
+
+def test_a_page_that_cannot_fit_because_of_pins_evicts_nothing(backend):
+    store = Tenant(backend, tenant("one"), max_bytes=20 * (PAGE + 1000))
+    for i in range(18):
+        store.put([i] * P)
+    for i in range(9):
+        store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
+    assert store.put([100] * P, 13 * SIZE) == 0
+    assert store.counters.group("dropped") == {"budget": 1}
+    assert store.held() == 18
+    assert store.counters["evictions"] == 0
+    # one that fits if all that can be is evicted
+    assert store.put([101] * P, 12 * SIZE) == 1
+    assert store.held() == 10
+
+
+@pytest.mark.parametrize("quota", [Quota(10 * PAGE), Quota(salt=10 * PAGE)])
+def test_a_page_that_cannot_fit_into_a_quota_evicts_nothing(backend, quota):
+    store = Tenant(backend, tenant("one"), quota=quota)
+    other = Tenant(backend, tenant("other"), quota=quota)
+    for i in range(10):
+        store.put([i] * P)
+        other.put([i] * P)
+    store.engine.pin(store.namespace.key, as_tokens([3] * P), P, pinned=True)
+    assert store.put([100] * P, 10 * SIZE) == 0
+    assert store.counters.group("dropped") == {"quota": 1}
+    assert (store.held(), other.held()) == (10, 10)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
+def test_a_page_that_cannot_fit_evicts_nothing_on_disk_either(kind, tmp_path):
+    with closing(backends_by_kind(kind, tmp_path, 8 * MIB)) as opened:
+        store = Tenant(opened, tenant("one"), max_bytes=8 * MIB)
+        for i in range(8):
+            assert store.put([i] * P, MIB // 2) == 1
+        for i in range(4):
+            store.engine.pin(store.namespace.key, as_tokens([i] * P), P, pinned=True)
+        assert store.put([100] * P, 7 * MIB) == 0
+        assert sum(store.match([i] * P) == P for i in range(8)) == 8
+
+
+def backends_by_kind(kind, tmp_path, max_bytes):
+    where = f"lmdb://{tmp_path}/kv" if kind == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
+    return open_backend(where, max_bytes=max_bytes, read_only=False)
 
 
 def test_a_quota_is_one_size_or_sizes_by_name():

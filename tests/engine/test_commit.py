@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.budget import Quota
 from prefixstore.engine.catalog import DropReason
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, A, B, C, P, state_of, store_of
+from tests.support.engines import MIB, NS, A, B, C, P, entry, state_of, store_of
 
 # -- tails -------------------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,34 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.stored_keys() == {longer[0].page.key}
         assert {*store.engine._catalog._index.pages} == store.stored_keys()
         assert store.engine._catalog._writing == set()
+
+
+@pytest.mark.parametrize("limit", [{"max_entries": 2}, {"quota": Quota(2 * entry())}])
+def test_a_tail_stays_if_there_is_no_space_for_the_page_that_continues_it(limit):
+    with store_of(**limit) as store:
+        store.put([1, 2], 900)
+        store.put(B[:4], 900)
+        store.engine.pin(NS, as_tokens(B[:4]), P, pinned=True)
+        assert store.put([1, 2, 3], 10_000 if "quota" in limit else 64 << 20) == 0
+        assert store.match([1, 2, 3]) == 2
+        assert_same_as_stored(store)
+        assert store.put([1, 2, 4], 900) == 1
+        assert store.match([1, 2, 4]) == 3
+        assert len(store.stored_keys()) == 2
+        assert_same_as_stored(store)
+
+
+def assert_same_as_stored(store):
+    assert {*store.engine._catalog._index.pages} == store.stored_keys()
+
+
+def test_the_space_of_a_tail_is_that_of_the_page_that_continues_it():
+    with store_of(max_bytes=2 * entry(2) + entry(1), max_entries=3) as store:
+        for tokens in ([1, 2], [5, 6], [7]):
+            store.put(tokens)
+        assert store.put([7, 8], 1000 - 4) == 1
+        assert store.counters["evictions"] == 0
+        assert len(store.stored_keys()) == 3
 
 
 # -- uses --------------------------------------------------------------------------------------------------------------

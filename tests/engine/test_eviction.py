@@ -18,7 +18,7 @@ NS = b"n" * 32
 
 def page(key, parent=NS, last_used=0, start=0, **fields):
     tokens = key if len(key) > 1 else key * 16
-    return Page(key, parent, NS, start, tokens, 1, 1, 0, 0, last_used, **fields)
+    return Page(key, parent, NS, start, tokens, 1, 1, 0, 0, last_used, may_be_victim=True, **fields)
 
 
 def queue_of(*pages, policy=None):
@@ -65,7 +65,8 @@ class Cache:
             each.last_used = self.now
         news = []
         for i in range(len(here), len(blocks)):
-            new = Page(keys[i], keys[i - 1] if i else NS, NS, i, keys[i][:4], 1, 1, 0, self.now, self.now)
+            parent = keys[i - 1] if i else NS
+            new = Page(keys[i], parent, NS, i, keys[i][:4], 1, 1, 0, self.now, self.now, may_be_victim=True)
             assert self.index.add(new)
             self.policy.added(new)
             news.append(new)
@@ -164,6 +165,7 @@ def test_pinned_pages_are_skipped_until_they_are_unpinned(policy):
     assert sorted(drain(index, queue)) == [b"\2", b"\3"]
     assert drain(index, queue) == []
     pages[1].pinned = False
+    queue.push(pages[1])
     assert drain(index, queue) == [b"\1"]
 
 

@@ -147,7 +147,7 @@ def test_the_stored_size_of_a_page_can_be_set_later():
     index = Index()
     insert(index, [1, 2, 3])
     (page,) = index
-    index.resize(page, 100)
+    index.change(page, stored_bytes=100)
     assert (index.stored_bytes, page.stored_bytes) == (100, 100)
     index.remove(page.key)
     assert index.stored_bytes == 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import MIB, NS, A, B, C, P, two_stores
+from tests.support.engines import MIB, NS, A, B, C, P, Store, store_of, two_stores
 
 
 def test_each_engine_sees_at_its_next_match_what_the_other_has_committed(tmp_path):
@@ -133,3 +137,53 @@ def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch)
         assert {*one.engine._catalog._index.pages} == one.stored_keys() | {pending[0].page.key}
         assert one.engine.commit(pending) == 1
         assert two.match([*A, 5]) == 13
+
+
+def test_an_unpin_of_one_engine_is_seen_by_the_other(tmp_path):
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        one.put(A)
+        one.engine.pin(NS, as_tokens(A), P, pinned=True)
+        assert two.put(B) == 0
+        assert two.counters.group("dropped") == {"budget": 3}
+        one.engine.pin(NS, as_tokens(A), P, pinned=False)
+        assert two.put(B) == 3
+        assert one.match(B) == 12
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [time.time_ns()]
+    monkeypatch.setattr("time.time_ns", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("reader", [{"read_only": True}, {}])
+def test_a_reader_sees_that_another_engine_keeps_a_page_alive(tmp_path, clock, reader):
+    with store_of(LMDBBackend(tmp_path, MIB), options={"ttl": 60.0}) as one:
+        one.put(A)
+        two = Store(LMDBBackend(tmp_path, MIB), options=reader)
+        assert two.match(A) == 12
+        for _ in range(10):
+            clock[0] += 40 * 10**9
+            assert one.fetch(A) == 3
+            one.engine.commit([])
+            assert two.match(A) == 12
+        clock[0] += 61 * 10**9
+        assert two.match(A) == one.match(A) == 0
+        two.engine.close()
+
+
+def test_not_each_use_of_a_page_is_a_change_for_other_engines(tmp_path, clock):
+    with store_of(LMDBBackend(tmp_path, MIB), options={"ttl": 60.0}) as one:
+        one.put(A)
+
+        def generation():
+            with one.backend.view() as view:
+                return view.generation
+
+        before = generation()
+        for _ in range(60):
+            clock[0] += 10**9
+            one.fetch(A)
+            one.engine.commit([])
+        assert 3 <= generation() - before <= 5

@@ -93,6 +93,10 @@ class _View(View):
     def namespaces(self) -> Mapping[bytes, bytes]:
         return {bytes(key): bytes(settings) for key, settings in self._txn.cursor(self._db[b"namespaces"])}
 
+    def namespace(self, key: bytes) -> bytes | None:
+        stored = self._txn.get(key, db=self._db[b"namespaces"])
+        return bytes(stored) if stored is not None else None
+
     def note(self, name: bytes) -> bytes | None:
         stored = self._txn.get(NOTE + name, db=self._db[b"meta"])
         return bytes(stored) if stored is not None else None
@@ -129,9 +133,10 @@ class _Change(_View, Transaction):
             self._changed.append(key)
         return any(found)
 
-    def touch(self, key: bytes, usage: Usage) -> None:
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         if self._txn.get(key, db=self._db[b"records"]) is not None:
             self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+            self._changed += [key] * announce
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
         if self._txn.get(key, db=self._db[b"namespaces"]) != settings:
@@ -228,6 +233,10 @@ class LMDBBackend(Backend):
     @property
     def location(self) -> str:
         return f"lmdb://{self._path}"
+
+    @property
+    def is_local(self) -> bool:
+        return True
 
     @contextmanager
     def view(self) -> Iterator[View]:

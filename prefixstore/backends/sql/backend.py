@@ -50,6 +50,7 @@ _CHANGES = (
 )
 _NOTE = select(NOTES.c.value).where(NOTES.c.name == bindparam("note"))
 _NAMESPACES = select(NAMESPACES.c.key, NAMESPACES.c.settings)
+_NAMESPACE = select(NAMESPACES.c.settings).where(NAMESPACES.c.key == bindparam("namespace"))
 _SCAN = select(*RECORD_COLUMNS).where(PAGES.c.key > bindparam("after")).order_by(PAGES.c.key).limit(ROWS)
 _PAYLOAD_KEYS = (
     select(PIECES.c.page)
@@ -141,6 +142,10 @@ class _View(View):
         rows = self._rows(_NOTE, note=name)
         return bytes(rows[0].value) if rows else None
 
+    def namespace(self, key: bytes) -> bytes | None:
+        rows = self._rows(_NAMESPACE, namespace=key)
+        return bytes(rows[0].settings) if rows else None
+
     def namespaces(self) -> Mapping[bytes, bytes]:
         return {bytes(row.key): bytes(row.settings) for row in self._rows(_NAMESPACES)}
 
@@ -159,7 +164,7 @@ class _Change(_View, Transaction):
         self._known = meta
         self._entries, self._bytes = meta.entries, meta.bytes
         self._changed: list[bytes] = []
-        self._settings: Mapping[bytes, bytes] | None = None
+        self._settings: dict[bytes, bytes | None] = {}
 
     def _run(self, statement: Executable, rows: list[dict[str, Any]]) -> None:
         with translated(self._database.location):
@@ -216,20 +221,22 @@ class _Change(_View, Transaction):
             self._bytes -= row.stored_bytes + row.token_bytes
         return bool(rows)
 
-    def touch(self, key: bytes, usage: Usage) -> None:
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         self._touched[key] = usage
+        self._changed += [key] * announce
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
-        if self._settings is None:
+        if key not in self._settings:
             # read once in a transaction: a batch of pages has one namespace
-            self._settings = self.namespaces()
-        if self._settings.get(key) != settings:
+            self._settings[key] = self.namespace(key)
+        if self._settings[key] != settings:
             self.drop_namespace(key)
             self._run(insert(NAMESPACES), [{"key": key, "settings": settings}])
+            self._settings[key] = settings
 
     def drop_namespace(self, key: bytes) -> None:
         self._run(delete(NAMESPACES).where(NAMESPACES.c.key == bindparam("namespace")), [{"namespace": key}])
-        self._settings = None
+        self._settings[key] = None
 
     def put_note(self, name: bytes, value: bytes | None) -> None:
         self._run(delete(NOTES).where(NOTES.c.name == bindparam("note")), [{"note": name}])
@@ -270,6 +277,10 @@ class SQLBackend(Backend):
     @property
     def location(self) -> str:
         return self._database.location
+
+    @property
+    def is_local(self) -> bool:
+        return self._database.is_local
 
     @contextmanager
     def view(self) -> Iterator[View]:

@@ -125,6 +125,8 @@ class Database(ABC):
 
     # what begins a transaction that writes
     BEGIN: str
+    # `Backend.is_local`
+    is_local = False
     # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
 

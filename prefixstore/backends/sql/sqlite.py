@@ -115,6 +115,7 @@ class SQLite(Database):
     """
 
     BEGIN = "BEGIN IMMEDIATE"
+    is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self.path = path_of_url(location)

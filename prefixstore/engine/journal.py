@@ -1,0 +1,40 @@
+"""What an open transaction has changed in the catalog, so that a failure takes back exactly that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """The steps that take back what was changed, and those that wait for the commit. Used under the catalog's lock.
+
+    Attributes
+    ----------
+    deleted_from
+        Namespaces from which the transaction has deleted pages.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+        self._after_commit: list[Callable[[], None]] = []
+        self.deleted_from: set[bytes] = set()
+
+    def undo(self, step: Callable[[], None]) -> None:
+        """If the transaction fails, call this; the newest first."""
+        self._undo.append(step)
+
+    def after_commit(self, step: Callable[[], None]) -> None:
+        """If the transaction is committed, call this."""
+        self._after_commit.append(step)
+
+    def roll_back(self) -> None:
+        """The transaction has failed."""
+        while self._undo:
+            self._undo.pop()()
+
+    def commit(self) -> None:
+        """The transaction is committed."""
+        for step in self._after_commit:
+            step()

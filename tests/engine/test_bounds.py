@@ -1,0 +1,202 @@
+"""What a put, an eviction or a lookup costs, counted in steps: it must not grow with pins, tenants or expired pages."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import budget as budget_module
+from prefixstore.engine import eviction as eviction_module
+from prefixstore.engine.budget import Quota
+from prefixstore.engine.index import Page
+from prefixstore.format.keys import as_tokens
+from prefixstore.format.namespace import Namespace
+from tests.support.engines import NS, A, P, Store, entry
+from tests.support.fragile import Fragile, assert_complete
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How often something was done that must not be done for each page or tenant."""
+    counted = Counter()
+
+    def count(name, function):
+        def wrapper(*args):
+            counted[name] += 1
+            return function(*args)
+
+        return wrapper
+
+    monkeypatch.setattr(eviction_module.heapq, "heappop", count("pop", heapq.heappop))
+    monkeypatch.setattr(eviction_module.heapq, "heappush", count("push", heapq.heappush))
+    monkeypatch.setattr(Page, "dependents", property(count("dependents", Page.dependents.fget)))
+    monkeypatch.setattr(budget_module.Namespace, "parse", count("parse", Namespace.parse))
+    return counted
+
+
+def during(steps, store, act):
+    """What `act` did, the calls of the backend included."""
+    before = steps + store.backend.calls
+    act()
+    done = steps + store.backend.calls
+    done.subtract(before)
+    return +done
+
+
+def test_an_eviction_does_not_look_at_pinned_pages(steps):
+    def costs(n_pinned):
+        with closing(Store(Fragile(MemoryBackend()), max_entries=n_pinned + 5)) as store:
+            for number in range(n_pinned):
+                store.put([1000 + number] * P, 1)
+                store.engine.pin(NS, as_tokens([1000 + number] * P), P, pinned=True)
+            for number in range(6):
+                store.put([number] * P, 1)
+            found = during(steps, store, lambda: [store.put([10 + number] * P, 1) for number in range(5)])
+            assert store.counters["evictions"] == 6
+            return found
+
+    # those that were pushed before they were pinned are dropped when they are met
+    assert costs(200) <= costs(3)
+
+
+def test_unpinned_pages_are_evicted_again():
+    with closing(Store(Fragile(MemoryBackend()), max_entries=3)) as store:
+        store.put(A)
+        store.engine.pin(NS, as_tokens(A), P, pinned=True)
+        assert store.put([5] * P) == 0
+        assert_complete(store.engine)
+        store.engine.pin(NS, as_tokens(A), P, pinned=False)
+        assert_complete(store.engine)
+        assert store.put([5] * P) == 1
+
+
+@pytest.mark.parametrize("quota", [Quota(2 * entry()), Quota(None, 2 * entry()), Quota(2 * entry(), 2 * entry())])
+def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
+    def costs(n_tenants):
+        store = Store(Fragile(MemoryBackend()), quota=quota)
+        with closing(store):
+
+            def put(tenant, number):
+                namespace = Namespace({"salt": f"tenant {tenant}"})
+                store.settings = namespace.canonical
+                assert store.put([number] * P, namespace=namespace.key) == 1
+
+            for tenant in range(n_tenants):
+                put(tenant, 1)
+            for number in range(5):
+                put(0, number + 2)
+            found = during(steps, store, lambda: put(0, 10))
+            assert store.counters["evictions"] > 0
+            assert_complete(store.engine)
+            return found
+
+    assert costs(120) == costs(2)
+
+
+def test_pages_that_others_store_count_for_the_quota_of_a_salt():
+    one, other = (Namespace({"salt": "one", "model": model}) for model in "ab")
+    backend = MemoryBackend()
+    ours, theirs = (Store(backend, quota=Quota(None, 2500), settings=each.canonical) for each in (one, other))
+    for number in range(3):
+        assert theirs.put([number] * P, namespace=other.key) == 1
+    assert ours.put([1] * P, namespace=one.key) == 1
+    assert ours.engine._catalog.total("one").bytes <= 2500
+    assert len(ours.stored_keys()) == 2
+    assert ours.counters["evictions"] == 1
+
+
+# -- expired pages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [time.time_ns()]
+    monkeypatch.setattr("time.time_ns", lambda: now[0])
+    return now
+
+
+def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
+    """Neither once nor with each page that it steps back; a chain of this length was too deep for a recursion."""
+    n_pages = 3000
+    tokens = list(range(n_pages * P))
+    with closing(Store(Fragile(MemoryBackend()), options={"ttl": 60.0})) as store:
+        store.put(tokens, 1)
+        assert store.match(tokens) == len(tokens)
+        clock[0] += 61 * 10**9
+        steps.clear()
+        assert store.match(tokens) == 0
+        assert steps["dependents"] == 0
+        # they are deleted some at a time
+        while store.engine.has_deferred:
+            before = len(store.stored_keys())
+            store.engine.commit([])
+            assert 0 < before - len(store.stored_keys()) <= 512
+            store.match(tokens)
+        assert store.stored_keys() == set()
+
+
+def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(clock):
+    with closing(Store(Fragile(MemoryBackend()), options={"ttl": 60.0})) as store:
+        store.put(A)
+        clock[0] += 50 * 10**9
+        store.put([*A, 7])
+        clock[0] += 20 * 10**9
+        assert store.match([*A, 7]) == 13
+        store.engine.pin(NS, as_tokens(A), P, pinned=True)
+        clock[0] += 60 * 10**9
+        assert store.match([*A, 7]) == 12
+        store.engine.pin(NS, as_tokens(A), P, pinned=False)
+        assert store.match(A) == 0
+        store.engine.commit([])
+        assert store.stored_keys() == set()
+
+
+def test_damaged_pages_are_deleted_some_at_a_time():
+    n_pages = 1300
+    tokens = list(range(n_pages * P))
+    with closing(Store(Fragile(MemoryBackend()))) as store:
+        store.put(tokens, 1)
+        store.put([9] * P)
+        store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: False)
+        scans, left = store.backend.calls["scan"], n_pages + 1
+        while store.engine.has_deferred:
+            store.engine.commit([])
+            with store.backend.inner.view() as view:
+                entries = view.used.entries
+            assert 0 < left - entries <= 512
+            left = entries
+            store.match(tokens)
+        assert store.backend.calls["scan"] == scans
+        assert_complete(store.engine)
+        assert store.counters["corrupt"] == n_pages - 1
+        assert store.match(tokens) == store.match([9] * P) == P
+
+
+@pytest.mark.parametrize("how", ["repair", "strays"])
+def test_repairs_are_made_some_at_a_time(how, monkeypatch):
+    n_pages = 1300
+    tokens = list(range(n_pages * P))
+    backend = Fragile(MemoryBackend())
+    with closing(Store(backend)) as store:
+        store.put(tokens, 1)
+        first = store.engine.match(NS, as_tokens(tokens), P).pages[0]
+        with backend.inner.update() as transaction:
+            transaction.delete(first.key)
+        found = store.engine.check()
+        store.match(tokens)
+        scans, updates = backend.calls["scan"], backend.calls["update"]
+        if how == "repair":
+            assert [violation.rule for violation in found] == ["parent"]
+            removed = store.engine.repair(found)
+        else:
+            removed = store.engine.delete_strays(None)
+        assert removed.pages == n_pages - 1
+        assert removed.bytes == n_pages - 1
+        assert backend.calls["scan"] == scans
+        assert backend.calls["update"] - updates == 3
+        assert_complete(store.engine)

@@ -1,0 +1,144 @@
+"""The settings of a namespace are stored as long as it has pages, and no longer."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.delete import of_namespaces
+from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.format.keys import as_tokens, page_keys
+from prefixstore.format.namespace import Namespace
+from tests.support.engines import MIB, NS, OTHER, A, B, P, Store, put_snapshots, store_of
+from tests.support.fragile import Fragile
+
+
+def settings_of(store):
+    with store.backend.view() as view:
+        return set(view.namespaces())
+
+
+def test_the_settings_of_an_evicted_namespace_are_deleted():
+    with store_of(max_entries=3) as store:
+        store.put(A)
+        assert settings_of(store) == {NS}
+        store.put(B[:4], namespace=OTHER)
+        assert settings_of(store) == {NS, OTHER}
+        store.put(B, namespace=OTHER)
+        assert settings_of(store) == {OTHER}
+        store.put(A)
+        assert settings_of(store) == {NS}
+
+
+def test_a_small_location_serves_any_number_of_tenants_one_after_another(tmp_path):
+    with closing(Store(LMDBBackend(tmp_path, 256 << 10), max_bytes=256 << 10)) as store:
+        for number in range(400):
+            namespace = Namespace({"salt": f"tenant {number}", "padding": "x" * 1000})
+            store.settings = namespace.canonical
+            assert store.put([number] * P, namespace=namespace.key) == 1, number
+        with store.backend.view() as view:
+            held = {record.namespace for _, record, _ in view.scan()}
+            assert set(view.namespaces()) == held
+
+
+@pytest.mark.parametrize("how", ["expired", "cleared", "purged", "evicted", "damaged", "repaired", "unreadable"])
+def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
+    now = [time.time_ns()]
+    monkeypatch.setattr("time.time_ns", lambda: now[0])
+    with store_of(options={"ttl": 60.0}) as store:
+        store.put(A)
+        if how == "expired":
+            now[0] += 61 * 10**9
+            assert store.match(A) == 0
+            store.engine.commit([])
+        elif how == "cleared":
+            store.engine.clear(None)
+        elif how == "purged":
+            store.engine.delete([partial(of_namespaces, namespaces={NS})])
+        elif how == "evicted":
+            store.engine.evict_to(0)
+        elif how == "damaged":
+            store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
+            store.engine.commit([])
+        elif how == "repaired":
+            with store.backend.update() as transaction:
+                transaction.delete(page_keys(NS, as_tokens(A), P)[0])
+            store.engine.repair(store.engine.check())
+        else:
+            for key in page_keys(NS, as_tokens(A), P):
+                entry = store.backend._pages.entries[key]
+                object.__setattr__(entry, "record", CorruptError("flipped"))
+            monkeypatch.setattr("prefixstore.backends.memory._cost", lambda record, n: n)
+            monkeypatch.setattr("prefixstore.backends.memory._View.record", raise_what_is_stored)
+            store.open(ttl=60.0)
+            assert store.match(A) == 0
+            store.engine.commit([])
+        assert store.stored_keys() == set()
+        assert settings_of(store) == set()
+
+
+def raise_what_is_stored(view, key):
+    entry = view._entry(key)
+    if entry is not None and isinstance(entry.record, Exception):
+        raise entry.record
+    return entry.record if entry is not None else None
+
+
+def test_a_thinned_snapshot_and_its_pages_take_their_settings_along():
+    with store_of() as store:
+        put_snapshots(store, A[:3], [3])
+        assert settings_of(store) == {NS}
+        store.engine._catalog.discard_snapshot(store.engine.match_snapshot(NS, as_tokens(A), P, 3).pages[-1])
+        store.engine.commit([])
+        assert store.stored_keys() == set()
+        assert settings_of(store) == set()
+
+
+def test_a_pending_page_of_a_deleted_namespace_brings_its_settings_back():
+    with store_of() as store:
+        store.put(A)
+        pending = store.announce(B)
+        store.engine.evict_to(0)
+        assert settings_of(store) == set()
+        assert store.engine.commit(pending) == 3
+        assert settings_of(store) == {NS}
+
+
+def test_settings_stay_as_long_as_a_damaged_page_is_stored():
+    with store_of() as store:
+        store.put(A[:4])
+        store.put(B[:4])
+        store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
+        store.engine.evict_to(store.engine.used()[0].bytes - 1)
+        assert len(store.stored_keys()) == 1
+        assert settings_of(store) == {NS}
+        store.engine.commit([])
+        assert settings_of(store) == set()
+
+
+@pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit
+def test_a_transaction_that_fails_keeps_the_settings(call):
+    store = Store(Fragile(MemoryBackend()))
+    store.put(A)
+    store.backend.fails_at = call
+    with pytest.raises(UnavailableError):
+        store.engine.clear(None)
+    with store.backend.inner.view() as view:
+        assert set(view.namespaces()) == {NS}
+    assert store.engine.clear(None) == 3
+    with store.backend.inner.view() as view:
+        assert set(view.namespaces()) == set()
+    store.close()
+
+
+def test_settings_that_were_left_without_pages_are_deleted_by_the_next_transaction(tmp_path):
+    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        with store.backend.update() as transaction:
+            transaction.put_namespace(OTHER, b"{}")
+        store.put(A)
+        assert settings_of(store) == {NS}
