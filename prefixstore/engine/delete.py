@@ -13,7 +13,7 @@ from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
-from prefixstore.engine.pending import Fits
+from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
@@ -178,7 +178,9 @@ class Deleter:
         self._catalog.distrust()
         return Removed(len(sizes), sum(sizes.values()))
 
-    def delete_damaged(self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Fits]) -> int:
+    def delete_damaged(
+        self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Suspicion]
+    ) -> int:
         """Delete those suspects that are damaged indeed, and their descendants; how many.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
@@ -220,14 +222,16 @@ def _delete_with_descendants(transaction: Transaction, keys: Iterable[bytes]) ->
     return {key: sizes.get(key, 0) for key in dict.fromkeys(closure) if transaction.delete(key)}
 
 
-def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:
+def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
     """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:
             return record is not None or payload is not None
+        if suspicion is not None and suspicion.size is not None and record.raw_bytes > suspicion.size:
+            return True
         state = decode(record, payload)
-        if fits is not None and not fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
+        if suspicion is not None and not suspicion.fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
             return True
         return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:
