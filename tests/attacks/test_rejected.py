@@ -1,0 +1,204 @@
+"""Pages whose bytes are not what was written: no answer is computed with them, not even through masked attention.
+
+Each case puts garbage under the key of a page, its record left as it is, and compares three answers with those of a
+Llama without a store: the one that needs the page, the next one, and the one after a reset. Cells that were freed keep
+their rows, and a row of NaN in a masked cell spoils an answer that has nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.format.codec import PACKINGS, decode
+from prefixstore.llama.state.parse import parse_sequence
+from tests.support.models import TORTURE, answer, forget, load, prompt
+
+PAGE = 32
+TOKENS = prompt(5 * PAGE + 10)
+SHORT, OTHER = prompt(40, seed=1), prompt(40, seed=2)
+
+F16, F32 = llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F32
+BF16 = 30  # of ggml; llama-cpp-python does not name it
+Q8, Q4 = llama_cpp.GGML_TYPE_Q8_0, llama_cpp.GGML_TYPE_Q4_0
+# a value of each kind, repeated over all rows; in quantized rows it hits the scale of every block sooner or later
+VALUES = {
+    F32: {"nan": np.float32(np.nan), "inf": np.float32(np.inf), "denormal": np.uint32(1)},
+    F16: {"nan": np.uint16(0x7E00), "inf": np.uint16(0x7C00), "denormal": np.uint16(1)},
+    BF16: {"nan": np.uint16(0x7FC0), "inf": np.uint16(0x7F80), "denormal": np.uint16(1)},
+}
+
+
+class Setting(NamedTuple):
+    """A model, its context, and where its pages are kept, and how."""
+
+    arch: str
+    scheme: str
+    codec: str
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.arch, self.scheme, self.codec, *(f"{k}={v}" for k, v in self.options.items())])
+
+
+FLASH = {"flash_attn": True}
+SETTINGS = [
+    Setting("llama", "lmdb", "raw", {}),
+    Setting("llama", "sqlite", "raw", FLASH),
+    Setting("llama", "memory", "raw", {"type_k": F32, "type_v": F32}),
+    Setting("llama", "lmdb", "raw", {"type_k": BF16, "type_v": BF16}),
+    Setting("llama", "lmdb", "raw", {**FLASH, "type_k": Q8, "type_v": Q8}),
+    Setting("llama", "memory", "raw", {"type_k": Q8}),
+    Setting("llama", "lmdb", "raw", {**FLASH, "type_k": Q4, "type_v": Q4}),
+    Setting("llama", "memory", "planes", {}),
+    Setting("llama", "sqlite", "zstd", {**FLASH, "type_k": Q8, "type_v": Q8}),
+    Setting("gemma3", "lmdb", "raw", {"swa_full": False}),
+    Setting("gemma3", "memory", "raw", {**FLASH, "swa_full": True}),
+    Setting("mamba", "lmdb", "raw", {}),
+    Setting("lfm2", "memory", "raw", {}),
+]
+
+
+def rows_replaced(state: bytes, value: Any) -> bytes:
+    """A state with this value, or, for None, random bytes, in all rows; everything else as it is."""
+    out = bytearray(state)
+    parsed = parse_sequence(memoryview(out))
+    rng = np.random.default_rng(len(state))
+    for section in parsed.sections:
+        for tensor in section.tensors:
+            fill(tensor.rows, value, rng)
+    if parsed.recurrent is not None:
+        # the rows of its last tensor
+        fill(np.frombuffer(parsed.recurrent.data, np.uint8)[-512:], value, rng)
+    return bytes(out)
+
+
+def fill(rows: Any, value: Any, rng: np.random.Generator) -> None:
+    n = rows.size
+    data = rng.bytes(n) if value is None else np.full(n // value.nbytes + 1, value).tobytes()[:n]
+    rows[...] = np.frombuffer(data, np.uint8).reshape(rows.shape)
+
+
+class Case(NamedTuple):
+    """What is put under the key of a page; None to delete it after it was found."""
+
+    key: bytes
+    name: str
+    payload: bytes | None
+
+
+def cases(pages: dict[bytes, Any], setting: Setting, rng: np.random.Generator) -> Iterator[Case]:
+    """Garbage for each page that has a state."""
+    packing = PACKINGS[setting.codec]
+    states = {key: bytes(decode(record, payload)) for key, (record, _, payload) in pages.items() if payload}
+    kv_type = setting.options.get("type_k", F16)
+    values = VALUES.get(kv_type, VALUES[F16])
+    for key, state in states.items():
+        payload = pages[key][2]
+        other = next((pages[k][2] for k in states if k != key), payload[::-1])
+        yield Case(key, "random bytes", rng.bytes(len(payload)))
+        yield Case(key, "random rows", bytes(packing.pack(rows_replaced(state, None))))
+        for name, value in values.items():
+            yield Case(key, name, bytes(packing.pack(rows_replaced(state, value))))
+        if setting.arch in ("mamba", "lfm2"):
+            yield Case(key, "nan (f32)", bytes(packing.pack(rows_replaced(state, VALUES[F32]["nan"]))))
+        yield Case(key, "another page", other)
+        yield Case(key, "truncated", payload[: rng.integers(len(payload))])
+        yield Case(key, "longer", payload + rng.bytes(64))
+        yield Case(key, "gone", None)
+
+
+class Attack:
+    """A store with the pages of one prompt, and the answers that are right."""
+
+    def __init__(self, store: PrefixStore, llm: llama_cpp.Llama) -> None:
+        self.store, self.llm = store, llm
+        self.cold = [self.answer_to(tokens) for tokens in (TOKENS, SHORT, OTHER)]
+        store.attach(llm)
+        llm.set_cache(store)
+        store._hook.context.rate.is_worth = lambda *_: True
+        forget(llm)
+        assert self.answer_to(TOKENS) == self.cold[0]
+        store.flush()
+        self.backend = store._engine._backend
+        with self.backend.view() as view:
+            self.pages = {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}
+
+    def answer_to(self, tokens: list[int]) -> str:
+        return answer(self.llm, tokens, 4)
+
+    def put(self, case: Case | None = None) -> None:
+        """The pages as they were captured, but for one."""
+        with self.backend.update() as transaction:
+            for key, (record, usage, payload) in self.pages.items():
+                garbage = payload if case is None or case.key != key or case.payload is None else case.payload
+                transaction.put(key, record, usage, garbage)
+
+    def run(self, case: Case, live: int) -> list[str]:
+        """The answers that are wrong, with so many tokens of the prompt in the context at first."""
+        llm, engine = self.llm, self.store._engine
+        self.put(case)
+        forget(llm)
+        if live:
+            llm.eval(TOKENS[:live])
+        if case.payload is None:
+            real = engine.fetching
+
+            def after_deleting(pages, **options):
+                engine.fetching = real
+                with self.backend.update() as transaction:
+                    transaction.delete(case.key)
+                return real(pages, **options)
+
+            engine.fetching = after_deleting
+        found = [self.answer_to(TOKENS), self.answer_to(SHORT)]
+        llm.reset()
+        found.append(self.answer_to(OTHER))
+        names = ("the answer", "the next answer", "the answer after reset()")
+        return [
+            f"{case.name}, {live} tokens live: {name} is {text!r}"
+            for name, text, right in zip(names, found, self.cold, strict=True)
+            if text != right
+        ]
+
+
+def attack(setting: Setting, models, tmp_path, *, rounds: int) -> tuple[int, list[str], PrefixStore]:
+    llm = load(models(setting.arch), n_ctx=512, n_batch=PAGE, **setting.options)
+    place = {"lmdb": f"lmdb://{tmp_path / 'kv'}", "sqlite": f"sqlite:///{tmp_path / 'kv.db'}", "memory": "memory:"}
+    n, wrong = 0, []
+    with PrefixStore(
+        place[setting.scheme], page_tokens=PAGE, min_tokens=16, codec=setting.codec, namespace="x", write_behind=False
+    ) as store:
+        one = Attack(store, llm)
+        for seed in range(rounds):
+            for case, live in itertools.product(
+                cases(one.pages, setting, np.random.default_rng(seed)), (0, PAGE + 9 + seed)
+            ):
+                n += 1
+                wrong += one.run(case, live)
+        # what is not garbage is still used
+        one.put()
+        forget(llm)
+        before = store.stats()
+        assert one.answer_to(TOKENS) == one.cold[0]
+        after = store.stats()
+        assert after.tokens_restored - before.tokens_restored > 4 * PAGE
+        assert after.unreadable == before.unreadable
+        assert sum(after.unreadable.values()) >= n // 2
+        assert "error" not in after.misses
+    return n, wrong, store
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_no_answer_is_computed_with_garbage(setting, models, tmp_path, capsys):
+    n, wrong, _ = attack(setting, models, tmp_path, rounds=TORTURE)
+    assert wrong == []
+    with capsys.disabled():
+        print(f" {n} garbage pages, {len(wrong)} wrong answers ", end="")
