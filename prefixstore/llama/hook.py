@@ -161,10 +161,10 @@ class Hook:
         known = context.bypass_reason() is None and context.catch_up()
         if not known:
             lineage.rewind(0)
-        # with a draft model, logits are asked for by their place in the whole of a batch: it must not be split
+        # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
         is_drafted = self.llm.draft_model is not None
-        stops = self._stops(tokens) if known and not is_drafted else []
         step = self.llm.n_batch if is_drafted else self._step
+        stops = self._stops(tokens, step, keep_batches=self._exact or is_drafted) if known else []
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
             original(batch)
@@ -179,13 +179,13 @@ class Hook:
             with self._guard("dropped:error"):
                 self.strategy.prompt_evaluated()
 
-    def _stops(self, tokens: Sequence[int]) -> list[int]:
-        """Where to stop while these tokens are evaluated; only at batch boundaries if exact logits were requested."""
+    def _stops(self, tokens: Sequence[int], step: int, *, keep_batches: bool) -> list[int]:
+        """Where to stop while these tokens are evaluated; only between batches if these must stay as they are."""
         if self.context.parameters.read_only:
             return []
         with self._guard("dropped:error"):
             start, stops = self.context.lineage.n, self.strategy.stops(tokens)
-            return [stop for stop in stops if not self._exact or (stop - start) % self._step == 0]
+            return [stop for stop in stops if not keep_batches or (stop - start) % step == 0]
         return []
 
     def reset(self) -> None:
