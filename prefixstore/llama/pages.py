@@ -216,14 +216,17 @@ class PageStrategy:
     def _settle(self, prompt: Tokens | None) -> None:
         """End a restore: the context holds this prompt, and perhaps more; None to discard everything."""
         context, memory = self.context, self.context.memory
-        if prompt is None:
-            memory.discard()
-            context.lineage.rewind(0)
-        else:
-            # the last page may reach beyond the prompt
-            memory.cut(len(prompt))
-            context.set_live(prompt)
-            memory.unverified = False
+        try:
+            if prompt is not None:
+                # the last page may reach beyond the prompt
+                memory.cut(len(prompt))
+                context.set_live(prompt)
+                memory.unverified = False
+        finally:
+            # to be discarded, or interrupted
+            if memory.unverified:
+                memory.discard()
+                context.lineage.rewind(0)
 
     def _admits(self, page: Page) -> bool:
         memory = self.context.memory
