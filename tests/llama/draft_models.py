@@ -40,7 +40,7 @@ def run(model: str, n_batch: int, options: dict[str, Any]) -> dict[str, Any]:
     """What came out for each draft model."""
     results = {}
     for draft in (LlamaPromptLookupDecoding(num_pred_tokens=10), Nothing()):
-        llm = load(model, n_ctx=1024, n_batch=n_batch, n_ubatch=64, draft_model=draft, logits_all=True, **options)
+        llm = load(model, n_ctx=1024, n_batch=n_batch, n_ubatch=8, draft_model=draft, logits_all=True, **options)
         cold = outcomes(llm)
         for portable in (False, True):
             forget(llm)
