@@ -586,7 +586,7 @@ def test_an_undamaged_payload_that_is_not_a_state_is_a_miss(llm_of, store, monke
     forget(llm)
 
     @contextmanager
-    def zeros(pages):
+    def zeros(pages, **options):
         yield (memoryview(bytes(page.raw_bytes)) for page in pages)
 
     with monkeypatch.context() as faulty:
@@ -603,8 +603,8 @@ def test_a_page_that_is_gone_ends_a_restore_before_it(llm_of, store, monkeypatch
         fetching = store._engine.fetching
 
         @contextmanager
-        def without_the_third(pages, fetching=fetching):
-            with fetching(pages) as found:
+        def without_the_third(pages, fetching=fetching, **options):
+            with fetching(pages, **options) as found:
                 yield itertools.islice(found, 2)
 
         again = llm_of(kind, store)
