@@ -375,9 +375,17 @@ class PrefixStore:
         Returns
         -------
         int
-            How many tokens of the prompt are live now: continue with ``llm.eval(tokens[n:])``.
+            How many tokens of the prompt are live now: continue with ``llm.eval(tokens[n:])``. At most one less than
+            the context has places.
+
+        Raises
+        ------
+        ClosedError
+            If the store is closed, also while it restores: ``llm.n_tokens`` says what the context holds then.
         """
-        return self._hook_of(llm).restore(as_tokens(tokens), always=always)
+        live = self._hook_of(llm).restore(as_tokens(tokens), always=always)
+        self._alive()
+        return live
 
     def capture(self, llm: Llama | None = None) -> int:
         """Capture all pages of the context that are not stored, the tail included; the number of pages.

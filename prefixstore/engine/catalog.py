@@ -26,7 +26,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.eviction import Candidates, Policy
 from prefixstore.engine.index import Index, Page, Path, is_same
 from prefixstore.engine.journal import Journal
-from prefixstore.engine.pending import Deferred, Fits, PendingPage
+from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.strays import Strays
@@ -590,15 +590,15 @@ class Catalog:
             else:
                 self._forget(page.key)
 
-    def mark_damaged(self, key: bytes, fits: Fits | None = None) -> None:
+    def mark_damaged(self, key: bytes, suspicion: Suspicion | None = None) -> None:
         """Forget a damaged page and its descendants, and have them deleted with the next commit.
 
-        With `fits` its checksum is right, but its state is not usable: it is deleted unless the page stored by then
-        fits.
+        With a `suspicion` its checksum is right, but its state is not usable: it is deleted unless the page stored by
+        then is.
         """
         with self._lock:
-            if fits is not None:
-                self._deferred.fits[key] = fits
+            if suspicion is not None:
+                self._deferred.fits[key] = suspicion
             self._deferred.damaged.add(key)
             self._lose(key)
 

@@ -12,7 +12,7 @@ from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
-from prefixstore.engine.pending import Fits
+from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
@@ -201,7 +201,7 @@ class Deleter:
         return deleted, set(left)
 
     def delete_damaged(
-        self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Fits]
+        self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Suspicion]
     ) -> tuple[int, set[bytes]]:
         """Delete those suspects that are damaged indeed, and their descendants.
 
@@ -240,14 +240,16 @@ def _left(index: Index, chosen: Mapping[bytes, int]) -> set[bytes]:
     return {page.key for page in depth_first(pages)}
 
 
-def _is_damaged(transaction: Transaction, key: bytes, fits: Fits | None) -> bool:
+def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | None) -> bool:
     """Whether a page can never be restored: by its own fault, or because it does not follow its parent."""
     try:
         payload, record = transaction.payload(key), transaction.record(key)
         if record is None or payload is None:
             return record is not None or payload is not None
+        if suspicion is not None and suspicion.size is not None and record.raw_bytes > suspicion.size:
+            return True
         state = decode(record, payload)
-        if fits is not None and not fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
+        if suspicion is not None and not suspicion.fits(state, record.start, len(record.tokens) // TOKEN_BYTES):
             return True
         return not record.follows(transaction.record(record.parent) if record.parent != record.namespace else None)
     except CorruptError:

@@ -26,10 +26,10 @@ from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
-from prefixstore.engine.pending import Fits, ImportedPage, PendingPage
+from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Look
+from prefixstore.engine.readers import Admit, Look
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import Tokens, page_key
@@ -207,9 +207,12 @@ class Engine:
     def _release(self) -> None:
         self._closed = True
         self._breaker.close()
-        self._fetcher.close()
-        self._ram.clear()
-        self._backend.close()
+        try:
+            # waits for the views that are open: a restore that has begun ends first
+            self._backend.close()
+        finally:
+            self._fetcher.close()
+            self._ram.clear()
 
     @property
     def location(self) -> str:
@@ -264,10 +267,16 @@ class Engine:
         return n_records
 
     def fetching(
-        self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None
+        self,
+        pages: Sequence[Page],
+        *,
+        streamed: bool = False,
+        along: bool = True,
+        look: Look | None = None,
+        admit: Admit | None = None,
     ) -> AbstractContextManager[States]:
         """The verified states of `pages`, in order: see `Fetcher.fetching`."""
-        return self._fetcher.fetching(pages, streamed=streamed, look=look)
+        return self._fetcher.fetching(pages, streamed=streamed, along=along, look=look, admit=admit)
 
     def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
         """A prompt began with these pages, none for a miss; it is recorded with the next commit."""
@@ -406,12 +415,13 @@ class Engine:
         """
         return self._catalog.thin(namespace, tokens, page_tokens, keep, interval)
 
-    def condemn(self, page: Page, fits: Fits) -> None:
+    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """Have a page deleted with the next commit, and its descendants, if its state does not fit then either.
 
-        `fits` must hold for every context of the namespace. Another thread may call it.
+        `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
+        that the state can have, one that claims more is not unpacked for it.
         """
-        self._catalog.mark_damaged(page.key, fits)
+        self._catalog.mark_damaged(page.key, Suspicion(fits, size))
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,16 @@ from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.readers import Look, ReadAhead, ReadAlong, Reader, ReaderPool, ShapeError, check_shape
+from prefixstore.engine.readers import (
+    Admit,
+    Look,
+    ReadAhead,
+    ReadAlong,
+    Reader,
+    ReaderPool,
+    ShapeError,
+    check_shape,
+)
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import ReadRate
 from prefixstore.stats import Counters
@@ -40,6 +49,15 @@ class States(Iterator[memoryview]):
         Called with the page that ends the iteration, and the reason: the error, or None for a page that is gone.
     look
         Whether a state in memory can be used; the reader checks the others.
+    refused
+        The page whose size the caller does not accept, if there is one: the iteration ends there.
+
+    Attributes
+    ----------
+    n_given
+        How many states were returned.
+    n_verified
+        How many of them are known to be good by now; `verified` waits until all are.
     """
 
     def __init__(
@@ -50,6 +68,7 @@ class States(Iterator[memoryview]):
         breaker: CircuitBreaker,
         give_up: Callable[[Page, StorageError | None], None],
         look: Look | None = None,
+        refused: Page | None = None,
     ) -> None:
         self._pages = pages
         self._in_memory = in_memory
@@ -57,16 +76,21 @@ class States(Iterator[memoryview]):
         self._breaker = breaker
         self._give_up = give_up
         self._look = look
-        self._n_given = 0
-        self._n_verified = 0
+        self._refused = refused
+        self.n_given = 0
+        self.n_verified = 0
         self._ended = False
 
     def __next__(self) -> memoryview:
         if self.verified() == len(self._pages) or self._ended:
             raise StopIteration
-        page = self._pages[self._n_given]
+        page = self._pages[self.n_given]
         error = None
         try:
+            if page is self._refused:
+                raise ShapeError(
+                    f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than it can have"
+                )
             state = self._in_memory.get(page.key)
             if state is not None:
                 check_shape(self._look, page, state)
@@ -78,18 +102,18 @@ class States(Iterator[memoryview]):
         if state is None:
             self._end(page, error)
             raise StopIteration
-        self._n_given += 1
+        self.n_given += 1
         return state
 
     def verified(self) -> int:
         """How many returned states are verified; if fewer than all, the last one is bad."""
-        if self._n_verified < self._n_given and not self._ended:
+        if self.n_verified < self.n_given and not self._ended:
             try:
                 self._reader.wait_verified()
-                self._n_verified = self._n_given
+                self.n_verified = self.n_given
             except StorageError as error:
-                self._end(self._pages[self._n_verified], error)
-        return self._n_verified
+                self._end(self._pages[self.n_verified], error)
+        return self.n_verified
 
     def close(self) -> None:
         """Give out no more states."""
@@ -137,7 +161,15 @@ class Fetcher:
         self._pool.close()
 
     @contextmanager
-    def fetching(self, pages: Sequence[Page], *, streamed: bool = False, look: Look | None = None) -> Iterator[States]:
+    def fetching(
+        self,
+        pages: Sequence[Page],
+        *,
+        streamed: bool = False,
+        along: bool = True,
+        look: Look | None = None,
+        admit: Admit | None = None,
+    ) -> Iterator[States]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
         Parameters
@@ -145,18 +177,26 @@ class Fetcher:
         pages
             The wanted pages, in this order.
         streamed
-            For callers that can undo a load. They get states earlier: before the checksum is known; the next state, and
-            `States.verified`, wait for it. A state is valid only until the next one is requested, and its buffer is
-            used again. Otherwise states are verified when they are given out, and valid until the block is left.
+            A state is valid only until the next one is requested, and its buffer is used again. Otherwise states are
+            verified when they are given out, and valid until the block is left.
+        along
+            If streamed: for callers that can undo a load. They get raw states earlier: before the checksum is known;
+            the next state, and `States.verified`, wait for it.
         look
             Whether a state can be used; a state that it refuses ends the iteration too. It is called with one state at
             a time, with the first one in the calling thread.
+        admit
+            Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
+            called before anything is read, in the calling thread.
 
         Raises
         ------
+        ClosedError
+            If the store was closed, also if that happens while states are read.
         StorageError
             If the backend cannot be read at all.
         """
+        self._pool.check_open()
         # Held before the view opens: a page that is committed in between is in one of the two.
         held = self._catalog.hold(pages)
         try:
@@ -164,12 +204,14 @@ class Fetcher:
                 with self._breaker.asking():
                     view = opened.enter_context(self._backend.view())
                 in_memory = self._in_memory(pages, held)
-                stored = [page for page in pages if page.key not in in_memory]
+                refused = next((page for page in pages if admit is not None and not admit(page)), None)
+                admitted = pages if refused is None else pages[: pages.index(refused)]
+                stored = [page for page in admitted if page.key not in in_memory]
                 give_up = partial(self._give_up, view=view)
                 # States outlive their iterator: their buffers are released when the block is left.
                 with (
-                    closing(self._reader(view, stored, look, streamed=streamed)) as reader,
-                    closing(States(pages, in_memory, reader, self._breaker, give_up, look)) as states,
+                    closing(self._reader(view, stored, look, streamed=streamed, along=along)) as reader,
+                    closing(States(pages, in_memory, reader, self._breaker, give_up, look, refused)) as states,
                 ):
                     yield states
         finally:
@@ -184,8 +226,8 @@ class Fetcher:
                 in_memory[page.key] = state
         return in_memory
 
-    def _reader(self, view: View, pages: Sequence[Page], look: Look | None, *, streamed: bool) -> Reader:
-        if streamed and all(page.stored_bytes == page.raw_bytes for page in pages):
+    def _reader(self, view: View, pages: Sequence[Page], look: Look | None, *, streamed: bool, along: bool) -> Reader:
+        if streamed and along and all(page.stored_bytes == page.raw_bytes for page in pages):
             return ReadAlong(self._pool, view, pages, self._read_rate, look)
         return ReadAhead(self._pool, view, pages, self._read_rate, look, streamed=streamed)
 

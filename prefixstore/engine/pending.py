@@ -13,10 +13,17 @@ from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import Buffer, Record, StoredPage, Usage, checksum, time_of_use
 
-__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage"]
+__all__ = ["Deferred", "Fits", "ImportedPage", "PackedPage", "PendingPage", "Suspicion"]
 
 Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 """Whether a state can be that of the page at a start position with so many tokens."""
+
+
+class Suspicion(NamedTuple):
+    """What a stored page is judged by before it is deleted: its state has to fit, and to have at most `size` bytes."""
+
+    fits: Fits
+    size: int | None = None
 
 
 class PackedPage(NamedTuple):
@@ -145,7 +152,7 @@ class Deferred:
 
     uses: dict[bytes, int] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
-    fits: dict[bytes, Fits] = field(default_factory=dict)
+    fits: dict[bytes, Suspicion] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
     expired: bool = False
 

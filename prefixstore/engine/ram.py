@@ -133,7 +133,8 @@ class RamTier:
         with self._lock:
             while self._wanted:
                 _, page = self._wanted.popitem()
-                if page.key not in self._states:
+                # one that is larger than all of this would be unpacked for nothing
+                if page.key not in self._states and _cost(len(page.tokens), page.raw_bytes) <= self._limit:
                     return page
         return None
 

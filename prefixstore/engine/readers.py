@@ -12,23 +12,26 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from threading import Lock, Semaphore
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from prefixstore.backends.base import View
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.index import Page, is_same
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Look", "ReadAhead", "ReadAlong", "Reader", "ReaderPool", "ShapeError", "check_shape"]
+__all__ = ["Admit", "Look", "ReadAhead", "ReadAlong", "Reader", "ReaderPool", "ShapeError", "check_shape"]
 
 # for all restores of an engine together; they are started as they are needed
 THREADS = 64
 
 Look: TypeAlias = Callable[[Page, memoryview], bool]
 """Whether a state can be used for a page."""
+
+Admit: TypeAlias = Callable[[Page], bool]
+"""Whether a page may be read: its state has a size that it can have."""
 
 
 class ShapeError(IncompatibleError):
@@ -41,10 +44,32 @@ def check_shape(look: Look | None, page: Page, state: memoryview) -> None:
         raise ShapeError(f"page {page.key.hex()} does not have the shape that the caller expects")
 
 
-def _check_tokens(page: Page, record: Record) -> None:
-    """Raise `CorruptError` if a record is not that of a page."""
+def _check_record(page: Page, record: Record) -> None:
+    """Refuse a record that is not that of a page.
+
+    Raises
+    ------
+    CorruptError
+        If it has other tokens.
+    ShapeError
+        If its state does not have the size that the caller has accepted. Nothing is allocated for it.
+    """
     if not is_same(page, record) or record.start != page.start:
         raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
+    if record.raw_bytes != page.raw_bytes:
+        raise ShapeError(f"page {page.key.hex()} holds {record.raw_bytes} bytes of state, not {page.raw_bytes}")
+
+
+def _for_caller(error: BaseException) -> Exception:
+    """What the caller gets for an error in a reader's thread: the same, unless it is about the thread alone."""
+    if isinstance(error, MemoryError):
+        translated: Exception = UnavailableError("no memory to read a page")
+    elif isinstance(error, Exception):
+        return error
+    else:
+        translated = UnavailableError(f"a thread that reads pages was ended by {error!r}")
+    translated.__cause__ = error
+    return translated
 
 
 def _fetch(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer], None, None]:
@@ -56,13 +81,51 @@ class ReaderPool:
     """The threads of all readers of an engine, and the buffers that pages are decoded into."""
 
     def __init__(self) -> None:
-        self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
+        self._closed = False
         # without a limit of its own: each reader bounds what it uses
         self.buffers = BufferPool(limit=None)
 
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the store was closed."""
+        if self._closed:
+            raise ClosedError("the store was closed while it was read; open a new PrefixStore")
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have a thread do some work.
+
+        Raises
+        ------
+        ClosedError
+            If the store was closed.
+        UnavailableError
+            If no thread can be started.
+        """
+        job: Future[Any] = Future()
+        try:
+            self._threads.submit(_run, job, work, *args)
+        except RuntimeError as error:
+            # an executor that cannot start a thread has queued the work all the same: another thread may have begun it
+            if job.cancel():
+                self.check_open()
+                raise UnavailableError(f"no thread can be started to read pages: {error}") from error
+        return job
+
     def close(self) -> None:
-        """End the threads."""
-        self.threads.shutdown()
+        """End the threads, each when it has done its work."""
+        self._closed = True
+        # not waiting: this thread may be the one that a reader waits for
+        self._threads.shutdown(wait=False)
+
+
+def _run(job: Future[Any], work: Callable[..., Any], *args: Any) -> None:
+    if job.set_running_or_notify_cancel():
+        try:
+            result = work(*args)
+        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
+            job.set_exception(_for_caller(error))
+        else:
+            job.set_result(result)
 
 
 class Reader(ABC):
@@ -150,7 +213,15 @@ class ReadAhead(Reader):
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
         # one page for each worker, and one that the caller uses
         self._free = Semaphore(n_workers + 1)
-        self._workers = [pool.threads.submit(self._work) for _ in pages[:n_workers]]
+        self._workers: list[Future[None]] = []
+        for _ in pages[:n_workers]:
+            try:
+                self._workers.append(pool.submit(self._work))
+            except UnavailableError:
+                # those that were started do all the work
+                if not self._workers:
+                    raise
+                break
 
     def next(self) -> memoryview | None:
         if self._streamed:
@@ -211,10 +282,10 @@ class ReadAhead(Reader):
                 promise.set_result(self._decode(page, *found, seconds) if found is not None else None)
             except BaseException as error:  # noqa: BLE001 - raised by `next`
                 self._ended = True
-                promise.set_exception(error)
+                promise.set_exception(_for_caller(error))
 
     def _decode(self, page: Page, record: Record, payload: Buffer, seconds: float) -> _State:
-        _check_tokens(page, record)
+        _check_record(page, record)
         started = time.perf_counter()
         view = verify(record, payload)
         # in a location that is mapped into memory, it is the checksum that reads the bytes
@@ -266,15 +337,15 @@ class ReadAlong(Reader):
     def __init__(
         self, pool: ReaderPool, view: View, pages: Sequence[Page], read_rate: ReadRate, look: Look | None
     ) -> None:
-        self._threads = pool.threads
+        self._submit = pool.submit
         self._read_rate = read_rate
         self._look = look
         self._pages = iter(pages)
         self._fetched = _fetch(view, [page.key for page in pages])
         # Verifies the state that was given out last, then reads the next one. Its result: the next page, the reason why
-        # it cannot be read, or None if it is gone.
-        self._job: Future[_Found | StorageError | None] | None = None
-        self._coming: _Found | StorageError | None = None
+        # it cannot be read, or None if it is gone. It fails if the state is not verified.
+        self._job: Future[_Found | Exception | None] | None = None
+        self._coming: _Found | Exception | None = None
         self._started = False
 
     def next(self) -> memoryview | None:
@@ -282,25 +353,26 @@ class ReadAlong(Reader):
         self.wait_verified()
         coming = self._coming if self._started else self._read()
         self._started = True
-        if isinstance(coming, StorageError):
+        if isinstance(coming, Exception):
             raise coming
         if coming is None:
             return None
-        self._job = self._threads.submit(self._verify_and_read, coming)
+        self._job = self._submit(self._verify_and_read, coming)
         return coming.view
 
     def wait_verified(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            self._coming = None
-            self._coming = job.result()
+        # The job is forgotten only when its state is verified: whoever is interrupted here, or asks again after an
+        # error, must not take the state for a good one, nor leave the view to the thread.
+        if self._job is not None:
+            self._coming = self._job.result()
+            self._job = None
 
     def close(self) -> None:
         if self._job is not None:
             wait([self._job])
         self._fetched.close()
 
-    def _verify_and_read(self, given: _Found) -> _Found | StorageError | None:
+    def _verify_and_read(self, given: _Found) -> _Found | Exception | None:
         started = time.perf_counter()
         if given.record.codec == CODECS["raw"]:
             verify_checksum(given.record, given.view)
@@ -308,14 +380,14 @@ class ReadAlong(Reader):
             self._read_rate.observe(len(given.view), given.seconds + time.perf_counter() - started)
         return self._read()
 
-    def _read(self) -> _Found | StorageError | None:
+    def _read(self) -> _Found | Exception | None:
         started = time.perf_counter()
         try:
             found, page = next(self._fetched, None), next(self._pages, None)
             if found is None or page is None:
                 return None
             record, payload = found
-            _check_tokens(page, record)
+            _check_record(page, record)
             # it may be packed after all, if it was written again since the index learned of it
             raw = record.codec == CODECS["raw"]
             view = inspect(record, payload) if raw else decode(record, payload)
@@ -325,6 +397,6 @@ class ReadAlong(Reader):
                 # a damaged page may have any shape: report the damage instead
                 verify(record, payload)
                 raise
-        except StorageError as error:
-            return error
+        except Exception as error:  # noqa: BLE001 - raised by `next`: the page before is not at fault
+            return _for_caller(error)
         return _Found(record, view, time.perf_counter() - started)

@@ -161,8 +161,11 @@ class Hook:
         known = context.bypass_reason() is None and context.catch_up()
         if not known:
             lineage.rewind(0)
-        stops = self._stops(tokens) if known else []
-        for batch in _batches(tokens, [stop - lineage.n for stop in stops], self._step):
+        # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
+        is_drafted = self.llm.draft_model is not None
+        step = self.llm.n_batch if is_drafted else self._step
+        stops = self._stops(tokens, step, keep_batches=self._exact or is_drafted) if known else []
+        for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
             original(batch)
             context.rate.computed(len(batch), time.perf_counter() - started)
@@ -176,13 +179,13 @@ class Hook:
             with self._guard("dropped:error"):
                 self.strategy.prompt_evaluated()
 
-    def _stops(self, tokens: Sequence[int]) -> list[int]:
-        """Where to stop while these tokens are evaluated; only at batch boundaries if exact logits were requested."""
+    def _stops(self, tokens: Sequence[int], step: int, *, keep_batches: bool) -> list[int]:
+        """Where to stop while these tokens are evaluated; only between batches if these must stay as they are."""
         if self.context.parameters.read_only:
             return []
         with self._guard("dropped:error"):
             start, stops = self.context.lineage.n, self.strategy.stops(tokens)
-            return [stop for stop in stops if not self._exact or (stop - start) % self._step == 0]
+            return [stop for stop in stops if not keep_batches or (stop - start) % step == 0]
         return []
 
     def reset(self) -> None:
@@ -245,7 +248,8 @@ class Hook:
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
-        limit = max(len(tokens) - 1, 0)
+        # the caller evaluates at least one token: of the prompt, or, if that is too long, the last that has a place
+        limit = max(min(len(tokens), len(llm.input_ids)) - 1, 0)
         if llm.n_tokens > limit:
             # the caller will evaluate a token, even if there are logits
             llm._requires_eval = True
@@ -286,6 +290,8 @@ class Hook:
             return False
         with self._guard("dropped:error"):
             self.strategy.before_leaving()
+        # of a prompt that is longer than the context, the next token needs a place
+        limit = min(limit, len(self.llm.input_ids) - 1)
         with self._guard("miss:error", "miss:unavailable"):
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
         return False

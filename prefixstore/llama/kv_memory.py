@@ -29,6 +29,7 @@ import numpy as np
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
 from prefixstore.format.record import Buffer
+from prefixstore.llama.size_limit import size_limit
 from prefixstore.llama.state.shape import StateShape, complete_cells, shape_of, shape_of_sequence
 from prefixstore.llama.state.view import U32, StateView
 from prefixstore.stats import Kind
@@ -126,6 +127,9 @@ class ContextMemory(ABC):
         The shape of its states; None until llama.cpp has written one, or accepted a one-token sample.
     shape_is_own
         Whether `shape` comes from a page that llama.cpp has written here.
+    unverified
+        Whether a restore is not finished: bytes may be in the context that are not verified, or not those of the
+        tokens that its Llama names. `discard` is the way back.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
@@ -134,10 +138,33 @@ class ContextMemory(ABC):
         self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
         self.shape: StateShape | None = None
         self.shape_is_own = False
+        self.unverified = False
+        self._size_limit = size_limit(llm)
 
     @abstractmethod
     def holds(self, n: int) -> bool:
         """Whether the context can continue from position `n`."""
+
+    def largest(self, n_tokens: int) -> int:
+        """The most bytes that a state of so many tokens can have in this context."""
+        if self.shape is not None and self.shape.recurrent is None:
+            return self.shape.size(n_tokens)
+        return self._size_limit.of(n_tokens)
+
+    def discard(self) -> None:
+        """Empty the context, its data too, and have the Llama know that it is empty.
+
+        Freeing cells is not enough: masked attention multiplies what is left in them by 0, which is NaN for NaN and
+        infinity.
+        """
+        _, mem = self._pointers()
+        llm = self._llm()
+        assert llm is not None  # it has a context
+        # first: after an interrupt in between, nothing is continued from what is being cleared
+        llm.n_tokens = 0
+        llm._requires_eval = True
+        llama_cpp.llama_memory_clear(mem, True)
+        self.unverified = False
 
     def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
         """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
@@ -210,7 +237,8 @@ class PagedMemory(ContextMemory):
     def load(self, state: memoryview) -> bool:
         """Append a page that `fits`, without copying it first; whether llama.cpp accepted it.
 
-        The page keeps its second tag until the next one is loaded, or until `cut`.
+        The page keeps its second tag until the next one is loaded, or until `cut`. Rows of one that is refused may have
+        been copied: `discard` them.
         """
         ctx, mem = self._pointers()
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
@@ -348,12 +376,16 @@ class SnapshotMemory(ContextMemory):
         return buffer
 
     def put(self, state: memoryview, n: int) -> bool:
-        """Replace what the context holds by a whole state of `n` tokens; false if it did not work, and it is empty."""
+        """Replace what the context holds by a whole state of `n` tokens, for the caller to tell the Llama which.
+
+        `unverified` is true until then. False if it did not work, and the context is empty.
+        """
         ctx, mem = self._pointers()
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
+        self.unverified = True
         llama_cpp.llama_memory_clear(mem, False)
         taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SEQUENCE)
         if taken == len(state) and self.holds(n):
             return True
-        llama_cpp.llama_memory_clear(mem, True)
+        self.discard()
         return False

@@ -9,8 +9,9 @@ from functools import partial
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page
-from prefixstore.errors import StorageError
+from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context, live_prefix_length, reusable_prefix
 from prefixstore.llama.kv_memory import Missing, MissingPage, PagedMemory
@@ -119,11 +120,11 @@ class PageStrategy:
             counters.count("live_hits")
             return True
         # reload the whole page in which the live prefix ends; if the context is not fully known, reload everything
-        pages = used[live // lineage.page_tokens if known else 0 :]
-        if not always and not context.rate.is_worth(n - live, len(pages)):
+        first = live // lineage.page_tokens if known else 0
+        if not always and not context.rate.is_worth(n - live, len(used) - first):
             counters.count("miss:slow")
             return False
-        if not self._load(tokens[:n], live, pages):
+        if not self._load(tokens[:n], live, used, first):
             return False
         context.note_use(used)
         return True
@@ -136,46 +137,103 @@ class PageStrategy:
         llm = self.context.llm
         return reusable_prefix(llm, self.context.memory, tokens) if known else live_prefix_length(llm, tokens)
 
-    def _load(self, prompt: Tokens, live: int, pages: Sequence[Page]) -> bool:
-        """Load the last pages of a prompt, of which `live` tokens are in the context; whether any was loaded."""
+    def _load(self, prompt: Tokens, live: int, path: Sequence[Page], first: int) -> bool:
+        """Load the pages of a prompt from number `first` on; whether any was loaded.
+
+        `live` tokens of the prompt are in the context.
+        """
         started = time.perf_counter()
+        context = self.context
+        pages = path[first:]
+        n_good, is_kept = self._copy(prompt, pages)
+        if not is_kept and first + n_good:
+            # the live prefix went with what was rejected: load it too, and verify each page before it is copied
+            pages = path[: first + n_good]
+            n_good, is_kept = self._copy(prompt, pages, along=False)
+        if not (n_good and is_kept):
+            context.engine.counters.count("miss:unreadable")
+            return False
+        loaded = pages[:n_good]
+        gained = max(min(loaded[-1].end, len(prompt)) - live, 0)
+        context.count_restore(len(loaded), gained, time.perf_counter() - started, loaded)
+        return True
+
+    def _copy(self, prompt: Tokens, pages: Sequence[Page], *, along: bool = True) -> tuple[int, bool]:
+        """Copy pages of a prompt into the context, and cut off what it held from the first of them on.
+
+        Whatever happens, the context then holds verified pages and what was there before them, or nothing: what cannot
+        be verified is discarded, and everything else in the context with it.
+
+        Parameters
+        ----------
+        prompt
+            The tokens that the pages hold, and those before them; the last page may reach beyond it.
+        pages
+            The pages.
+        along
+            Whether to copy pages while they are verified, instead of afterwards.
+
+        Returns
+        -------
+        int
+            How many of the pages are good.
+        bool
+            Whether the context was kept; false if it was emptied.
+        """
         context, memory = self.context, self.context.memory
-        counters = context.engine.counters
-        loaded: list[Page] = []
-        at = pages[0].start
-        cut = False
+        states: States | None = None
+        is_refused = False
         try:
-            with context.engine.fetching(pages, streamed=True, look=self._fits) as states:
+            with context.engine.fetching(
+                pages, streamed=True, along=along, look=self._fits, admit=self._admits
+            ) as states:
                 for page, state in zip(pages, states, strict=False):
-                    # if there is a next state, those before it are verified
-                    at = page.start
-                    if not cut:
+                    if not memory.unverified:
                         # only once there is a page to replace what is cut
-                        memory.cut(at)
-                        cut = True
+                        memory.unverified = True
+                        context.set_live(prompt[: page.start])
+                        memory.cut(page.start)
                     if not memory.load(state):
                         log.warning("llama.cpp refused page %s", page.key.hex())
-                        counters.count("unreadable:refused")
+                        context.engine.counters.count("unreadable:refused")
+                        is_refused = True
                         break
-                    loaded.append(page)
-                # the last one was loaded while it was verified
-                loaded = loaded[: states.verified()]
-                at = loaded[-1].end if loaded else pages[0].start
-        except StorageError as error:
+                if not is_refused:
+                    # the last one was copied while it was verified
+                    states.verified()
+        except (StorageError, ClosedError) as error:
             log.warning("a restore ended early: %s", error)
-            counters.count("unreadable:unavailable")
-            loaded = [page for page in loaded if page.end <= at]
+            context.engine.counters.count("unreadable:unavailable")
         finally:
-            if cut:
+            # after any other error, too
+            n_good = states.n_verified if states is not None else 0
+            is_kept = not memory.unverified
+            if states is not None and memory.unverified:
+                is_kept = not is_refused and n_good == states.n_given
+                self._settle(prompt[: pages[n_good - 1].end] if is_kept else None)
+        return n_good, is_kept
+
+    def _settle(self, prompt: Tokens | None) -> None:
+        """End a restore: the context holds this prompt, and perhaps more; None to discard everything."""
+        context, memory = self.context, self.context.memory
+        try:
+            if prompt is not None:
                 # the last page may reach beyond the prompt
-                at = min(at, len(prompt))
-                memory.cut(at)
-                context.set_live(prompt[:at])
-        if not loaded:
-            counters.count("miss:unreadable")
-            return False
-        context.count_restore(len(loaded), max(at - live, 0), time.perf_counter() - started, loaded)
-        return True
+                memory.cut(len(prompt))
+                context.set_live(prompt)
+                memory.unverified = False
+        finally:
+            # to be discarded, or interrupted
+            if memory.unverified:
+                memory.discard()
+                context.lineage.rewind(0)
+
+    def _admits(self, page: Page) -> bool:
+        memory = self.context.memory
+        size = memory.largest(page.n_tokens)
+        if page.raw_bytes > size and memory.shape_is_own and memory.shape is not None:
+            self.context.engine.condemn(page, memory.shape.fits, size)
+        return page.raw_bytes <= size
 
     def _fits(self, page: Page, state: memoryview) -> bool:
         memory = self.context.memory

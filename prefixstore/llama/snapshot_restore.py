@@ -69,18 +69,26 @@ def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Pat
     started = time.perf_counter()
     pages = _with_bytes(path)
     n = path.n_tokens
-    with context.engine.fetching(pages) as fetched:
+    memory = context.memory
+    with context.engine.fetching(pages, admit=lambda page: page.raw_bytes <= memory.largest(page.end)) as fetched:
         states = list(fetched)
         if len(states) < len(pages):
             return False
-        unfit = _put(context.memory, states, n)
+        try:
+            unfit = _put(memory, states, n)
+            if unfit is None:
+                context.set_live(prompt[:n])
+                memory.unverified = False
+        finally:
+            if memory.unverified:
+                # interrupted between the two: the context holds other tokens than its Llama names
+                memory.discard()
         if unfit is not None:
             log.warning("snapshot %s cannot be restored: %s", path.pages[-1].key.hex(), unfit.value)
             context.engine.counters.count(f"unreadable:{unfit.value}")
-            if not context.memory.holds(context.llm.n_tokens):
-                context.llm.reset()
+            # a context that was emptied names no tokens any more
+            context.catch_up()
             return False
-    context.set_live(prompt[:n])
     # a snapshot's compute_us is the cost of losing it, not that of its tokens
     context.count_restore(len(pages), n - live, time.perf_counter() - started, path.pages[:-1])
     return True

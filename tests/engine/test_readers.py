@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
 
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.kv_memory import PagedMemory
-from tests.support.fetching import forging, state_of, store_of
+from tests.support import in_thread
+from tests.support.fetching import P, forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
 RAW = ["raw"] * 8
@@ -137,6 +141,133 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
         assert next(states, None) is None
 
 
+def test_an_error_while_the_next_page_is_read_does_not_affect_the_one_given_out_before():
+    def fail(i):
+        if i == 2:
+            raise MemoryError
+
+    with store_of(RAW) as store:
+        store.backend.before = fail
+        given, verified = take_all(store)
+        assert len(given) == verified == 2
+        assert store.counters.group("unreadable") == {"unavailable": 1}
+
+
+def test_a_page_whose_verification_fails_by_any_error_stays_unverified(monkeypatch):
+    def fail(record, view):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(readers, "verify_checksum", fail)
+    with store_of(RAW) as store, store.fetcher.fetching(store.pages, streamed=True) as states:
+        next(states)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                states.verified()
+        assert (states.n_given, states.n_verified) == (1, 0)
+
+
+@pytest.mark.parametrize("along", [True, False])
+def test_the_end_of_a_thread_is_not_the_end_of_the_caller(monkeypatch, along):
+    def end(record, view):
+        raise SystemExit
+
+    monkeypatch.setattr(readers, "verify_checksum" if along else "verify", end)
+    with store_of(RAW) as store:
+        with store.fetcher.fetching(store.pages, streamed=True, along=along) as states:
+            given = list(states)
+            assert states.verified() == 0
+        assert len(given) == along
+        assert store.counters.group("unreadable") == {"unavailable": 1}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_a_record_that_claims_another_size_than_the_index_knows_is_not_unpacked(monkeypatch, streamed, codec):
+    monkeypatch.setattr(readers, "decode_into", lambda *args: pytest.fail("unpacked"))
+    monkeypatch.setattr(readers, "decode", lambda *args: pytest.fail("unpacked"))
+    with store_of([codec] * 3) as store:
+        store.backend.change = lambda i, record, payload: (replace(record, raw_bytes=1 << 40), payload)
+        with store.fetcher.fetching(store.pages, streamed=streamed) as states:
+            assert list(states) == []
+        assert store.counters.group("unreadable") == {"shape": 1}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
+    read = []
+    with store_of(RAW) as store:
+        store.backend.before = read.append
+        with store.fetcher.fetching(store.pages, streamed=streamed, admit=lambda page: page.start < 5 * P) as states:
+            assert len(list(states)) == states.verified() == 5
+        assert read == list(range(5))
+        assert store.counters.group("unreadable") == {"shape": 1}
+
+
+# -- closing -----------------------------------------------------------------------------------------------------------
+
+
+# a reader of packed pages keeps up to four of the pool's threads
+@pytest.mark.parametrize(("codec", "n_threads"), [("raw", 50), ("zstd", 12)])
+def test_closing_while_many_threads_read_raises_errors_of_ours_only(codec, n_threads):
+    with store_of([codec] * 8) as store:
+        store.backend.alone = nullcontext  # each has a view of its own
+        begun, closed = threading.Barrier(n_threads + 1, timeout=60), threading.Event()
+        outcomes = []
+
+        def read(number):
+            try:
+                with store.fetcher.fetching(store.pages, streamed=bool(number % 2)) as states:
+                    given = [bytes(state) for state in islice(states, number % 8)]
+                    begun.wait()
+                    assert closed.wait(60)
+                    given += map(bytes, states)
+                    assert given[: states.n_verified] == [state_of(i) for i in range(states.n_verified)]
+                outcomes.append(len(given))
+            except BaseException as error:  # noqa: BLE001
+                outcomes.append(type(error))
+
+        threads = [in_thread(read, number) for number in range(n_threads)]
+        begun.wait()
+        store.fetcher.close()
+        closed.set()
+        for thread in threads:
+            thread.join()
+        assert len(outcomes) == n_threads
+        # those that had all of their work in hand end it
+        assert set(outcomes) <= {8, ClosedError}
+        if codec == "raw":
+            assert ClosedError in outcomes
+        with pytest.raises(ClosedError, match="open a new PrefixStore"), store.fetcher.fetching(store.pages):
+            pass
+
+
+def test_closing_in_the_midst_of_the_own_restore_does_not_wait_for_it():
+    with store_of(["zstd"] * 8) as store, store.fetcher.fetching(store.pages) as states:
+        next(states)
+        store.fetcher.close()
+        assert len(list(states)) == 7
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch):
+    """The executor keeps work for which it could not start a thread, and gives it to the next thread that is idle."""
+
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    with store_of(RAW) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with store.fetcher.fetching(store.pages, streamed=True) as states:
+                assert list(states) == []
+            assert store.counters.group("unreadable") == {"unavailable": 1}
+            with pytest.raises(UnavailableError, match="no thread"), store.fetcher.fetching(store.pages):
+                pass
+        read = []
+        store.backend.before = read.append
+        assert store.fetch() == 8
+        assert read == list(range(8))
+
+
 # -- in a context ------------------------------------------------------------------------------------------------------
 
 TOKENS = prompt(1024)
@@ -170,7 +301,8 @@ def test_a_damaged_page_is_removed_from_the_context_again(models, tmp_path, monk
         monkeypatch.setattr(PagedMemory, "load", lambda self, *args: loaded.append(args) or load_page(self, *args))
         llm.reset()
         n = store.restore([*TOKENS, 7])
-        assert len(loaded) == number + 1
+        # nothing of a rejected page stays: the context is emptied, and the good pages are loaded again
+        assert len(loaded) == number + 1 + number
         assert n == number * 256
         if n:
             assert state_digest(llm, n) == expected[n]

@@ -311,3 +311,12 @@ def test_a_read_rate_is_the_best_of_the_last_reads_and_ignores_small_ones():
     for _ in range(ReadRate.READS_KEPT):
         rate.observe(1 << 20, 4.0)
     assert rate.seconds_per_byte == 4.0 / (1 << 20)
+
+
+def test_a_frame_gets_no_more_memory_than_one_of_ours_needs():
+    """A frame says how much zstd needs to unpack it, unless that can be done in one pass: not if it is cut off."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
+    state = random.Random(1).randbytes(1 << 20) * 130
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compress(state)
+    with pytest.raises(CorruptError, match="too much memory"):
+        PACKINGS["zstd"].unpack(memoryview(frame)[:-9], memoryview(bytearray(len(state))), BufferPool(None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -27,6 +28,8 @@ log = logging.getLogger("prefixstore")
 
 # the logits of restored tokens are not stored: one zero stands for all the rows that ``load_state`` fills
 NO_SCORES = np.zeros((1, 1), np.single)
+# more than a stored whole state has beside its state and its scores
+WHOLE_HEAD = 1 << 12
 # padding after a state's tokens; matches no prompt
 NO_TOKEN = -1
 
@@ -70,7 +73,9 @@ class StateBuilder:
         seed
             What ``load_state`` sets the seed of the ``Llama`` to.
         """
-        tokens = tokens[: target.n_ctx]
+        if target.n_ctx is not None:
+            # the next token needs a place
+            tokens = tokens[: target.n_ctx - 1]
         path = Path((), 0)
         if target.pages is not None:
             path = self._engine.match(target.pages.key, tokens, target.page_tokens)
@@ -122,7 +127,7 @@ class StateBuilder:
         """The state of `n` tokens, and the pages it is made of; if these are not all, it is not complete."""
         assembly, data = None, bytearray()
         used = 0
-        with self._engine.fetching(pages) as states:
+        with self._engine.fetching(pages, admit=partial(_admits, target)) as states:
             for page, state in zip(pages, states, strict=False):
                 try:
                     if target.memory is not None and not target.memory.fits(state, page.start, page.n_tokens):
@@ -169,7 +174,7 @@ class StateBuilder:
         return reason
 
     def _read_whole(self, target: PortableTarget, tokens: Tokens, page: Page, seed: int) -> LlamaState | NoState:
-        with self._engine.fetching((page,)) as states:
+        with self._engine.fetching((page,), admit=partial(_admits, target)) as states:
             for stored in states:
                 try:
                     whole = WholeState.read(stored)
@@ -182,6 +187,16 @@ class StateBuilder:
                 # a state that cannot be cut there does not help this prompt
                 return _state(tokens, data, scores, target.n_ctx or whole.n_ctx, seed) if data else NoState.NOT_FOUND
         return NoState.UNREADABLE
+
+
+def _admits(target: PortableTarget, page: Page) -> bool:
+    """Whether a page, or a whole state, has a size that it can have; of a context that is not known, any size can."""
+    if target.memory is None:
+        return True
+    if target.pages is not None and page.namespace == target.pages.key:
+        return page.raw_bytes <= target.memory.largest(page.n_tokens)
+    scores = page.end * target.n_vocab * np.dtype(np.single).itemsize
+    return page.raw_bytes <= target.memory.largest(page.end) + scores + WHOLE_HEAD
 
 
 def _cut(target: PortableTarget, whole: WholeState, n: int, end: int) -> bytearray | None:

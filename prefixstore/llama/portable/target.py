@@ -33,7 +33,7 @@ class PortableTarget:
     architecture
         What a state begins with; None if it is not known.
     n_ctx
-        Length of the context; None if it is not known.
+        How many tokens a context has places for; None if it is not known.
     n_vocab
         Words of the vocabulary if the logits of all tokens are kept (``logits_all``), else 0.
     memory
@@ -81,7 +81,8 @@ def target_for(llm: llama_cpp.Llama, parameters: Parameters) -> PortableTarget:
         page_tokens,
         is_attention,
         llm.metadata.get("general.architecture", "").encode(),
-        llm.n_ctx(),
+        # a Llama has this many places; its context has more, where that is not a multiple of 256
+        len(llm.input_ids),
         n_vocab,
         memory,
     )

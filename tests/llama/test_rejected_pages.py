@@ -1,0 +1,377 @@
+"""A restore that does not end as it should: what was not verified leaves nothing in the context."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext, suppress
+
+import llama_cpp
+import numpy as np
+import pytest
+import zstandard
+
+from prefixstore import ClosedError, PrefixStore
+from prefixstore.engine import readers
+from prefixstore.engine.fetch import States
+from prefixstore.errors import UnavailableError
+from prefixstore.format.codec import CODECS, decode
+from prefixstore.format.record import checksum
+from prefixstore.llama.kv_memory import PagedMemory, SnapshotMemory
+from tests.support import in_thread
+from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
+from tests.support.models import answer, forget, load, logits, prompt, state_digest
+
+PAGE = 32
+TOKENS = prompt(4 * PAGE + 9)
+SETTINGS = {"page_tokens": PAGE, "min_tokens": 16, "codec": "raw", "namespace": "x", "write_behind": False}
+
+
+@pytest.fixture
+def victim(llama):
+    with PrefixStore("memory:", **SETTINGS) as store:
+        yield Victim(store, llama(n_ctx=512, n_batch=PAGE), TOKENS)
+
+
+def with_nan(victim: Victim, i: int) -> Case:
+    """Rows of NaN under the key of page `i` of the prompt; the completion is in its last page."""
+    path = victim.store._engine.match(*victim.store._place(TOKENS)).pages
+    record, _, payload = victim.pages[path[i].key]
+    return Case(path[i].key, "nan", rows_replaced(bytes(decode(record, payload)), NAN))
+
+
+# -- whatever ends it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        *((where, error) for where in ("verify_checksum", "inspect") for error in (MemoryError, ZeroDivisionError)),
+        ("verify_checksum", UnavailableError),
+        ("verify_checksum", SystemExit),
+    ],
+)
+@pytest.mark.parametrize("live", [0, PAGE + 5])
+def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, error, live):
+    real = getattr(readers, where)
+    for i in range(5):
+        case = with_nan(victim, i)
+
+        def fail(record, *args, key=case.key):
+            if record.key == key:
+                raise error("on purpose")
+            return real(record, *args)
+
+        monkeypatch.setattr(readers, where, fail)
+        assert victim.run(case, live) == []
+        assert not victim.store._hook.context.memory.unverified
+    monkeypatch.undo()
+    victim.put()
+    forget(victim.llm)
+    assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
+
+
+@pytest.mark.parametrize("where", [(PagedMemory, "load"), (PagedMemory, "cut"), (States, "verified")], ids=str)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("live", [0, PAGE + 5])
+def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, monkeypatch, where, after, live):
+    llm = victim.llm
+    real = getattr(*where)
+    for i in range(1, 5):
+        calls = []
+
+        def interrupted(*args, n=i, calls=calls):
+            calls.append(args)
+            if len(calls) != n:
+                return real(*args)
+            if after:
+                real(*args)
+            raise KeyboardInterrupt
+
+        victim.put(with_nan(victim, min(i, 3)))
+        forget(llm)
+        if live:
+            llm.eval(TOKENS[:live])
+        with monkeypatch.context() as patch:
+            patch.setattr(*where, interrupted)
+            # a restore may make fewer of these calls
+            with suppress(KeyboardInterrupt):
+                victim.answer_to(TOKENS)
+        assert not victim.store._hook.context.memory.unverified
+        assert [victim.answer_to(tokens) for tokens in (SHORT, TOKENS, OTHER)] == [victim.cold[i] for i in (1, 0, 2)]
+
+
+@pytest.mark.parametrize("live", [0, PAGE + 5])
+def test_a_page_that_llama_cpp_refuses_after_copying_rows_leaves_none_of_them(victim, monkeypatch, live):
+    real = PagedMemory.load
+    for i in range(5):
+        case = with_nan(victim, i)
+        given = []
+
+        def refused(self, state, n=i - (live // PAGE), given=given):
+            given.append(1)
+            if len(given) != n + 1:
+                return real(self, state)
+            assert real(self, state)
+            _, mem = self._pointers()
+            llama_cpp.llama_memory_seq_rm(mem, 0, self._llm().n_tokens + n * PAGE, -1)
+            llama_cpp.llama_memory_seq_rm(mem, 1, -1, -1)
+            return False
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedMemory, "load", refused)
+            assert victim.run(case, live) == []
+
+
+def test_a_snapshot_that_is_refused_or_interrupted_leaves_an_empty_context(llama, monkeypatch):
+    for arch in ("mamba", "lfm2"):
+        llm = llama(arch, n_ctx=512, n_batch=PAGE)
+        with PrefixStore("memory:", **SETTINGS) as store:
+            victim = Victim(store, llm, TOKENS)
+            memory = store._hook.context.memory
+            for error in (None, KeyboardInterrupt):
+                victim.put()
+                forget(llm)
+                llm.eval(OTHER[:50])
+                with monkeypatch.context() as patch:
+                    patch.setattr(SnapshotMemory, "holds", raising(SnapshotMemory.holds, error))
+                    with pytest.raises(error) if error else nullcontext():
+                        assert victim.answer_to(TOKENS) == victim.cold[0]
+                assert not memory.unverified
+                if error:
+                    assert llm.n_tokens == 0
+                assert victim.answer_to(SHORT) == victim.cold[1]
+                assert victim.answer_to(TOKENS) == victim.cold[0]
+
+
+def raising(real, error):
+    """The first answer that would be "yes" for most of the prompt is "no", or an error, instead."""
+    done = []
+
+    def holds(self, n):
+        if n > 100 and not done and self.unverified:
+            done.append(1)
+            if error is not None:
+                raise error
+            return False
+        return real(self, n)
+
+    return holds
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
+    llm, store = victim.llm, victim.store
+    forget(llm)
+    llm.set_cache(None)
+    llm.eval(TOKENS[: 2 * PAGE])
+    expected = state_digest(llm, 2 * PAGE)
+    llm.set_cache(store)
+    victim.put(with_nan(victim, 2))
+    forget(llm)
+    llm.eval(TOKENS[: PAGE + 9])
+    before = store.stats()
+    assert store.restore(TOKENS) == 2 * PAGE
+    assert store._hook.context.lineage.n == llm.n_tokens == 2 * PAGE
+    assert llm.input_ids[: 2 * PAGE].tolist() == TOKENS[: 2 * PAGE]
+    assert state_digest(llm, 2 * PAGE) == expected
+    assert store.stats().hits == before.hits + 1
+    assert store.stats().tokens_restored - before.tokens_restored == PAGE - 9
+
+
+def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
+    llm, store = victim.llm, victim.store
+    victim.put(with_nan(victim, 1))
+    forget(llm)
+    llm.eval(TOKENS[: PAGE + 9])
+    path = store._engine.match(*store._place(TOKENS)).pages
+    fetching = store._engine.fetching
+
+    def without_the_first(pages, **options):
+        if pages[0] is path[0]:
+            with victim.backend.update() as transaction:
+                transaction.delete(path[0].key)
+        return fetching(pages, **options)
+
+    store._engine.fetching = without_the_first
+    assert store.restore(TOKENS) == 0
+    store._engine.fetching = fetching
+    assert llm.n_tokens == store._hook.context.lineage.n == 0
+    assert llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(llm.ctx), 0) == -1
+    assert victim.answer_to(TOKENS) == victim.cold[0]
+
+
+def test_good_pages_are_copied_once_while_they_are_verified(victim, monkeypatch):
+    loaded, real = [], PagedMemory.load
+    monkeypatch.setattr(PagedMemory, "load", lambda self, state: loaded.append(1) or real(self, state))
+    monkeypatch.setattr(PagedMemory, "discard", lambda self: pytest.fail("nothing is to be discarded"))
+    monkeypatch.setattr(readers, "ReadAhead", lambda *args, **options: pytest.fail("read along is faster"))
+    victim.put()
+    forget(victim.llm)
+    assert victim.store.restore([*TOKENS, 1]) == len(TOKENS)
+    assert len(loaded) == 5
+
+
+# -- closing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_store_that_is_closed_during_a_restore_is_a_miss_or_a_closed_error(
+    llama, tmp_path, monkeypatch, scheme, direct
+):
+    place = {"memory": "memory:", "lmdb": f"lmdb://{tmp_path / 'kv'}", "sqlite": f"sqlite:///{tmp_path / 'kv.db'}"}
+    llm = llama(n_ctx=512, n_batch=PAGE)
+    real = PagedMemory.load
+    closers = []
+    begun = threading.Event()
+
+    def closing(self, state):
+        if not closers:
+            closers.append(in_thread(store.close))
+            assert begun.wait(60)
+            if scheme == "memory":
+                # other backends wait until the view is closed
+                closers[0].join()
+        return real(self, state)
+
+    with PrefixStore(place[scheme], **SETTINGS) as store:
+        victim = Victim(store, llm, TOKENS)
+        forget(llm)
+        monkeypatch.setattr(store._engine._breaker, "close", begun.set)
+        monkeypatch.setattr(PagedMemory, "load", closing)
+        if direct:
+            with pytest.raises(ClosedError, match="open a new PrefixStore"):
+                store.restore(TOKENS)
+        else:
+            assert victim.answer_to(TOKENS) == victim.cold[0]
+        closers[0].join()
+        monkeypatch.undo()
+        llm.set_cache(None)
+        assert answer(llm, TOKENS, 4) == victim.cold[0]
+        assert answer(llm, OTHER, 4) == victim.cold[2]
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+BOMB = 1 << 28
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
+@pytest.mark.parametrize("codec", ["zstd", "planes"])
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
+    llama, tmp_path, monkeypatch, arch, codec, portable, known
+):
+    llm = llama(arch, n_ctx=512, n_batch=PAGE)
+    place = f"lmdb://{tmp_path / 'kv'}"
+    with PrefixStore(place, None if portable else llm, **SETTINGS) as store:
+        llm.set_cache(store)
+        answer(llm, TOKENS, 4)
+        # a state of recurrent memory is stored whole: it helps a prompt that continues it
+        tokens = [*llm.input_ids[: llm.n_tokens].tolist(), 7, 8, 9]
+        store.flush()
+        forge_all(store._engine._backend, codec)
+    llm.set_cache(None)
+    forget(llm)
+    cold = answer(llm, tokens, 4)
+    forget(llm)
+    sizes = []
+    real = readers.decode_into
+
+    def watched(record, *args):
+        sizes.append(record.raw_bytes)
+        real(record, *args)
+
+    monkeypatch.setattr(readers, "decode_into", watched)
+    with PrefixStore(place, None if portable else llm, **SETTINGS) as store:
+        llm.set_cache(store)
+        if known and not portable:
+            # the shape is known from a page of its own
+            answer(llm, OTHER, 1)
+        forget(llm)
+        assert answer(llm, tokens, 4) == cold
+        store.flush()
+        assert store.stats().unreadable["shape"] >= 1
+        assert set(store.stats().unreadable) == {"shape"}
+        assert max(sizes, default=0) < BOMB
+        if known and not portable and arch in ("llama", "gemma3"):
+            # they are deleted, and their places are free for what was computed
+            assert store.match(tokens).n_tokens >= len(tokens)
+            assert store.check() == []
+
+
+def forge_all(backend, codec):
+    """Every state becomes one that unpacks to very many zeros, with a right checksum."""
+    frame = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters.from_level(1, window_log=16)
+    ).compress(bytes(BOMB if codec == "zstd" else BOMB // 2))
+    payload = frame if codec == "zstd" else len(frame).to_bytes(8, "little") + frame + frame
+    with backend.view() as view:
+        found = [(key, record, usage) for key, record, usage in view.scan() if record.raw_bytes]
+    forged = {"codec": CODECS[codec], "raw_bytes": BOMB, "stored_bytes": len(payload), "checksum": checksum(payload)}
+    with backend.update() as transaction:
+        for key, record, usage in sorted(found, key=lambda one: one[1].start):
+            for name, value in forged.items():
+                object.__setattr__(record, name, value)
+            transaction.put(key, record, usage, payload)
+
+
+# -- a prompt longer than the context ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
+@pytest.mark.parametrize("n_ctx", [300, 512])
+def test_a_prompt_longer_than_the_context_leaves_a_place_for_the_next_token(llama, arch, n_ctx):
+    llm = llama(arch, n_ctx=n_ctx, n_batch=64)
+    tokens = prompt(n_ctx + 200, seed=9)
+    with PrefixStore("memory:", llm, page_tokens=PAGE, min_tokens=16, snapshot_interval=PAGE) as store:
+        if arch in ("llama", "gemma3"):
+            llm.eval(tokens[:n_ctx])
+            store.capture()
+            # it is live already, all of it
+            assert store.restore(tokens) == n_ctx - 1
+        else:
+            # there is nothing to cut: the deepest snapshot that leaves a place
+            for end in (n_ctx - 40, n_ctx):
+                llm.eval(tokens[llm.n_tokens : end])
+                store.capture()
+        forget(llm)
+        n = store.restore(tokens, always=True)
+        assert PAGE < n < n_ctx
+        llm.eval(tokens[n : n + 1])
+        forget(llm)
+        assert store[tokens].n_tokens == n
+        llm.eval(tokens[n : n + 1])
+        restored = logits(llm)
+        forget(llm)
+        llm.set_cache(None)
+        llm.eval(tokens[: n + 1])
+        np.testing.assert_allclose(restored, logits(llm), atol=0.05)
+
+
+def test_places_and_not_the_padded_context_bound_what_is_restored(models, caplog):
+    """A Llama has as many places as it was asked for; its context has more, to the next multiple of 256."""
+    tokens = prompt(500, seed=9)
+    large = load(models("llama"), n_ctx=768)
+    for portable in (False, True):
+        with PrefixStore("memory:", None if portable else large, page_tokens=PAGE, namespace="x") as store:
+            large.set_cache(store)
+            forget(large)
+            answer(large, tokens, 2)
+            large.set_cache(None)
+            store.detach()
+            small = load(models("llama"), n_ctx=300)
+            small.set_cache(store)
+            if not portable:
+                store.attach(small)
+                assert store.restore(tokens) == 299
+                small.reset()
+            assert answer(small, tokens[:280], 4) == answer(load(models("llama"), n_ctx=300), tokens[:280], 4)
+            # more than it has places for: the same error as without a store
+            with pytest.raises(ValueError, match="broadcast"):
+                small(tokens[:400], max_tokens=4)
+    assert "Traceback" not in caplog.text
+    assert not [record for record in caplog.records if record.exc_info]
