@@ -216,7 +216,9 @@ class LMDBBackend(Backend):
             if self._closed:
                 raise refusals.closed(self._path)
             if self._environment is None:
-                self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
+                self._environment = acquire(
+                    self._path, self._map_size, read_only=self._read_only, user=self
+                )
             return self._environment
 
     def _writable(self) -> Environment:
@@ -326,9 +328,9 @@ class LMDBBackend(Backend):
     def close(self) -> None:
         with self._opening:
             self._closed = True
-            environment, self._environment = self._environment, None
-        if environment is not None:
-            release(environment)
+            self._environment = None
+        # also if an interrupt has kept the environment from being noted here
+        release(self)
 
 
 def open_lmdb(location: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:

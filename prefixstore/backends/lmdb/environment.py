@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakSet
 
 import lmdb
 
@@ -70,7 +71,8 @@ class Environment:
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
         self.path = path
         self.read_only = read_only
-        self.users = 0
+        # an interrupted backend may add itself again, and one that was dropped need not remove itself
+        self.users: WeakSet[object] = WeakSet()
         # transactions are inside; the handle is replaced, resized and closed while none is open
         self._handle_lock = HandleLock()
         self._scrubs = b""
@@ -236,8 +238,9 @@ class Environment:
         with self._handle_lock.exclusive():
             if not self._is_broken:
                 self._map_size = self.env.info()["map_size"]
-            self.env.close()
+            # first: an interrupt may come at any step
             self._is_broken = True
+            self.env.close()
             self._open(self._map_size)
 
     def _follow_growth(self) -> None:
@@ -262,19 +265,25 @@ class Environment:
     def close(self) -> None:
         """Close the handle once no transaction is open."""
         with self._handle_lock.exclusive():
+            self._is_broken = True
             self.env.close()
 
     def before_fork(self) -> None:
-        self._handle_lock.acquire_exclusive()
+        self._handle_lock.acquire_exclusive(self)
 
     def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive()
+        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
         """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
-        self.env.close()
         _open.pop(self.path, None)
-        self._handle_lock.release_exclusive()
+        if self._handle_lock.is_exclusive(self):
+            self.env.close()
+        else:
+            # interrupts kept the fork from waiting for the transactions of other threads
+            _abandoned.append(self.env)
+        self._is_broken = True
+        self._handle_lock.renew()
 
 
 def _create(path: Path) -> None:
@@ -299,31 +308,39 @@ def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes,
     return databases
 
 
+# handles of a parent process that must not be closed
+_abandoned: list[lmdb.Environment] = []
 # the environments of this process, by path
 _open: dict[Path, Environment] = {}
 _open_lock = ForkLock()
 
 
-def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
-    """The environment at this path, opened if this process has not opened it yet. Give it back with `release`."""
+def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
+    """The environment at this path, opened if this process has not opened it yet. The user gives it to `release`."""
     path = path.resolve()
-    with _open_lock:
+    with _open_lock.held:
         environment = _open.get(path)
-        if environment is not None and environment.read_only and not read_only:
+        if environment is not None and environment.read_only and not read_only and environment.users:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
+        if environment is not None and not environment.users:
+            # its last user was interrupted while it opened or closed it
+            environment.close()
+            environment = None
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
         elif not (environment.read_only or read_only):
             # a reader does not decide how large the map may be
             environment.resize(map_size)
-        environment.users += 1
+        environment.users.add(user)
     return environment
 
 
-def release(environment: Environment) -> None:
-    """Give an environment back; the last user closes it."""
-    with _open_lock:
-        environment.users -= 1
-        if environment.users == 0:
-            _open.pop(environment.path, None)
-            environment.close()
+def release(user: object) -> None:
+    """Give back the environment that a user has acquired, if any; the last user closes it."""
+    with _open_lock.held:
+        for environment in list(_open.values()):
+            if user in environment.users:
+                environment.users.discard(user)
+                if not environment.users:
+                    environment.close()
+                    _open.pop(environment.path, None)

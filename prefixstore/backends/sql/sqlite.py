@@ -91,7 +91,7 @@ _SIZES = (
 
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
-# pools whose file is gone
+# pools whose file is gone, or whose connections are a parent's
 _abandoned: list[Engine] = []
 
 
@@ -167,7 +167,7 @@ class SQLite(Database):
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
-        with _opening:
+        with _opening.held:
             if not self._exists():
                 return None
             recognize(self.path)
@@ -175,7 +175,7 @@ class SQLite(Database):
                 return revision_of(connection, self.location)
 
     def upgrade(self) -> None:
-        with _opening:
+        with _opening.held:
             if not self._exists():
                 create(self.path)
             if not is_head(self.revision()):
@@ -355,14 +355,18 @@ class SQLite(Database):
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
-        self._handle_lock.acquire_exclusive()
+        self._handle_lock.acquire_exclusive(self)
         self._engine.dispose()
 
     def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive()
+        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        self._handle_lock.release_exclusive()
+        if not self._handle_lock.is_exclusive(self):
+            # interrupts kept the fork from closing the connections
+            _abandoned.append(self._engine)
+            self._engine = self.connect()
+        self._handle_lock.renew()
 
 
 def wait_for_locks(connection: Connection, seconds: float) -> None:
