@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["interrupted", "steps_of"]
+__all__ = ["interrupted", "interrupted_at", "moments_of", "steps_of"]
 
 
 def _tracer(files: Collection[str], count: Callable[[], None]) -> Any:
@@ -56,3 +56,41 @@ def interrupted(work: Callable[[], object], modules: Collection[ModuleType], ste
             raise KeyboardInterrupt
 
     _traced(work, modules, count)
+
+
+def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return"):
+            count()
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+
+
+def moments_of(work: Callable[[], object]) -> int:
+    """How often Python looks for signals while this runs: when a function begins, and when one in C has returned."""
+    work()
+    n = 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    _profiled(work, count)
+    return n
+
+
+def interrupted_at(work: Callable[[], object], moment: int) -> None:
+    """Run this, with a KeyboardInterrupt at the moment with this number."""
+    left = moment
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    _profiled(work, count)

@@ -35,6 +35,7 @@ from sqlalchemy import (
 from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
+from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.errors import CorruptError, InvalidParameterError
@@ -175,7 +176,7 @@ class PostgreSQL(Database):
             connect_args=arguments,
             isolation_level="AUTOCOMMIT",
             use_native_hstore=False,
-            max_overflow=-1,
+            poolclass=IdlePool,
             hide_parameters=True,
         )
         event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))

@@ -31,12 +31,12 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.dialects import sqlite as dialect
-from sqlalchemy.pool import QueuePool
 
 from prefixstore.backends import refusals
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.sql.database import Database, translated
+from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
@@ -127,7 +127,7 @@ class SQLite(Database):
 
     def connect(self) -> Engine:
         return create_engine(
-            "sqlite+pysqlite://", creator=self._new, poolclass=QueuePool, max_overflow=-1, isolation_level="AUTOCOMMIT"
+            "sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT"
         )
 
     def _new(self) -> sqlite3.Connection:

@@ -51,6 +51,18 @@ def path_of_url(location: str) -> Path:
     return Path(url.database).expanduser().absolute()
 
 
+class _Connection(sqlite3.Connection):
+    """A connection whose locks end when it is closed."""
+
+    def close(self) -> None:
+        # Otherwise they last as long as any cursor, and one may be in the traceback of an interrupted statement.
+        try:
+            if self.in_transaction:
+                self.rollback()
+        finally:
+            super().close()
+
+
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """A connection that begins no transactions by itself; `mode` is what SQLite takes in a URI."""
     return sqlite3.connect(
@@ -59,6 +71,7 @@ def connect(path: Path, mode: str) -> sqlite3.Connection:
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
+        factory=_Connection,
     )
 
 
