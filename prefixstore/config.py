@@ -180,7 +180,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         read = _toml().loads(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidParameterError(f"config {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameterError(f"config {file}: not valid TOML: {error}") from error
     try:
         _check("", read, {"model", "store", "warm"})

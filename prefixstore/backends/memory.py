@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
@@ -255,7 +256,7 @@ class MemoryBackend(Backend):
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
     """A new store in memory; it has no path, and the engine keeps its budget."""
     if location not in ("memory:", "memory://"):
-        raise InvalidParameterError(f'location={location!r}: memory has no path; pass "memory:"')
+        raise InvalidParameterError(f'location={without_password(location)!r}: memory has no path; pass "memory:"')
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

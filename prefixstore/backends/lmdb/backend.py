@@ -20,7 +20,7 @@ import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
-from prefixstore.backends.files import make_directory
+from prefixstore.backends.files import absolute, make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
@@ -179,7 +179,7 @@ class LMDBBackend(Backend):
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
-        self._path = Path(path).expanduser().absolute()
+        self._path = absolute(path)
         self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
         self._read_only = read_only
         self._closed = False

@@ -20,6 +20,7 @@ from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.file import check_head, check_trees
+from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -33,7 +34,7 @@ from prefixstore.format.record import FORMAT_VERSION
 __all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
-DATA = "data.mdb"
+DATA, LOCK = "data.mdb", "lock.mdb"
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
@@ -87,11 +88,14 @@ class Environment:
         self.databases: dict[bytes, Any] = {}
         # inode number and size of the file; another file may get the number when this one is gone
         self._bytes = (0, 0)
-        check_head(path / DATA)
         try:
             if not read_only:
                 # it may have been deleted since it was created
                 make_directory(path)
+            require_trusted_directory(path)
+            require_trusted_files(path / DATA, path / LOCK)
+            check_head(path / DATA)
+            if not read_only:
                 if not (path / DATA).exists():
                     _create(path)
             self.env = lmdb.open(
@@ -108,6 +112,11 @@ class Environment:
                 create=not read_only,
             )
         except (lmdb.Error, OSError) as error:
+            if read_only and _is_denied(error, path / LOCK):
+                raise LocationError(
+                    f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
+                    "overwrites it; permit that, or read a copy of the directory"
+                ) from error
             if type(error) in (lmdb.Error, lmdb.ReadonlyError) or isinstance(error, OSError):
                 raise LocationError(f"{path} cannot be opened: {error}; choose another location") from error
             raise translate(error, path) from error
@@ -284,6 +293,10 @@ class Environment:
             _abandoned.append(self.env)
         self._is_broken = True
         self._handle_lock.renew()
+
+
+def _is_denied(error: Exception, lock: Path) -> bool:
+    return os.strerror(errno.EACCES) in str(error) and not os.access(lock if lock.exists() else lock.parent, os.W_OK)
 
 
 def _create(path: Path) -> None:
