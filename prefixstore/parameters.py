@@ -94,7 +94,9 @@ class Parameters:
             If one cannot be used; the message names it.
         """
         if not isinstance(policy, str) or policy not in POLICIES:
-            raise InvalidParameterError(f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}")
+            raise InvalidParameterError(
+                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
+            )
         size = parse_bytes(max_bytes, "max_bytes")
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
         return cls(

@@ -31,7 +31,7 @@ def parse_bytes(size: int | str, parameter: str) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
             raise InvalidParameterError(_not_a_size(parameter, size))
-        # not int(inf)
+        # bounded first, since infinity is not an int
         size = int(min(float(found[1]) * _UNITS[found[2].upper()], 2.0 * LARGEST_BYTES))
     if isinstance(size, bool) or not isinstance(size, int):
         raise InvalidParameterError(_not_a_size(parameter, size))

@@ -30,7 +30,9 @@ NUMBERS = st.one_of(
 )
 TEXTS = st.one_of(
     st.text(st.characters(), max_size=12),
-    st.sampled_from(["\ud800", "a\udcff", "\0", "", " ", "9" * 400, f"{'9' * 400}TiB", "1" * 5000, "٣d", "1e9", "~nobody-x/y"]),
+    st.sampled_from(
+        ["\ud800", "a\udcff", "\0", "", " ", "9" * 400, f"{'9' * 400}TiB", "1" * 5000, "٣d", "1e9", "~nobody-x/y"]
+    ),
     st.from_regex(r"[0-9.]{1,20} ?[kKmMgGtTiIbBdhsw]{0,3}", fullmatch=True),
 )
 OBJECTS = st.one_of(
@@ -50,10 +52,23 @@ def ours():
         yield
 
 
-PARAMETERS = (
-    "namespace salt page_tokens min_tokens snapshot_interval max_snapshots max_bytes max_entries quota ttl ram_bytes codec policy "
-    "priority queue_bytes"
-).split()  # fmt: skip
+PARAMETERS = [
+    "namespace",
+    "salt",
+    "page_tokens",
+    "min_tokens",
+    "snapshot_interval",
+    "max_snapshots",
+    "max_bytes",
+    "max_entries",
+    "quota",
+    "ttl",
+    "ram_bytes",
+    "codec",
+    "policy",
+    "priority",
+    "queue_bytes",
+]
 
 
 @BOUNDED
@@ -117,7 +132,10 @@ def test_of_a_config(model, prompts):
         Config(None, {**model}, {}, {"prompts": prompts})
 
 
-@pytest.mark.parametrize("text", ["\ud800", "[" * 100_000, "a = " + "[" * 100_000, "[model]\nn_ctx = " + "9" * 5000, "\0", "[store]\nlocation = 7"])
+@pytest.mark.parametrize(
+    "text",
+    ["\ud800", "[" * 100_000, "a = " + "[" * 100_000, "[model]\nn_ctx = " + "9" * 5000, "\0", "[store]\nlocation = 7"],
+)
 def test_of_a_config_file(tmp_path, text):
     (tmp_path / "x.toml").write_text(text, "utf-8", errors="surrogatepass")
     with ours():

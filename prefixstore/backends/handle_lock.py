@@ -81,7 +81,7 @@ class HandleLock:
     def acquire_exclusive(self, hold: object) -> None:
         """Wait until no thread is inside, and let none in until `release_exclusive`. May be nested, with other holds.
 
-        Interrupted, it may leave the hold: release it in any case. A second call with the same hold completes the first.
+        Interrupted, it may leave the hold: release it in any case. A second call with this hold completes the first.
 
         Parameters
         ----------

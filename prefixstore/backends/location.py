@@ -61,7 +61,9 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
     except UnicodeEncodeError:
         is_encodable = False
     if not is_encodable or (is_url(location) and "%00" in location):
-        raise InvalidParameterError(f"location={without_password(location)!r} has characters that no file name can have")
+        raise InvalidParameterError(
+            f"location={without_password(location)!r} has characters that no file name can have"
+        )
     return location
 
 

@@ -363,7 +363,9 @@ class Archive:
         if tokens is not None:
             wanted = as_tokens(tokens)
             if not len(wanted):
-                raise InvalidParameterError("tokens is empty, and every sequence begins with it; leave it out for all pages")
+                raise InvalidParameterError(
+                    "tokens is empty, and every sequence begins with it; leave it out for all pages"
+                )
             choices.append(partial(beginning_with, tokens=wanted.tobytes(), namespaces=namespaces))
         if page is not None:
             choices.append(partial(subtree, key=self.find(page).key))

@@ -43,7 +43,7 @@ class Worker:
         while (job := self.jobs.get()) is not None:
             try:
                 self.done.put(job())
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - reported to the test
                 self.done.put(error)
 
     def can(self, job):
@@ -54,7 +54,9 @@ class Worker:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["view", "update"])
 @pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite", "postgresql"])
-def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes(scheme, kind, tmp_path, request, monkeypatch):
+def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes(  # noqa: C901
+    scheme, kind, tmp_path, request, monkeypatch
+):
     # an interrupt in a weak reference's callback is only reported
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
@@ -87,7 +89,7 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes(s
         for step in range(1, moments + 1, max(1, moments // SAMPLES)):
             try:
                 interrupted_at(work, step)
-            except BaseException:
+            except BaseException:  # noqa: BLE001
                 # the way out of SQLAlchemy may make another exception of it
                 if step % 7 == 0:
                     # as `with store:` does: it closes the store while the exception is handled

@@ -62,11 +62,15 @@ def finishes(work):
 
 
 @pytest.mark.parametrize("hook", ["before", "parent", "child"])
-def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_released(hook, monkeypatch):
+def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_released(hook, monkeypatch):  # noqa: C901
     handle, lock = Handle(), ForkLock()
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_type))
-    tried = {"before": [forks._before_fork], "parent": [forks._after_fork_in_parent], "child": [forks._after_fork_in_child]}
+    tried = {
+        "before": [forks._before_fork],
+        "parent": [forks._after_fork_in_parent],
+        "child": [forks._after_fork_in_child],
+    }
 
     def hooks(step):
         """What os.fork does, without the fork: each hook twice."""

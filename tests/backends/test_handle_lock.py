@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -107,7 +108,7 @@ def once(handle):
 
 
 def test_an_interrupt_at_any_step_leaves_nothing_held():
-    steps = steps_of(lambda handle=HandleLock(): once(handle), [handle_lock])
+    steps = steps_of(partial(once, HandleLock()), [handle_lock])
     assert steps > 300
     for step in range(1, steps + 1):
         handle = HandleLock()
@@ -119,7 +120,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_held():
 
 def test_after_an_interrupt_at_any_step_also_of_the_with_statement_the_thread_can_close_the_handle():
     """As `with store: llm(...)` does: it closes the store while the exception is handled, which keeps its frames."""
-    steps = steps_of(lambda handle=HandleLock(): once(handle), [handle_lock, contextlib])
+    steps = steps_of(partial(once, HandleLock()), [handle_lock, contextlib])
     held = 0
     for step in range(1, steps + 1):
         handle = HandleLock()
@@ -241,5 +242,5 @@ def test_a_ctrl_c_at_any_moment_leaves_no_count(monkeypatch):
 def test_a_thread_that_uses_the_handle_cannot_wait_for_itself():
     handle = HandleLock()
     with handle.shared(), pytest.raises(MisuseError, match="leave it first"):
-        handle.acquire_exclusive('hold')
+        handle.acquire_exclusive("hold")
     assert is_free(handle)

@@ -33,7 +33,7 @@ def as_user(work, uid=ME, groups=()):
             os.setresuid(uid, uid, uid)
             work()
             code = 0
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the child must not return into pytest
             traceback.print_exc()
             sys.stderr.flush()
         finally:
@@ -79,7 +79,7 @@ BOTH = pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_directory_that_everyone_can_write_to_is_refused(folder, scheme, owner):
     (folder / "kv").mkdir()
     os.chown(folder / "kv", owner, owner)
-    os.chmod(folder / "kv", 0o777)
+    (folder / "kv").chmod(0o777)
 
     def use():
         assert "can be written by every user" in refusal(location_in(folder, scheme))
@@ -108,7 +108,7 @@ def test_planted_files_are_refused_and_links_are_not_followed(folder, scheme, pl
         else:
             path.touch()
             os.chown(path, *((ME, ME) if planted == "a file of everyone" else (OTHER, OTHER)))
-            os.chmod(path, 0o666 if planted == "a file of everyone" else 0o644)
+            path.chmod(0o666 if planted == "a file of everyone" else 0o644)
         says = {"a file of everyone": "every user", "a file of another user": "another user", "a link": "symbolic link"}
 
         def use(location=location, says=says[planted], name=name):
@@ -126,23 +126,23 @@ def test_planted_files_are_refused_and_links_are_not_followed(folder, scheme, pl
 def test_a_directory_of_another_user_is_refused_unless_a_group_shares_it(folder):
     location = location_in(folder, "lmdb")
     as_user(lambda: make_store(location))
-    os.chmod(folder / "kv", 0o755)
+    (folder / "kv").chmod(0o755)
     for name in ("data.mdb", "lock.mdb"):
-        os.chmod(folder / "kv" / name, 0o664)
+        (folder / "kv" / name).chmod(0o664)
 
     def refused():
         assert "belongs to another user" in refusal(location, read_only=True)
 
     as_user(refused, OTHER)
-    os.chmod(folder / "kv", 0o2770)
+    (folder / "kv").chmod(0o2770)
     for path in (folder / "kv", folder / "kv" / "data.mdb", folder / "kv" / "lock.mdb"):
         os.chown(path, ME, GROUP)
-        os.chmod(path, 0o2770 if path.is_dir() else 0o660)
+        path.chmod(0o2770 if path.is_dir() else 0o660)
     as_user(lambda: make_store(location), OTHER, [GROUP])
 
 
 def test_a_sqlite_file_may_be_in_a_directory_like_tmp(folder):
-    os.chmod(folder, 0o1777)
+    folder.chmod(0o1777)
     os.chown(folder, 0, 0)
     location = f"sqlite:///{folder}/kv.db"
     as_user(lambda: make_store(location))
@@ -165,7 +165,7 @@ def test_reading_without_the_right_to_write_says_which_file_must_be_writable(fol
         as_user(lambda location=location: make_store(location))
         for path in [here / "kv", *(here / "kv").iterdir()]:
             os.chown(path, 0, GROUP)
-            os.chmod(path, 0o750 if path.is_dir() else 0o640)
+            path.chmod(0o750 if path.is_dir() else 0o640)
 
         def use(location=location, named=named):
             message = refusal(location, read_only=True)
@@ -184,7 +184,7 @@ def test_a_store_on_a_read_only_file_system_can_be_read(folder, scheme, user):
     if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)], check=False, capture_output=True).returncode != 0:
         pytest.skip("a read-only file system needs the right to mount one")
     try:
-        os.chmod(disk, 0o755)
+        disk.chmod(0o755)
         os.chown(disk, ME, ME)
         location = location_in(disk, scheme)
         as_user(lambda: make_store(location))

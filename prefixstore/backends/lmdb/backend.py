@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -216,9 +215,7 @@ class LMDBBackend(Backend):
             if self._closed:
                 raise refusals.closed(self._path)
             if self._environment is None:
-                self._environment = acquire(
-                    self._path, self._map_size, read_only=self._read_only, user=self
-                )
+                self._environment = acquire(self._path, self._map_size, read_only=self._read_only, user=self)
             return self._environment
 
     def _writable(self) -> Environment:

@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.file import check_head, check_trees
+from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
     CorruptError,
@@ -38,6 +40,8 @@ DATA, LOCK = "data.mdb", "lock.mdb"
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
+# how long opening a store waits for another process that writes to it
+OPEN_SECONDS = 10.0
 # how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
@@ -96,6 +100,7 @@ class Environment:
             require_trusted_files(path / DATA, path / LOCK)
             check_head(path / DATA)
             if not read_only:
+                self._wait_for_writer()
                 if not (path / DATA).exists():
                     _create(path)
             self.env = lmdb.open(
@@ -165,6 +170,23 @@ class Environment:
         if found > FORMAT_VERSION:
             raise refusals.newer_format(self.path, found)
         return databases
+
+    def _wait_for_writer(self) -> None:
+        """Wait until no process holds the write lock, but not for long: who opens a store may be able to go on without.
+
+        Before the handle is open: closing a file drops the POSIX locks of this process on it, and LMDB needs its own.
+        """
+        with suppress(OSError):
+            found = (self.path / DATA).stat()
+            if any(one._identity == (found.st_dev, found.st_ino) for one in _open.values() if one is not self):  # noqa: SLF001
+                return  # it is open under another name
+        deadline = time.monotonic() + OPEN_SECONDS
+        while (pid := writer_of(self.path / LOCK)) is not None:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self.path}: process {pid} has held the write lock for {OPEN_SECONDS:.0f} s; try again, or end it"
+                )
+            time.sleep(0.02)
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:

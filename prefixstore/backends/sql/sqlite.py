@@ -135,9 +135,7 @@ class SQLite(Database):
         register_at_fork(self, ForkLevel.HANDLE)
 
     def connect(self) -> Engine:
-        return create_engine(
-            "sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT"
-        )
+        return create_engine("sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT")
 
     def _new(self) -> sqlite3.Connection:
         found = self._found()

@@ -57,8 +57,8 @@ def path_of_url(location: str) -> Path:
         raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
     if url.host or not url.database or url.database == ":memory:":
         raise InvalidParameterError(
-            f'location={without_password(location)!r} names no file; pass "sqlite:////absolute/path.db" or "sqlite:///relative.db"; '
-            'for a store in memory pass "memory:"'
+            f'location={without_password(location)!r} names no file; pass "sqlite:////absolute/path.db" or '
+            '"sqlite:///relative.db"; for a store in memory pass "memory:"'
         )
     return absolute(url.database)
 
@@ -138,8 +138,8 @@ def read_mode(path: Path) -> str:
     if hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY:
         return "mode=ro&immutable=1"
     raise LocationError(
-        f"{path.parent} cannot be written by this user: to read, SQLite has to create {path.name}-shm there, so that no "
-        "writer changes what is being read; permit that, or read a copy of the file"
+        f"{path.parent} cannot be written by this user: to read, SQLite has to create {path.name}-shm there, so that "
+        "no writer changes what is being read; permit that, or read a copy of the file"
     )
 
 
