@@ -103,6 +103,10 @@ def require_plain_password(text: str) -> None:
     InvalidParameterError
         Without repeating the URL.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameterError("location is not valid text: it has half a character") from None
     rest = text.partition("://")[2]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if rest.count("@") > 1 or rest.count("@") != authority.count("@"):

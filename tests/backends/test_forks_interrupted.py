@@ -63,6 +63,8 @@ def finishes(work):
 
 @pytest.mark.parametrize("hook", ["before", "parent", "child"])
 def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_released(hook, monkeypatch):  # noqa: C901
+    # the hooks are called here, and not by a fork: leave what other tests have opened alone
+    monkeypatch.setattr(forks, "_levels", {})
     handle, lock = Handle(), ForkLock()
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_type))

@@ -117,6 +117,10 @@ class Environment:
                 create=not read_only,
             )
         except (lmdb.Error, OSError) as error:
+            if isinstance(error, lmdb.MemoryError):
+                raise LocationError(
+                    f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
+                ) from error
             if read_only and _is_denied(error, path / LOCK):
                 raise LocationError(
                     f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
