@@ -97,6 +97,10 @@ class Parameters:
             raise InvalidParameterError(
                 f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
             )
+        if not isinstance(codec, str):
+            raise InvalidParameterError(f'codec={shown(codec)} must be a string, such as "auto"')
+        if isinstance(quota, Mapping) and not all(isinstance(name, str) for name in quota):
+            raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
         size = parse_bytes(max_bytes, "max_bytes")
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
         return cls(

@@ -162,7 +162,7 @@ def test_of_a_note_that_is_not_a_lease(value):
         assert leases.acquire(b"a")
 
 
-@pytest.mark.parametrize("pid", [2**31, 10**30, -1, 0])
+@pytest.mark.parametrize("pid", [2**31, 10**30, -1])
 def test_the_process_of_a_lease_is_a_process(pid):
     with PrefixStore("memory:") as store, Leases(store.engine) as leases:
         note = {"owner": "x", "machine": leases.owner.machine, "pid": pid, "until": time.time() + 10}

@@ -330,6 +330,8 @@ class Archive:
             raise InvalidParameterError(
                 "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
             )
+        if salt is not None:
+            salt = _string(salt, "salt")
         if older_than is not None:
             older_than = parse_seconds(older_than, "older_than")
         namespaces: set[bytes] | None = None

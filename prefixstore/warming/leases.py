@@ -181,4 +181,4 @@ def _parse(value: bytes | None) -> tuple[Owner, float] | None:
         until = float(known["until"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return (owner, until) if 0 < owner.pid < 2**31 else None
+    return (owner, until) if 0 <= owner.pid < 2**31 else None

@@ -15,7 +15,7 @@ from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb import environment
 from prefixstore.errors import StorageError, UnavailableError
 from tests.support import in_thread
-from tests.support.interrupts import interrupted, steps_of
+from tests.support.interrupts import in_own_thread, interrupted, steps_of
 from tests.support.places import MIB, fill, space
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -62,6 +62,7 @@ def finishes(work):
 
 
 @pytest.mark.parametrize("hook", ["before", "parent", "child"])
+@in_own_thread
 def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_released(hook, monkeypatch):  # noqa: C901
     # the hooks are called here, and not by a fork: leave what other tests have opened alone
     monkeypatch.setattr(forks, "_levels", {})
@@ -115,6 +116,7 @@ def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_rel
     assert step > 100
 
 
+@in_own_thread
 def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_store_that_works(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     modules = [forks, handle_lock, environment, memory]
@@ -175,6 +177,9 @@ def test_a_child_of_a_fork_that_did_not_wait_leaves_the_handle_of_its_parent_alo
 
 
 def test_a_failing_participant_is_reported_and_not_asked_again(monkeypatch):
+    # its traceback keeps it alive; no other test shall meet it
+    monkeypatch.setattr(forks, "_levels", {})
+
     class Failing(Handle):
         calls = 0
 

@@ -18,7 +18,7 @@ from prefixstore.backends import handle_lock
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.errors import MisuseError
 from tests.support import in_thread
-from tests.support.interrupts import interrupted, steps_of
+from tests.support.interrupts import in_own_thread, interrupted, steps_of
 
 PATIENCE = 20
 
@@ -107,6 +107,7 @@ def once(handle):
     handle.release_exclusive("hold")
 
 
+@in_own_thread
 def test_an_interrupt_at_any_step_leaves_nothing_held():
     steps = steps_of(partial(once, HandleLock()), [handle_lock])
     assert steps > 300
@@ -118,6 +119,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_held():
         assert (handle._inside, handle._alone, handle._got) == ({}, {}, {}), step
 
 
+@in_own_thread
 def test_after_an_interrupt_at_any_step_also_of_the_with_statement_the_thread_can_close_the_handle():
     """As `with store: llm(...)` does: it closes the store while the exception is handled, which keeps its frames."""
     steps = steps_of(partial(once, HandleLock()), [handle_lock, contextlib])
@@ -135,6 +137,7 @@ def test_after_an_interrupt_at_any_step_also_of_the_with_statement_the_thread_ca
     assert held
 
 
+@in_own_thread
 def test_what_the_traceback_of_an_interactive_session_keeps_is_released_for_other_threads(monkeypatch):
     handle = HandleLock()
     steps = steps_of(lambda: once(handle), [handle_lock, contextlib])
@@ -169,6 +172,7 @@ def wait_at(handle, ready):
 
 
 @pytest.mark.parametrize("waiting", ["to enter", "to be alone"])
+@in_own_thread
 def test_an_interrupt_at_any_step_of_waiting_lets_the_others_go_on(waiting, monkeypatch):
     monkeypatch.setattr(handle_lock, "RECHECK_SECONDS", 0.001)
     handle = HandleLock()

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable, Collection
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["interrupted", "interrupted_at", "moments_of", "steps_of"]
+__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "steps_of"]
+
+
+def in_own_thread(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a thread of its own: an exception before a bytecode that ends a handler stays the handled one."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                test(*arguments, **options)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return run
 
 
 def _tracer(files: Collection[str], count: Callable[[], None]) -> Any:
