@@ -117,18 +117,7 @@ class Environment:
                 create=not read_only,
             )
         except (lmdb.Error, OSError) as error:
-            if isinstance(error, lmdb.MemoryError):
-                raise LocationError(
-                    f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
-                ) from error
-            if read_only and _is_denied(error, path / LOCK):
-                raise LocationError(
-                    f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
-                    "overwrites it; permit that, or read a copy of the directory"
-                ) from error
-            if type(error) in (lmdb.Error, lmdb.ReadonlyError) or isinstance(error, OSError):
-                raise LocationError(f"{path} cannot be opened: {error}; choose another location") from error
-            raise translate(error, path) from error
+            raise _not_opened(error, path, map_size, read_only=read_only) from error
         try:
             if not read_only:
                 self.env.reader_check()
@@ -319,6 +308,21 @@ class Environment:
             _abandoned.append(self.env)
         self._is_broken = True
         self._handle_lock.renew()
+
+
+def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool) -> StorageError:
+    if isinstance(error, lmdb.MemoryError):
+        return LocationError(
+            f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
+        )
+    if read_only and _is_denied(error, path / LOCK):
+        return LocationError(
+            f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer overwrites it; "
+            "permit that, or read a copy of the directory"
+        )
+    if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
+        return translate(error, path)
+    return LocationError(f"{path} cannot be opened: {error}; choose another location")
 
 
 def _is_denied(error: Exception, lock: Path) -> bool:
