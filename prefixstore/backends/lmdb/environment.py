@@ -317,8 +317,8 @@ def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool)
         )
     if read_only and _is_denied(error, path / LOCK):
         return LocationError(
-            f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer overwrites it; "
-            "permit that, or read a copy of the directory"
+            f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
+            "overwrites it; permit that, or read a copy of the directory"
         )
     if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
         return translate(error, path)
