@@ -32,6 +32,7 @@ from prefixstore.backends.location import is_url
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
 from prefixstore.store import PrefixStore
+from prefixstore.units import shown
 
 if TYPE_CHECKING:
     import os
@@ -100,14 +101,14 @@ class Config:
         _check("warm", self.warm, WARM_SETTINGS)
         for name, value in self.model.items():
             if name.startswith("n_") and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
-                raise InvalidParameterError(f"[model] {name}={value!r} must be an integer")
+                raise InvalidParameterError(f"[model] {name}={shown(value)} must be an integer")
         for name, value in self.warm.items():
             if name != "prompts" and not isinstance(value, bool):
-                raise InvalidParameterError(f"[warm] {name}={value!r} must be true or false")
+                raise InvalidParameterError(f"[warm] {name}={shown(value)} must be true or false")
         prompts = self.warm.get("prompts", [])
         if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidParameterError(
-                f'[warm] prompts={prompts!r} must be a list of files, such as prompts = ["prompts.jsonl"]'
+                f'[warm] prompts={shown(prompts)} must be a list of files, such as prompts = ["prompts.jsonl"]'
             )
 
     def override(
@@ -149,7 +150,9 @@ class Config:
         if self.path is None:
             raise InvalidParameterError('no model is given; set path = "model.gguf" in [model], or pass --model')
         if not isinstance(self.path, str):
-            raise InvalidParameterError(f'[model] path={self.path!r} must be a string, such as path = "model.gguf"')
+            raise InvalidParameterError(
+                f'[model] path={shown(self.path)} must be a string, such as path = "model.gguf"'
+            )
         if not Path(self.path).is_file():
             raise InvalidParameterError(f"model file not found: {self.path}")
         known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
@@ -180,7 +183,7 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         read = _toml().loads(file.read_text("utf-8"))
     except OSError as error:
         raise InvalidParameterError(f"config {file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidParameterError(f"config {file}: not valid TOML: {error}") from error
     try:
         _check("", read, {"model", "store", "warm"})
@@ -270,6 +273,8 @@ def _shown(name: str, value: object) -> str:
 
 def _check(table: str, settings: Mapping[str, Any], known: Collection[str]) -> None:
     for name in settings:
+        if not isinstance(name, str):
+            raise InvalidParameterError(f"{shown(name)} is not the name of a setting; names are strings")
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *(["path"] if table == "model" else [])], 1)
             place = f"[{table}] has {name!r}" if table else f"it has {name!r}"

@@ -11,7 +11,7 @@ from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.eviction import POLICIES, Policy
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder, pick
-from prefixstore.units import parse_bytes, parse_seconds
+from prefixstore.units import parse_bytes, parse_seconds, shown
 
 __all__ = ["Parameters"]
 
@@ -93,8 +93,14 @@ class Parameters:
         InvalidParameterError
             If one cannot be used; the message names it.
         """
-        if policy not in POLICIES:
-            raise InvalidParameterError(f"policy={policy!r} is unknown; choose one of {', '.join(map(repr, POLICIES))}")
+        if not isinstance(policy, str) or policy not in POLICIES:
+            raise InvalidParameterError(
+                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
+            )
+        if not isinstance(codec, str):
+            raise InvalidParameterError(f'codec={shown(codec)} must be a string, such as "auto"')
+        if isinstance(quota, Mapping) and not all(isinstance(name, str) for name in quota):
+            raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
         size = parse_bytes(max_bytes, "max_bytes")
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
         return cls(
@@ -116,15 +122,21 @@ class Parameters:
         )
 
 
-def _count(value: int, parameter: str, smallest: int, largest: int | None = None) -> int:
+def _count(value: int, parameter: str, smallest: int, largest: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at least {smallest}")
-    if largest is not None and value > largest:
-        raise InvalidParameterError(f"{parameter}={value!r} must be an integer of at most {largest}")
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at least {smallest}")
+    if value > largest:
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at most {largest}")
     return value
 
 
 def _text(value: str | None, parameter: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidParameterError(f"{parameter}={value!r} must be a non-empty string")
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value:
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be a non-empty string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameterError(f"{parameter}={shown(value)} is not valid text: it has half a character") from None
     return value

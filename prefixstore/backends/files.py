@@ -6,7 +6,17 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["make_directory", "publish", "sync_path"]
+from prefixstore.errors import LocationError
+
+__all__ = ["absolute", "make_directory", "publish", "sync_path"]
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """A path as an absolute one, with ``~`` expanded. Raises `LocationError`."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError) as error:
+        raise LocationError(f"{path} cannot be made an absolute path: {error}; pass one") from error
 
 
 def make_directory(path: Path) -> None:

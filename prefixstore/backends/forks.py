@@ -3,6 +3,9 @@
 A child inherits memory, locks and file descriptors, but only the thread that forked: a lock that another thread held is
 never released there, and a file handle still belongs to the parent. So each participant is held before a fork, and
 released after it in the parent and in the child.
+
+`os.fork` reports an exception in one of these hooks and forks nevertheless. So an interrupt (Ctrl-C) may come at any
+step of them: each hook is registered twice, and the second call does what is left of the first.
 """
 
 from __future__ import annotations
@@ -14,16 +17,22 @@ import logging  # noqa: F401
 import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from enum import IntEnum
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import ref
+
+from prefixstore.backends.handle_lock import HandleLock
 
 __all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "register_at_fork"]
 
 
 class ForkParticipant(Protocol):
-    """Something that must be quiet while the process forks. Each method may do nothing."""
+    """Something that must be quiet while the process forks. Each method may do nothing.
+
+    Each method may be interrupted, and is then called again. A participant whose `before_fork` has failed is released,
+    too: so each method does what is left to do, and nothing that was done already.
+    """
 
     def before_fork(self) -> None:
         """Wait until no other thread is in the middle of something, and let none begin."""
@@ -50,86 +59,142 @@ class ForkLevel(IntEnum):
     """What is built on a backend."""
 
 
-# one thread forks at a time: another must not release what this one holds
-_forking = threading.Lock()
-# held while participants are added or listed, and during the fork itself
-_registering = threading.RLock()
-_levels: WeakKeyDictionary[ForkParticipant, ForkLevel] = WeakKeyDictionary()
-# by the thread that forks, in the order in which they were held
-_held: list[ForkParticipant] = []
+# exclusive to the thread that forks: another must not release what this one holds
+_forking = HandleLock()
+# shared by threads that add a participant, exclusive while participants are listed, and during the fork itself
+_registering = HandleLock()
+_levels: dict[ref[ForkParticipant], ForkLevel] = {}
+# by the thread that forks: those whose `before_fork` was called, in this order, and those that need no second call
+_called: dict[ForkParticipant, None] = {}
+_held: dict[ForkParticipant, None] = {}
+# in a child: its process id, and those that are still to be renewed, the last first
+_child: int | None = None
+_left: list[ForkParticipant] = []
 
 
 def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
     """Hold this participant during each fork, for as long as it lives; the registry does not keep it alive.
 
-    Participants of one level are held in no particular order. A participant is called only if its `before_fork` has
-    returned, so what another thread creates or closes during a fork is either held as a whole or not at all.
+    Participants of one level are held in no particular order. What another thread creates or closes during a fork is
+    either held as a whole or not at all.
     """
-    with _registering:
-        _levels[participant] = level
+    with _registering.shared():
+        _levels[ref(participant, _forget)] = level
+
+
+def _forget(gone: ref[ForkParticipant], levels: dict[ref[ForkParticipant], ForkLevel] = _levels) -> None:
+    levels.pop(gone, None)
+
+
+def _participants() -> list[ForkParticipant]:
+    """Those that live, the first level first."""
+    found = sorted(list(_levels.items()), key=lambda pair: pair[1])  # noqa: C414 - a list is made in one operation
+    return [participant for weak, _ in found if (participant := weak()) is not None]
 
 
 class ForkLock:
-    """A lock under which handles are opened and closed; no other thread holds it during a fork."""
+    """A lock under which handles are opened and closed; no other thread holds it during a fork.
+
+    Attributes
+    ----------
+    held
+        To be used as ``with lock.held:``. A thread does not fork inside that.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        # without methods of ours round it: an interrupt cannot come between acquiring it and entering the block
+        self.held = threading.RLock()
         register_at_fork(self, ForkLevel.OPENING)
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
     def before_fork(self) -> None:
-        self._lock.acquire()
+        self.held.acquire()
 
     def after_fork_in_parent(self) -> None:
-        self._lock.release()
+        # as often as it was acquired: an interrupt may have come before that was noted
+        with suppress(RuntimeError):
+            while True:
+                self.held.release()
 
     def after_fork_in_child(self) -> None:
-        self._lock.release()
+        self.held = threading.RLock()
 
 
 def _before_fork() -> None:
-    _forking.acquire()
-    _registering.acquire()
+    me = threading.get_ident()
+    _forking.acquire_exclusive(me)
+    _registering.acquire_exclusive(me)
     # A thread that registers a participant may hold another one: so never wait for one while registering is locked, and
     # read the list again until it has no new ones.
     tried: set[ForkParticipant] = set()
-    while new := [(level, participant) for participant, level in _levels.items() if participant not in tried]:
-        tried.update(participant for _, participant in new)
-        _registering.release()
-        # an error in one does not keep the others from being held; os.fork reports it, and forks
-        with ExitStack() as stack:
-            stack.callback(_registering.acquire)
-            for _, participant in sorted(new, key=lambda pair: pair[0]):
-                stack.callback(_hold, participant)
-
-
-def _hold(participant: ForkParticipant) -> None:
-    participant.before_fork()
-    _held.append(participant)
-
-
-def _after_fork(call: Callable[[ForkParticipant], None]) -> None:
-    # the last one held comes first; an error in one does not keep the others from their turn
-    with ExitStack() as stack:
-        stack.callback(_forking.release)
-        stack.callback(_registering.release)
-        stack.callback(_held.clear)
-        for participant in _held:
-            stack.callback(call, participant)
+    failures: list[BaseException] = []
+    while new := [one for one in _participants() if one not in tried and one not in _held]:
+        tried.update(new)
+        _registering.release_exclusive(me)
+        for participant in reversed(new):
+            _called[participant] = None
+            # an error in one does not keep the others from being held; os.fork reports it, and forks
+            try:
+                participant.before_fork()
+            except Exception as error:  # noqa: BLE001
+                failures.append(error)
+            except BaseException as interrupt:  # noqa: BLE001
+                failures.append(interrupt)
+                continue  # once more in the second call
+            _held[participant] = None
+        _registering.acquire_exclusive(me)
+    if failures:
+        raise failures[0]
 
 
 def _after_fork_in_parent() -> None:
-    _after_fork(lambda participant: participant.after_fork_in_parent())
+    me = threading.get_ident()
+    failures: list[BaseException] = []
+    # not if it was released before, or if an interrupt came before it was held: the lists may be another thread's then
+    if _forking.is_exclusive(me):
+        while _called:
+            participant = next(reversed(_called))
+            _release(participant.after_fork_in_parent, failures)
+            _called.pop(participant, None)
+        _held.clear()
+    _registering.release_exclusive(me)
+    _forking.release_exclusive(me)
+    if failures:
+        raise failures[0]
 
 
 def _after_fork_in_child() -> None:
-    _after_fork(lambda participant: participant.after_fork_in_child())
+    global _child
+    if _child != os.getpid():
+        # also those that are not held, because interrupts have kept them from it: the parent's handles are theirs, too
+        _left[:] = reversed(_participants())
+        _child = os.getpid()
+    failures: list[BaseException] = []
+    while _left:
+        _release(_left[-1].after_fork_in_child, failures)
+        _left.pop()
+    _called.clear()
+    _held.clear()
+    _registering.renew()
+    _forking.renew()
+    if failures:
+        raise failures[0]
+
+
+def _release(call: Callable[[], None], failures: list[BaseException]) -> None:
+    """Call this; an error in it does not keep the others from their turn. An interrupted call is repeated, once."""
+    for _ in range(2):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+        except BaseException as interrupt:  # noqa: BLE001
+            failures.append(interrupt)
+            continue
+        return
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    for _ in range(2):
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+        )

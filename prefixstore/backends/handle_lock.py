@@ -1,16 +1,25 @@
-"""A lock on a handle: shared by the threads that use it, exclusive to the thread that replaces or closes it."""
+"""A lock on a handle: shared by the threads that use it, exclusive to the thread that replaces or closes it.
+
+An interrupt (Ctrl-C, or any signal whose handler raises) may come between any two steps, and must leave neither an
+entry that nobody removes nor a lock that nobody releases. So there is no lock and no counter here: the state is two
+dicts, which change in single operations that are harmless if repeated. A thread first announces itself in one of them
+and then looks into the other, so of two threads at least one sees the other.
+"""
 
 from __future__ import annotations
 
+import queue
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from prefixstore.errors import MisuseError
 
 __all__ = ["HandleLock"]
 
-# How often a thread that waits for the others checks without being notified: a Ctrl-C may prevent that.
+# How often a thread that waits looks again without being woken: an interrupt may prevent that.
 RECHECK_SECONDS = 0.5
 
 
@@ -18,43 +27,66 @@ class HandleLock:
     """Shared by the threads that use a handle; one that wants to replace it waits until it has it alone."""
 
     def __init__(self) -> None:
-        # The thread of each entry. A dict and not a counter: adding and removing are single operations, and removing
-        # twice is harmless, so an interrupt leaves no stale entry.
+        # the thread of each entry
         self._inside: dict[object, int] = {}
-        # threads that want to be alone, including the one that is
-        self._n_waiting = 0
-        # the thread that is alone, and how often it has locked
-        self._alone: int | None = None
-        self._n_locks = 0
-        # entered by itself: entering a condition may be interrupted after it took its lock
-        self._lock = threading.RLock()
-        self._condition = threading.Condition(self._lock)
+        # the thread of each hold, in the order in which they came: the first thread is alone once no other is inside
+        self._alone: dict[object, int] = {}
+        # holds for which the waiting is over
+        self._got: dict[object, None] = {}
+        # what wakes the threads that wait; `put` of a SimpleQueue is one operation, which no interrupt can divide
+        self._bells: dict[queue.SimpleQueue[None], None] = {}
 
     @property
     def is_held(self) -> bool:
         """Whether this thread holds it, shared or exclusive."""
         me = threading.get_ident()
-        return me == self._alone or me in list(self._inside.values())
+        return me in list(self._inside.values()) or me in list(self._alone.values())
+
+    def is_exclusive(self, hold: object) -> bool:
+        """Whether the handle is held exclusive by this hold; not while that is waited for."""
+        return hold in self._got
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Hold it shared. Waits while another thread wants it exclusive, unless this thread holds it already."""
         entry = object()
+        # released twice: an interrupt may come just before the first
         try:
-            with self._lock:
-                # a thread that waits to be alone comes first, or it would wait forever
-                self._condition.wait_for(lambda: not self._n_waiting or self.is_held)
-                self._inside[entry] = threading.get_ident()
-            yield
+            try:
+                self._enter(entry)
+                yield
+            finally:
+                self._inside.pop(entry, None)
         finally:
             self._inside.pop(entry, None)
-            # a thread that wants it exclusive raises _n_waiting before it reads _inside: one of the two sees the other
-            if self._n_waiting:
-                with self._lock:
-                    self._condition.notify_all()
+            if self._alone:
+                self._wake()
 
-    def acquire_exclusive(self) -> None:
-        """Wait until no thread holds it, and let no other in until `release_exclusive`. May be nested.
+    def _enter(self, entry: object) -> None:
+        me = threading.get_ident()
+        self._inside[entry] = me
+        # a thread that waits to be alone comes first, or it would wait forever
+        while self._alone and not self._holds(me, entry):
+            self._inside.pop(entry, None)
+            self._wake()
+            self._wait(lambda: not self._alone)
+            self._inside[entry] = me
+
+    def _holds(self, me: int, entry: object) -> bool:
+        """Whether this thread holds it by anything but this entry."""
+        return me in list(self._alone.values()) or any(
+            thread == me and other is not entry for other, thread in list(self._inside.items())
+        )
+
+    def acquire_exclusive(self, hold: object) -> None:
+        """Wait until no thread is inside, and let none in until `release_exclusive`. May be nested, with other holds.
+
+        Interrupted, it may leave the hold: release it in any case. A second call with this hold completes the first.
+
+        Parameters
+        ----------
+        hold
+            By what it is released.
 
         Raises
         ------
@@ -62,37 +94,83 @@ class HandleLock:
             If this thread holds it shared.
         """
         me = threading.get_ident()
-        if self._alone != me and me in list(self._inside.values()):
-            # it would wait for itself
-            raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
-        self._lock.acquire()
-        self._n_waiting += 1
-        try:
-            while self._inside:
-                self._condition.wait(RECHECK_SECONDS)
-        except BaseException:
-            self._let_in()
-            raise
-        self._alone = me
-        self._n_locks += 1
+        if any(thread == me and other != hold for other, thread in list(self._alone.items())):
+            # it is alone already, and may be inside as well
+            self._alone[hold] = me
+            self._got[hold] = None
+            return
+        if me in list(self._inside.values()):
+            _release_interrupted_frames()
+            if me in list(self._inside.values()):
+                # it would wait for itself
+                raise MisuseError("this thread is inside a view or a transaction of the location; leave it first")
+        self._alone[hold] = me
+        self._wait(
+            lambda: not self._inside and list(self._alone.values())[:1] == [me], or_else=_release_interrupted_frames
+        )
+        self._got[hold] = None
 
-    def release_exclusive(self) -> None:
-        """Undo one `acquire_exclusive`."""
-        self._n_locks -= 1
-        if not self._n_locks:
-            self._alone = None
-        self._let_in()
-
-    def _let_in(self) -> None:
-        self._n_waiting -= 1
-        self._condition.notify_all()
-        self._lock.release()
+    def release_exclusive(self, hold: object) -> None:
+        """Undo `acquire_exclusive`, also an interrupted one. A second call does nothing."""
+        self._got.pop(hold, None)
+        self._alone.pop(hold, None)
+        self._wake()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold it exclusive."""
-        self.acquire_exclusive()
+        hold = object()
+        # released twice: an interrupt may come just before the first
         try:
-            yield
+            try:
+                self.acquire_exclusive(hold)
+                yield
+            finally:
+                self.release_exclusive(hold)
         finally:
-            self.release_exclusive()
+            self.release_exclusive(hold)
+
+    def renew(self) -> None:
+        """In a forked child: drop what belongs to threads of the parent. This thread must not be inside."""
+        self._inside.clear()
+        self._got.clear()
+        self._alone.clear()
+        self._bells.clear()
+
+    def _wake(self) -> None:
+        for bell in list(self._bells):
+            bell.put(None)
+
+    def _wait(self, is_over: Callable[[], bool], *, or_else: Callable[[], None] = lambda: None) -> None:
+        """Wait until a condition holds; call `or_else` each time that it did not for a while."""
+        if is_over():
+            return
+        bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        try:
+            self._bells[bell] = None
+            while not is_over():
+                try:
+                    bell.get(timeout=RECHECK_SECONDS)
+                except queue.Empty:
+                    or_else()
+        finally:
+            # one that is left by an interrupt costs a few bytes
+            self._bells.pop(bell, None)
+
+
+def _release_interrupted_frames() -> None:
+    """Release what a traceback keeps from being released.
+
+    An interrupt may come after a ``with`` block, before the first step of ``__exit__``. What it would have released is
+    then referred to by the traceback only: of the exception that this thread handles, or of the last one that nobody
+    handled, which an interactive session keeps.
+    """
+    waiting = [sys.exc_info()[1], getattr(sys, "last_exc", None), getattr(sys, "last_value", None)]
+    seen: set[int] = set()
+    while waiting:
+        error = waiting.pop()
+        if isinstance(error, BaseException) and id(error) not in seen:
+            seen.add(id(error))
+            with suppress(RuntimeError):  # a frame that still runs
+                traceback.clear_frames(error.__traceback__)
+            waiting += [error.__context__, error.__cause__]

@@ -10,8 +10,18 @@ from urllib.parse import unquote, urlsplit
 
 from prefixstore.errors import InvalidParameterError, LocationError
 
-__all__ = ["cache_directory", "is_url", "path_of", "scheme_of", "text_of", "without_password"]
+__all__ = [
+    "cache_directory",
+    "is_url",
+    "path_of",
+    "require_plain_password",
+    "scheme_of",
+    "text_of",
+    "without_password",
+]
 
+# in names of options, and in values, that are not shown
+SECRET = re.compile(r"passw|pwd|passphrase|secret|token", re.IGNORECASE)
 # one letter is a Windows drive
 URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):")
 
@@ -46,6 +56,14 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
         raise InvalidParameterError(
             'location is empty; pass a path, a URL such as "lmdb:///var/cache/kv", or "memory:"'
         )
+    try:
+        is_encodable = b"\0" not in os.fsencode(location)
+    except UnicodeEncodeError:
+        is_encodable = False
+    if not is_encodable or (is_url(location) and "%00" in location):
+        raise InvalidParameterError(
+            f"location={without_password(location)!r} has characters that no file name can have"
+        )
     return location
 
 
@@ -61,8 +79,41 @@ def scheme_of(text: str) -> str:
 
 
 def without_password(text: str) -> str:
-    """A location as it may be shown and logged: without its password."""
-    return re.sub(r"(//[^/@:]*):[^/@]*@", r"\1:***@", text)
+    """A location as it may be shown and logged: without passwords, wherever in a URL they are."""
+    # up to the last @: a password may hold others, although they should be written %40
+    text = re.sub(r"(://[^/@:?#]*):.*@", r"\1:***@", text, flags=re.DOTALL)
+    address, mark, options = text.partition("?")
+    if not mark or "://" not in address:
+        return text
+    return address + mark + "&".join(map(_shown_option, options.split("&")))
+
+
+def _shown_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    # a value may be a URL or options in its turn
+    is_secret = SECRET.search(unquote(name)) or SECRET.search(unquote(value)) or "@" in unquote(value)
+    return f"{name}{equals}***" if equals and is_secret else option
+
+
+def require_plain_password(text: str) -> None:
+    """Refuse a URL whose password has characters that end it for some: a part of it would be taken for the host.
+
+    Raises
+    ------
+    InvalidParameterError
+        Without repeating the URL.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidParameterError("location is not valid text: it has half a character") from None
+    rest = text.partition("://")[2]
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    if rest.count("@") > 1 or rest.count("@") != authority.count("@"):
+        raise InvalidParameterError(
+            "location has an @, or one of / ? # before it, in a password or an option; write %40 for @, %2F for /, "
+            "%3F for ? and %23 for #, or leave the password to ~/.pgpass"
+        )
 
 
 def path_of(text: str) -> str:
@@ -80,9 +131,11 @@ def path_of(text: str) -> str:
     try:
         parts = urlsplit(text)
     except ValueError as error:
-        raise InvalidParameterError(f"location={text!r} is not a valid URL: {error}") from None
+        raise InvalidParameterError(f"location={without_password(text)!r} is not a valid URL: {error}") from None
     if parts.query or parts.fragment:
-        raise InvalidParameterError(f"location={text!r}: options in the URL are not supported; pass them as parameters")
+        raise InvalidParameterError(
+            f"location={without_password(text)!r}: options in the URL are not supported; pass them as parameters"
+        )
     path = unquote(parts.netloc + parts.path)
     if not path:
         raise LocationError(f'location={text!r} has no path; pass for example "{parts.scheme}:///var/cache/kv"')

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
@@ -179,6 +181,7 @@ class _Change(_View, Transaction):
         self._staged_notes[name] = value
 
     def apply(self) -> None:
+        """Commit. May be called again after an interrupt, and then does the rest."""
         pages = self._pages
         with self._lock:
             for key, entry in self._staged.items():
@@ -191,8 +194,9 @@ class _Change(_View, Transaction):
             pages.notes = _overlaid(pages.notes, self._staged_notes)
             pages.bytes = self._bytes
             if self._structural:
-                pages.generation += 1
-                pages.changes.append((pages.generation, self._structural))
+                if not pages.changes or pages.changes[-1][1] is not self._structural:
+                    pages.changes.append((pages.generation + 1, self._structural))
+                pages.generation = pages.changes[-1][0]
 
 
 def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
@@ -205,9 +209,15 @@ class MemoryBackend(Backend):
 
     def __init__(self) -> None:
         self._pages = _Pages()
+        # held shared by transactions, so that a child does not inherit half a commit
+        self._handle_lock = HandleLock()
+        self._start()
+        register_at_fork(self, ForkLevel.HANDLE)
+
+    def _start(self) -> None:
+        """The locks of this process."""
         self._writing = threading.Lock()
         self._reading = threading.Lock()
-        register_at_fork(self, ForkLevel.HANDLE)
 
     @property
     def location(self) -> str:
@@ -223,37 +233,43 @@ class MemoryBackend(Backend):
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
-        with self._writing:
+        with self._handle_lock.shared(), self._writing:
             change = _Change(self._pages, self._reading)
             yield change
-            change.apply()
+            try:
+                change.apply()
+            except BaseException:
+                # an interrupt: all or nothing, and something is there
+                change.apply()
+                raise
 
     def sync(self) -> None:
         """Nothing to do: memory does not outlive the process."""
 
     def after_fork(self) -> None:
-        """Nothing to drop: the child has a copy of the pages, and `after_fork_in_child` has released the locks."""
+        """Nothing to drop: the child has a copy of the pages, and `after_fork_in_child` has renewed the locks."""
 
     def close(self) -> None:
         self._pages = _Pages()
 
     def before_fork(self) -> None:
-        """The child must not inherit half a commit."""
-        self._writing.acquire()
-        self._reading.acquire()
+        self._handle_lock.acquire_exclusive(self)
 
     def after_fork_in_parent(self) -> None:
-        self._reading.release()
-        self._writing.release()
+        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        self.after_fork_in_parent()
+        if not self._handle_lock.is_exclusive(self):
+            # interrupts kept the fork from waiting: there may be half a commit
+            self._pages = _Pages()
+        self._start()
+        self._handle_lock.renew()
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
     """A new store in memory; it has no path, and the engine keeps its budget."""
     if location not in ("memory:", "memory://"):
-        raise InvalidParameterError(f'location={location!r}: memory has no path; pass "memory:"')
+        raise InvalidParameterError(f'location={without_password(location)!r}: memory has no path; pass "memory:"')
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

@@ -115,6 +115,8 @@ def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | N
     """The tokens of ``--prefix``; None if it is not given."""
     if prefix is None:
         return None
+    if not prefix:
+        raise InvalidParameterError("--prefix is empty, and every text begins with it; leave it out")
     words = text_of_tokens(model, tokenizer)
     if words is None:
         raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")

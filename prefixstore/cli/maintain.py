@@ -186,8 +186,8 @@ def purge(
     Pages that match all given options are deleted, pinned ones included; afterwards their contents cannot be read from
     the files. Overwriting does not reach copies: backups, file system snapshots,
     swap, the spare blocks of an SSD, exported files, and the logs and replicas of a PostgreSQL server. Exit code 1: the
-    pages are deleted, but could not be overwritten, since another process is still reading them (run it again), or
-    there is no tenant of this name.
+    pages are deleted, but could not be overwritten, since another process is still reading them (run it again),
+    there is no tenant of this name, or there are pages of which the tenant is not known.
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """
@@ -200,7 +200,9 @@ def purge(
     scrubbed = False
     with Archive(location) as archive:
         where = archive.location
-        is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in archive.holdings())
+        holdings = archive.holdings() if salt is not None else []
+        is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in holdings)
+        unknown = [one.key.hex() for one in holdings if one.namespace is None and one.pages]
         removed = archive.purge(
             namespace=namespace,
             salt=salt,
@@ -222,7 +224,9 @@ def purge(
         typer.echo(f"{where}: {removed.pages:,} pages {done}, {format_bytes(removed.bytes)}")
     if not is_known:
         say(f"{where}: there is no tenant {salt!r}")
-    return FAILED if (scrub and not scrubbed) or not is_known else 0
+    for key in unknown:
+        say(f"{where}: the settings of namespace {key} are damaged, so its tenant is not known; see --namespace")
+    return FAILED if (scrub and not scrubbed) or not is_known or unknown else 0
 
 
 def pin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import defaultdict
@@ -27,12 +28,14 @@ from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Counters
-from prefixstore.units import parse_bytes
+from prefixstore.units import parse_bytes, parse_seconds, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["DEFAULT_BYTES", "Archive", "Holding"]
+
+log = logging.getLogger("prefixstore")
 
 _T = TypeVar("_T")
 
@@ -122,6 +125,8 @@ class Archive:
         if not create and not read_only and is_persistent(location):
             # opening for writing would create a store at a mistyped path
             open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
+        if max_bytes is not None:
+            max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or DEFAULT_BYTES
         backend = open_backend(location, max_bytes=size, read_only=read_only)
         try:
@@ -193,6 +198,7 @@ class Archive:
         InvalidParameterError
             If none or several do.
         """
+        name = _string(name, "namespace")
         found = [
             holding
             for holding in self.holdings()
@@ -214,6 +220,7 @@ class Archive:
         InvalidParameterError
             If none or several do.
         """
+        digits = _string(digits, "page")
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
         return _only(found, "page", digits, [page.key.hex() for page in found])
 
@@ -265,7 +272,7 @@ class Archive:
 
     def check(self, max_bytes: int | None = None) -> list[Violation]:
         """Verify every invariant and every checksum; with `max_bytes` also that the location holds no more."""
-        return self.engine.check(Budget(max_bytes) if max_bytes is not None else NO_BUDGET)
+        return self.engine.check(Budget(parse_bytes(max_bytes, "max_bytes")) if max_bytes is not None else NO_BUDGET)
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +285,7 @@ class Archive:
 
     def evict_to(self, max_bytes: int) -> Removed:
         """Evict, least recently used first, until the location holds `max_bytes`, or only what is pinned."""
-        return self.engine.evict_to(max_bytes)
+        return self.engine.evict_to(parse_bytes(max_bytes, "max_bytes"))
 
     def purge(
         self,
@@ -303,7 +310,7 @@ class Archive:
         older_than
             Pages that were not used for this many seconds, and whose descendants were not either.
         tokens
-            Pages of sequences that begin with these tokens, and pages that led only to them.
+            Pages of sequences that begin with these tokens, at least one, and pages that led only to them.
         page
             The page with this key and its descendants; see `find`.
         everything
@@ -312,16 +319,31 @@ class Archive:
         Raises
         ------
         InvalidParameterError
-            If no parameter is given, or there is no such namespace or page.
+            If no parameter is given, `tokens` is empty, or there is no such namespace or page.
+
+        Notes
+        -----
+        Whose pages they are is in the settings of their namespace. If those are missing or damaged, `salt` does not
+        choose them, and a warning is logged with the key of the namespace.
         """
-        if not everything and (namespace, salt, older_than, tokens, page) == (None,) * 5:
+        if not everything and all(choice is None for choice in (namespace, salt, older_than, tokens, page)):
             raise InvalidParameterError(
                 "purge() needs at least one of namespace=, salt=, older_than=, tokens=, page=, or everything=True"
             )
+        if salt is not None:
+            salt = _string(salt, "salt")
+        if older_than is not None:
+            older_than = parse_seconds(older_than, "older_than")
         namespaces: set[bytes] | None = None
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
             namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
+            if salt is not None and (unknown := [one for one in among if one.namespace is None and one.pages]):
+                log.warning(
+                    "%s: %d pages may be of this tenant or of another, since the settings of their namespaces are "
+                    "missing or damaged; purge them with namespace=%r",
+                    self.location, sum(one.pages for one in unknown), unknown[0].key.hex(),
+                )  # fmt: skip
         removed = self.engine.delete(self._choices(namespaces, older_than, tokens, page))
         if older_than is None and tokens is None and page is None:
             removed += self.engine.delete_strays(namespaces)
@@ -341,7 +363,12 @@ class Archive:
         if older_than is not None:
             choices.append(partial(unused_since, before=time.time_ns() - round(older_than * 1e9)))
         if tokens is not None:
-            choices.append(partial(beginning_with, tokens=as_tokens(tokens).tobytes(), namespaces=namespaces))
+            wanted = as_tokens(tokens)
+            if not len(wanted):
+                raise InvalidParameterError(
+                    "tokens is empty, and every sequence begins with it; leave it out for all pages"
+                )
+            choices.append(partial(beginning_with, tokens=wanted.tobytes(), namespaces=namespaces))
         if page is not None:
             choices.append(partial(subtree, key=self.find(page).key))
         return choices
@@ -384,6 +411,12 @@ def _only(found: Sequence[_T], kind: str, wanted: str, matches: Iterable[str]) -
     raise InvalidParameterError(
         f"{kind} {wanted!r} is ambiguous; it matches {', '.join(match[:12] for match in list(matches)[:4])}"
     )
+
+
+def _string(value: object, parameter: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be a string")
+    return value
 
 
 def _parsed(settings: bytes) -> Namespace | None:

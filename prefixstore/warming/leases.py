@@ -177,6 +177,8 @@ def _parse(value: bytes | None) -> tuple[Owner, float] | None:
     """The owner and the expiry of a lease; None for no lease, or for one that cannot be read."""
     try:
         known = json.loads(value or b"null")
-        return Owner(str(known["owner"]), str(known["machine"]), int(known["pid"])), float(known["until"])
-    except (ValueError, KeyError, TypeError):
+        owner = Owner(str(known["owner"]), str(known["machine"]), int(known["pid"]))
+        until = float(known["until"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    return (owner, until) if 0 <= owner.pid < 2**31 else None

@@ -55,3 +55,35 @@ def test_a_password_is_not_shown():
     assert without_password("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
     assert without_password("postgresql://me@host/db") == "postgresql://me@host/db"
     assert without_password("/a/b:c@d") == "/a/b:c@d"
+    assert without_password("sqlite:////a/b:c@d") == "sqlite:////a/b:c@d"
+    assert without_password("lmdb:///x?y") == "lmdb:///x?y"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://h/db?password=S3CRET",
+        "postgresql://me@h/db?connect_timeout=3&PassWord=S3CRET&x=y",
+        "postgresql://h/db?p%61ssword=S3CRET",
+        "postgresql://h/db?sslpassword=S3CRET",
+        "postgresql://h/db?options=-c%20my.secret%3DS3CRET",
+        "postgresql://h/db?dbname=postgresql%3A%2F%2Fu%3AS3CRET%40h%2Fx",
+        "postgresql://h/db?passwrd=S3CRET",
+        "postgresql://me:a@S3CRET@h/db",
+        "postgresql://me:a/S3CRET@h/db",
+        "postgresql://me:a?S3CRET@h/db",
+        "postgresql://me:a#S3CRET@h/db",
+        "postgresql://me:a:S3CRET@h/db",
+        "postgresql://:S3CRET@h/db",
+        "postgresql://me:%53S3CRET@h/db?password=S3CRET",
+        "redis://me:S3CRET@h",
+    ],
+)
+def test_no_secret_of_a_url_is_shown_wherever_it_is(url):
+    assert "S3CRET" not in without_password(url)
+    assert without_password(url).startswith(url[: url.index("://")])
+
+
+def test_options_without_a_secret_are_shown():
+    url = "postgresql+psycopg://me@h/db?options=-csearch_path%3Dx&passfile=/home/me/.pgpass"
+    assert without_password(url) == url

@@ -173,6 +173,45 @@ def test_a_password_never_appears_in_a_message_or_a_location(new_database, caplo
     assert "hushhush" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://127.0.0.1:1/x?password=S3CRET",
+        "postgresql://127.0.0.1:1/x?p%61ssword=S3CRET&connect_timeout=abc",
+        "postgresql://127.0.0.1:1/x?passwrd=S3CRET",
+        "postgresql://127.0.0.1:1/x?sslpassword=S3CRET&sslmode=nonsense",
+        "postgresql://joe:S3@CRET@127.0.0.1:1/x",
+        "postgresql://joe:S3@CRET@nowhere.invalid/x",
+        "postgresql://joe:S3/CRET@127.0.0.1:1/x",
+        "postgresql://joe:S3?CRET@127.0.0.1:1/x",
+        "postgresql://joe:S3%40CRET@127.0.0.1:1/x",
+        "postgresql://127.0.0.1:5432/x?password=S3@CRET",
+        "postgresql://127.0.0.1:1/x?options=-c%20a.secret%3DS3CRET",
+        "postgresql://joe:S3CRET@127.0.0.1:port/x",
+        "postgresql+asyncpg://joe:S3CRET@h/x?password=S3CRET",
+        "sqlite://joe:S3CRET@host/x.db?password=S3CRET",
+        "lmdb://joe:S3CRET@host/x?password=S3CRET",
+        "memory://joe:S3CRET@host",
+        "nothing://joe:S3CRET@host?password=S3CRET",
+    ],
+)
+def test_no_part_of_a_secret_in_a_url_is_in_a_message(url, caplog):
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(PrefixStoreError) as caught:
+        open_backend(url, max_bytes=MIB)
+    shown, error = caplog.text, caught.value
+    while error is not None:
+        shown, error = f"{shown} {error}", error.__cause__ or error.__context__
+    assert "CRET" not in shown
+
+
+def test_a_secret_in_the_options_is_not_in_the_location(new_database):
+    url = new_database()
+    with opened(f"{url}&password=S3CRET") as backend:
+        assert "CRET" not in backend.location
+        assert "password=***" in backend.location
+
+
 def test_a_server_that_cannot_be_reached_is_worth_a_retry():
     assert refusal("postgresql://127.0.0.1:1/x").startswith("UnavailableError: postgresql+psycopg://127.0.0.1:1/x: ")
 

@@ -15,6 +15,7 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.engine.invariants import violations
+from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import FullError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
@@ -53,7 +54,7 @@ def a_commit_of_everything(store):
         store.engine._catalog._index.change(new.page, expires=1)
     store.engine.commit(expiring)
     store.put(C)
-    store.engine._catalog.mark_damaged(page_keys(NS, as_tokens(C), P)[1], lambda *_: False)
+    store.engine._catalog.mark_damaged(page_keys(NS, as_tokens(C), P)[1], Suspicion(lambda *_: False))
     store.fetch(C[:4])
     batch = store.announce([1, 1, 1, 1, 2, 2, 2, 2]) + store.announce(A) + [snapshot_of(store, B[:7])]
     store.engine.announce(batch[-1])

@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 import lmdb
+import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
@@ -98,6 +99,27 @@ def test_exactly_the_chosen_pages_are_purged(archive, choice, left):
     assert archive.check() == []
     with archive.backend.view() as view:
         assert len(view.namespaces()) == len(left)
+
+
+def test_no_tokens_are_not_all_tokens_and_tokens_may_be_an_array(archive):
+    fill(archive.backend, MINE, SEQUENCES)
+    for tokens in ([], (), np.array([], np.int32)):
+        with pytest.raises(InvalidParameterError, match="tokens is empty"):
+            archive.purge(tokens=tokens)
+    assert len(archive.pages()) == 7
+    assert archive.purge(tokens=np.array([20, 21])).pages == 2
+    assert len(archive.pages()) == 5
+
+
+def test_pages_whose_tenant_is_not_known_are_reported_when_a_tenant_is_purged(archive, caplog):
+    fill(archive.backend, MINE, SEQUENCES)
+    fill(archive.backend, YOURS, SEQUENCES)
+    with archive.backend.update() as transaction:
+        transaction.put_namespace(YOURS.key, b"damaged")
+    assert archive.purge(salt="mine").pages == 7
+    assert "7 pages may be of this tenant" in caplog.text
+    assert YOURS.key.hex() in caplog.text
+    assert archive.purge(namespace=YOURS.key.hex()).pages == 7
 
 
 def test_a_page_is_purged_with_its_descendants(archive):

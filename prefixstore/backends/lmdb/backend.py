@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lmdb
 
 from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
-from prefixstore.backends.files import make_directory
+from prefixstore.backends.files import absolute, make_directory
 from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
@@ -184,7 +183,7 @@ class LMDBBackend(Backend):
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
-        self._path = Path(path).expanduser().absolute()
+        self._path = absolute(path)
         self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
         self._read_only = read_only
         self._closed = False
@@ -221,7 +220,7 @@ class LMDBBackend(Backend):
             if self._closed:
                 raise refusals.closed(self._path)
             if self._environment is None:
-                self._environment = acquire(self._path, self._map_size, read_only=self._read_only)
+                self._environment = acquire(self._path, self._map_size, read_only=self._read_only, user=self)
             return self._environment
 
     def _writable(self) -> Environment:
@@ -335,9 +334,9 @@ class LMDBBackend(Backend):
     def close(self) -> None:
         with self._opening:
             self._closed = True
-            environment, self._environment = self._environment, None
-        if environment is not None:
-            release(environment)
+            self._environment = None
+        # also if an interrupt has kept the environment from being noted here
+        release(self)
 
 
 def open_lmdb(location: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:

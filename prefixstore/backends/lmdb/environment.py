@@ -6,11 +6,13 @@ import errno
 import os
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from weakref import WeakSet
 
 import lmdb
 
@@ -19,6 +21,8 @@ from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb.file import check_head, check_trees
+from prefixstore.backends.lmdb.lock_file import writer_of
+from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -32,10 +36,12 @@ from prefixstore.format.record import FORMAT_VERSION
 __all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
-DATA = "data.mdb"
+DATA, LOCK = "data.mdb", "lock.mdb"
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
+# how long opening a store waits for another process that writes to it
+OPEN_SECONDS = 10.0
 # how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
@@ -70,7 +76,8 @@ class Environment:
     def __init__(self, path: Path, map_size: int, read_only: bool) -> None:
         self.path = path
         self.read_only = read_only
-        self.users = 0
+        # an interrupted backend may add itself again, and one that was dropped need not remove itself
+        self.users: WeakSet[object] = WeakSet()
         # transactions are inside; the handle is replaced, resized and closed while none is open
         self._handle_lock = HandleLock()
         self._scrubs = b""
@@ -85,11 +92,15 @@ class Environment:
         self.databases: dict[bytes, Any] = {}
         # inode number and size of the file; another file may get the number when this one is gone
         self._bytes = (0, 0)
-        check_head(path / DATA)
         try:
             if not read_only:
                 # it may have been deleted since it was created
                 make_directory(path)
+            require_trusted_directory(path)
+            require_trusted_files(path / DATA, path / LOCK)
+            check_head(path / DATA)
+            if not read_only:
+                self._wait_for_writer()
                 if not (path / DATA).exists():
                     _create(path)
             self.env = lmdb.open(
@@ -106,9 +117,7 @@ class Environment:
                 create=not read_only,
             )
         except (lmdb.Error, OSError) as error:
-            if type(error) in (lmdb.Error, lmdb.ReadonlyError) or isinstance(error, OSError):
-                raise LocationError(f"{path} cannot be opened: {error}; choose another location") from error
-            raise translate(error, path) from error
+            raise _not_opened(error, path, map_size, read_only=read_only) from error
         try:
             if not read_only:
                 self.env.reader_check()
@@ -154,6 +163,23 @@ class Environment:
         if found != FORMAT_VERSION:
             raise refusals.other_format(self.path, found)
         return databases
+
+    def _wait_for_writer(self) -> None:
+        """Wait until no process holds the write lock, but not for long: who opens a store may be able to go on without.
+
+        Before the handle is open: closing a file drops the POSIX locks of this process on it, and LMDB needs its own.
+        """
+        with suppress(OSError):
+            found = (self.path / DATA).stat()
+            if any(one._identity == (found.st_dev, found.st_ino) for one in _open.values() if one is not self):  # noqa: SLF001
+                return  # it is open under another name
+        deadline = time.monotonic() + OPEN_SECONDS
+        while (pid := writer_of(self.path / LOCK)) is not None:
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self.path}: process {pid} has held the write lock for {OPEN_SECONDS:.0f} s; try again, or end it"
+                )
+            time.sleep(0.02)
 
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
@@ -236,8 +262,9 @@ class Environment:
         with self._handle_lock.exclusive():
             if not self._is_broken:
                 self._map_size = self.env.info()["map_size"]
-            self.env.close()
+            # first: an interrupt may come at any step
             self._is_broken = True
+            self.env.close()
             self._open(self._map_size)
 
     def _follow_growth(self) -> None:
@@ -262,19 +289,44 @@ class Environment:
     def close(self) -> None:
         """Close the handle once no transaction is open."""
         with self._handle_lock.exclusive():
+            self._is_broken = True
             self.env.close()
 
     def before_fork(self) -> None:
-        self._handle_lock.acquire_exclusive()
+        self._handle_lock.acquire_exclusive(self)
 
     def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive()
+        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
         """A child must not use its parent's handle. Without a transaction, closing it takes nothing from the parent."""
-        self.env.close()
         _open.pop(self.path, None)
-        self._handle_lock.release_exclusive()
+        if self._handle_lock.is_exclusive(self):
+            self.env.close()
+        else:
+            # interrupts kept the fork from waiting for the transactions of other threads
+            _abandoned.append(self.env)
+        self._is_broken = True
+        self._handle_lock.renew()
+
+
+def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool) -> StorageError:
+    if isinstance(error, lmdb.MemoryError):
+        return LocationError(
+            f"{path}: this system cannot map a file of {map_size:,} bytes into memory; lower max_bytes"
+        )
+    if read_only and _is_denied(error, path / LOCK):
+        return LocationError(
+            f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
+            "overwrites it; permit that, or read a copy of the directory"
+        )
+    if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
+        return translate(error, path)
+    return LocationError(f"{path} cannot be opened: {error}; choose another location")
+
+
+def _is_denied(error: Exception, lock: Path) -> bool:
+    return os.strerror(errno.EACCES) in str(error) and not os.access(lock if lock.exists() else lock.parent, os.W_OK)
 
 
 def _create(path: Path) -> None:
@@ -299,31 +351,39 @@ def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes,
     return databases
 
 
+# handles of a parent process that must not be closed
+_abandoned: list[lmdb.Environment] = []
 # the environments of this process, by path
 _open: dict[Path, Environment] = {}
 _open_lock = ForkLock()
 
 
-def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
-    """The environment at this path, opened if this process has not opened it yet. Give it back with `release`."""
+def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
+    """The environment at this path, opened if this process has not opened it yet. The user gives it to `release`."""
     path = path.resolve()
-    with _open_lock:
+    with _open_lock.held:
         environment = _open.get(path)
-        if environment is not None and environment.read_only and not read_only:
+        if environment is not None and environment.read_only and not read_only and environment.users:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
+        if environment is not None and not environment.users:
+            # its last user was interrupted while it opened or closed it
+            environment.close()
+            environment = None
         if environment is None:
             environment = _open[path] = Environment(path, map_size, read_only)
         elif not (environment.read_only or read_only):
             # a reader does not decide how large the map may be
             environment.resize(map_size)
-        environment.users += 1
+        environment.users.add(user)
     return environment
 
 
-def release(environment: Environment) -> None:
-    """Give an environment back; the last user closes it."""
-    with _open_lock:
-        environment.users -= 1
-        if environment.users == 0:
-            _open.pop(environment.path, None)
-            environment.close()
+def release(user: object) -> None:
+    """Give back the environment that a user has acquired, if any; the last user closes it."""
+    with _open_lock.held:
+        for environment in list(_open.values()):
+            if user in environment.users:
+                environment.users.discard(user)
+                if not environment.users:
+                    environment.close()
+                    _open.pop(environment.path, None)

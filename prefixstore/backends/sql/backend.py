@@ -201,6 +201,7 @@ class _Change(_View, Transaction):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         self._remove(key)
+        self._database.require_space(self._connection, len(payload) + len(record.tokens))
         row = row_of(key, record, usage)
         self._run(insert(PAGES), [row])
         self._run(insert(PIECES), pieces_of(key, payload))

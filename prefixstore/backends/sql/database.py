@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, select
@@ -199,15 +199,28 @@ class Database(ABC):
         if self.read_only:
             raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing:
-            with translated(self.location):
-                self.begin(connection)
-            yield connection
-            with translated(self.location):
-                connection.exec_driver_sql("COMMIT")
+            try:
+                with translated(self.location):
+                    self.begin(connection)
+                yield connection
+                with translated(self.location):
+                    connection.exec_driver_sql("COMMIT")
+            except FullError:
+                # SQLite has done that itself, unless the error is ours
+                with suppress(SQLAlchemyError):
+                    connection.exec_driver_sql("ROLLBACK")
+                self.after_full(connection)
+                raise
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction that writes."""
         connection.exec_driver_sql(self.BEGIN)
+
+    def require_space(self, connection: Connection, n_bytes: int) -> None:  # noqa: B027 - a server knows its disk
+        """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
+
+    def after_full(self, connection: Connection) -> None:  # noqa: B027
+        """Free disk space after a transaction that has found none."""
 
     def rows(
         self,

@@ -34,7 +34,9 @@ from sqlalchemy import (
 
 from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.location import require_plain_password, without_password
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
+from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.errors import CorruptError, InvalidParameterError
@@ -134,11 +136,12 @@ class PostgreSQL(Database):
     BEGIN = "BEGIN"
 
     def __init__(self, location: str, *, read_only: bool) -> None:
+        require_plain_password(location)
         url = parse_url(location)
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
         self._url = url.set(drivername="postgresql+psycopg")
-        super().__init__(self._url.render_as_string(hide_password=True), read_only=read_only)
+        super().__init__(without_password(self._url.render_as_string(hide_password=True)), read_only=read_only)
 
     def prepare(self) -> None:
         require_head(self.revision(), self.location)
@@ -175,7 +178,7 @@ class PostgreSQL(Database):
             connect_args=arguments,
             isolation_level="AUTOCOMMIT",
             use_native_hstore=False,
-            max_overflow=-1,
+            poolclass=IdlePool,
             hide_parameters=True,
         )
         event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))

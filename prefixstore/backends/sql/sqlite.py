@@ -7,6 +7,7 @@ this memory believes that it holds them. So the connections are closed before a 
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import sys
 import threading
@@ -31,12 +32,13 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.dialects import sqlite as dialect
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.exc import SQLAlchemyError
 
 from prefixstore.backends import refusals
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.sql.database import Database, translated
+from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
@@ -51,11 +53,14 @@ from prefixstore.backends.sql.sqlite_file import (
     connect,
     create,
     path_of_url,
+    read_mode,
     recognize,
+    require_trusted,
 )
 from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
+    FullError,
     LocationError,
     StorageError,
     UnavailableError,
@@ -70,6 +75,10 @@ EMPTY_BYTES = 20 * PAGE_BYTES
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
+# What is in the log is moved into the file after so many bytes. If the disk is full before that, neither can grow.
+CHECKPOINT_BYTES = 1 << 20
+# what deletions may write on a disk that is full for everything else
+RESERVE_BYTES = 4 << 20
 OLDEST = (3, 35, 0)
 
 _PIECES = str(
@@ -91,7 +100,7 @@ _SIZES = (
 
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
-# pools whose file is gone
+# pools whose file is gone, or whose connections are a parent's
 _abandoned: list[Engine] = []
 
 
@@ -127,22 +136,21 @@ class SQLite(Database):
         register_at_fork(self, ForkLevel.HANDLE)
 
     def connect(self) -> Engine:
-        return create_engine(
-            "sqlite+pysqlite://", creator=self._new, poolclass=QueuePool, max_overflow=-1, isolation_level="AUTOCOMMIT"
-        )
+        return create_engine("sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT")
 
     def _new(self) -> sqlite3.Connection:
         found = self._found()
         if self._identity not in (None, found):
             raise sqlite3.OperationalError("the file was replaced")
         self._identity = found
-        connection = connect(self.path, "mode=ro" if self.read_only else "mode=rw")
+        connection = connect(self.path, read_mode(self.path) if self.read_only else "mode=rw")
         try:
             for pragma in (
                 "foreign_keys=ON",
                 "synchronous=NORMAL",
                 f"mmap_size={MAP_BYTES}",
                 f"journal_size_limit={LOG_BYTES}",
+                f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
                 # Debian's SQLite writes zeros over everything that is deleted
                 "secure_delete=OFF",
                 "trusted_schema=OFF",
@@ -168,16 +176,18 @@ class SQLite(Database):
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
-        with _opening:
+        with _opening.held:
             if not self._exists():
                 return None
+            require_trusted(self.path)
             recognize(self.path)
             with self.connection() as connection, translated(self.location):
                 return revision_of(connection, self.location)
 
     def upgrade(self) -> None:
-        with _opening:
+        with _opening.held:
             if not self._exists():
+                require_trusted(self.path)
                 create(self.path)
             if not is_head(self.revision()):
                 with self.writing() as connection, translated(self.location):
@@ -247,6 +257,26 @@ class SQLite(Database):
     def begin(self, connection: Connection) -> None:
         wait_for_locks(connection, BUSY_SECONDS)
         super().begin(connection)
+
+    def require_space(self, connection: Connection, n_bytes: int) -> None:
+        with translated(self.location):
+            pages, free, size = connection.exec_driver_sql(_SIZES).one()
+        try:
+            log = Path(f"{self.path}-wal")
+            growth = max((pages - free) * size + n_bytes - self.path.stat().st_size, 0)
+            log_growth = max(n_bytes - (log.stat().st_size if log.exists() else 0), 0)
+            left = shutil.disk_usage(self.path.parent).free
+        except OSError:
+            return  # deleted; the next transaction finds out
+        # what replaces deleted pages needs space in the log only, which is used again and again
+        reserve = RESERVE_BYTES if growth else RESERVE_BYTES // 2
+        if growth + log_growth and left < growth + log_growth + reserve:
+            raise FullError(f"{self.location}: the disk has {left:,} bytes left; free some, or evict pages")
+
+    def after_full(self, connection: Connection) -> None:
+        with suppress(SQLAlchemyError):
+            wait_for_locks(connection, READ_SECONDS)
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
 
     @staticmethod
     def wanted() -> FromClause:
@@ -356,14 +386,18 @@ class SQLite(Database):
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
-        self._handle_lock.acquire_exclusive()
+        self._handle_lock.acquire_exclusive(self)
         self._engine.dispose()
 
     def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive()
+        self._handle_lock.release_exclusive(self)
 
     def after_fork_in_child(self) -> None:
-        self._handle_lock.release_exclusive()
+        if not self._handle_lock.is_exclusive(self):
+            # interrupts kept the fork from closing the connections
+            _abandoned.append(self._engine)
+            self._engine = self.connect()
+        self._handle_lock.renew()
 
 
 def wait_for_locks(connection: Connection, seconds: float) -> None:

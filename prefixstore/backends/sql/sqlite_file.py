@@ -16,13 +16,25 @@ from urllib.parse import quote
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
-from prefixstore.backends.files import make_directory, publish
+from prefixstore.backends.files import absolute, make_directory, publish
+from prefixstore.backends.location import without_password
 from prefixstore.backends.sql.database import parse_url, translate, translated
 from prefixstore.backends.sql.migrations import upgrade_connection
 from prefixstore.backends.sql.schema import APPLICATION_ID
+from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, LocationError
 
-__all__ = ["BUSY_SECONDS", "PAGE_BYTES", "READ_SECONDS", "connect", "create", "path_of_url", "recognize"]
+__all__ = [
+    "BUSY_SECONDS",
+    "PAGE_BYTES",
+    "READ_SECONDS",
+    "connect",
+    "create",
+    "path_of_url",
+    "read_mode",
+    "recognize",
+    "require_trusted",
+]
 
 PAGE_BYTES = 16 << 10
 # a writer waits for others, a completion that reads does not
@@ -40,25 +52,38 @@ def path_of_url(location: str) -> Path:
     """
     url = parse_url(location)
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
-        raise InvalidParameterError(f"location={location!r}: unknown driver; pass sqlite:////path")
+        raise InvalidParameterError(f"location={without_password(location)!r}: unknown driver; pass sqlite:////path")
     if url.query:
-        raise InvalidParameterError(f"location={location!r}: options in the URL are not supported")
+        raise InvalidParameterError(f"location={without_password(location)!r}: options in the URL are not supported")
     if url.host or not url.database or url.database == ":memory:":
         raise InvalidParameterError(
-            f'location={location!r} names no file; pass "sqlite:////absolute/path.db" or "sqlite:///relative.db"; '
-            'for a store in memory pass "memory:"'
+            f'location={without_password(location)!r} names no file; pass "sqlite:////absolute/path.db" or '
+            '"sqlite:///relative.db"; for a store in memory pass "memory:"'
         )
-    return Path(url.database).expanduser().absolute()
+    return absolute(url.database)
+
+
+class _Connection(sqlite3.Connection):
+    """A connection whose locks end when it is closed."""
+
+    def close(self) -> None:
+        # Otherwise they last as long as any cursor, and one may be in the traceback of an interrupted statement.
+        try:
+            if self.in_transaction:
+                self.rollback()
+        finally:
+            super().close()
 
 
 def connect(path: Path, mode: str) -> sqlite3.Connection:
     """A connection that begins no transactions by itself; `mode` is what SQLite takes in a URI."""
     return sqlite3.connect(
-        f"file:///{quote(path.as_posix().lstrip('/'))}?{mode}",
+        f"file:///{quote(os.fsencode(path.as_posix().lstrip('/')))}?{mode}",
         uri=True,
         timeout=BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
+        factory=_Connection,
     )
 
 
@@ -91,6 +116,31 @@ def create(path: Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm", "-journal"):
             Path(f"{new}{suffix}").unlink(missing_ok=True)
+
+
+def require_trusted(path: Path) -> None:
+    """Refuse a file that others could have made or changed, also its log and its index."""
+    require_trusted_directory(path.parent, sticky=True)
+    require_trusted_files(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
+
+
+def read_mode(path: Path) -> str:
+    """What SQLite takes in a URI to read a store: without a lock where nothing can be written and there is no log.
+
+    Raises
+    ------
+    LocationError
+        If SQLite would have to create files that it cannot create.
+    """
+    has_log = any(Path(f"{path}{suffix}").exists() for suffix in ("-wal", "-shm"))
+    if has_log or os.access(path.parent, os.W_OK):
+        return "mode=ro"
+    if hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY:
+        return "mode=ro&immutable=1"
+    raise LocationError(
+        f"{path.parent} cannot be written by this user: to read, SQLite has to create {path.name}-shm there, so that "
+        "no writer changes what is being read; permit that, or read a copy of the file"
+    )
 
 
 def recognize(path: Path) -> None:

@@ -1,0 +1,45 @@
+"""The lock file of LMDB: which process holds the write lock.
+
+LMDB has no call that asks for it, nor one that waits for it with a limit. On Linux the lock is a robust mutex of the C
+library in the file, which holds the id of the thread that has it. Read without a lock, and used for waiting and for
+messages only: whoever it names may be gone a moment later. A process that has the store open must not call this:
+closing a file drops all POSIX locks of the process on it, and LMDB tells by them whether others use the file.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+
+__all__ = ["writer_of"]
+
+MAGIC = 0xBEEFC0DE
+# magic, format; the mutex of the readers, which ends with the counters in one line of 64 bytes
+HEAD = struct.Struct("<II")
+# of glibc: the thread and two flags, how often it has locked, the thread again
+MUTEX = struct.Struct("<III")
+MUTEX_AT = 64
+THREAD_MASK = 0x3FFFFFFF
+
+
+def writer_of(path: Path) -> int | None:
+    """The process that holds the write lock in this lock file; None if none does, or if it cannot be known."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        with path.open("rb") as file:
+            found = file.read(MUTEX_AT + MUTEX.size)
+        if len(found) < MUTEX_AT + MUTEX.size or HEAD.unpack_from(found)[0] != MAGIC:
+            return None
+        lock, _, owner = MUTEX.unpack_from(found, MUTEX_AT)
+        thread = lock & THREAD_MASK
+        if not thread or thread != owner:
+            return None
+        # of a thread of this machine, in this process namespace
+        status = Path(f"/proc/{thread}/status").read_text()
+    except (OSError, ValueError):
+        return None
+    tgid = next((line.split()[1] for line in status.splitlines() if line.startswith("Tgid:")), "")
+    return int(tgid) if tgid.isdecimal() and int(tgid) != os.getpid() else None

@@ -1,0 +1,76 @@
+"""Whether files can be trusted: who owns them, and who else can write to them.
+
+Whoever can write to a store decides what is restored from it, and a file or link that is planted at its place decides
+what is read and overwritten. So what belongs to another user, or can be written by everyone, is refused. A group is
+trusted: a directory shared by a group is made on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from prefixstore.errors import LocationError
+
+__all__ = ["require_trusted_directory", "require_trusted_files"]
+
+
+def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
+    """Refuse a directory in which others can plant files. A directory that does not exist is not refused.
+
+    Parameters
+    ----------
+    path
+        The directory. It may be a link: then what it points to counts.
+    sticky
+        Whether everyone may write to it if nobody can replace the files of others, as in ``/tmp``.
+
+    Raises
+    ------
+    LocationError
+        With the command that mends it.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return  # opening it says why
+    if sticky and found.st_mode & stat.S_ISVTX:
+        return
+    _require(path, found)
+
+
+def require_trusted_files(*paths: Path) -> None:
+    """Refuse files that others have put there or can change, and links. A file that does not exist is not refused.
+
+    Raises
+    ------
+    LocationError
+        With the command that mends it.
+    """
+    for path in paths:
+        try:
+            found = path.lstat()
+        except OSError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            raise LocationError(f"{path} is a symbolic link, which is not followed; name the directory it points to")
+        _require(path, found)
+
+
+def _require(path: Path, found: os.stat_result) -> None:
+    if os.name != "posix":
+        return
+    if found.st_mode & stat.S_IWOTH:
+        raise LocationError(
+            f"{path} can be written by every user, who could forge what is restored; if its contents are yours, run: "
+            f"chmod o-w '{path}', or choose another location"
+        )
+    if found.st_uid in (os.geteuid(), 0):
+        return
+    if found.st_gid in {os.getegid(), *os.getgroups()} and found.st_mode & stat.S_IRGRP:
+        return  # shared by a group
+    raise LocationError(
+        f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user, or share it "
+        "with a group that this user is in"
+    )

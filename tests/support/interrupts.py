@@ -1,0 +1,120 @@
+"""An interrupt (Ctrl-C) at a step that a test chooses."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Collection
+from types import FrameType, ModuleType
+from typing import Any
+
+__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "steps_of"]
+
+
+def in_own_thread(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test in a thread of its own: an exception before a bytecode that ends a handler stays the handled one."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **options: Any) -> None:
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                test(*arguments, **options)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return run
+
+
+def _tracer(files: Collection[str], count: Callable[[], None]) -> Any:
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            count()
+        return trace
+
+    return trace
+
+
+def _traced(work: Callable[[], object], modules: Collection[ModuleType], count: Callable[[], None]) -> None:
+    files = {module.__file__ for module in modules if module.__file__ is not None}
+    before = sys.gettrace()
+    sys.settrace(_tracer(files, count))
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+
+
+def steps_of(work: Callable[[], object], modules: Collection[ModuleType]) -> int:
+    """How many bytecodes of these modules this runs when it is run again: the first time may take more."""
+    work()
+    n = 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    _traced(work, modules, count)
+    return n
+
+
+def interrupted(work: Callable[[], object], modules: Collection[ModuleType], step: int) -> None:
+    """Run this, with a KeyboardInterrupt before the bytecode of these modules with this number."""
+    left = step
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    _traced(work, modules, count)
+
+
+def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return"):
+            count()
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+
+
+def moments_of(work: Callable[[], object]) -> int:
+    """How often Python looks for signals while this runs: when a function begins, and when one in C has returned."""
+    work()
+    n = 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    _profiled(work, count)
+    return n
+
+
+def interrupted_at(work: Callable[[], object], moment: int) -> None:
+    """Run this, with a KeyboardInterrupt at the moment with this number."""
+    left = moment
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    _profiled(work, count)

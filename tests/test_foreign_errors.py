@@ -1,0 +1,195 @@
+"""Whatever a parameter is given, an error is one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prefixstore import InvalidParameterError, LocationError, PrefixStore, PrefixStoreError
+from prefixstore.config import Config, load_config
+from prefixstore.maintenance.archive import Archive
+from prefixstore.units import parse_bytes, parse_seconds
+from prefixstore.warming.leases import PREFIX, Leases
+from tests.support.places import fill, space
+
+BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+
+NUMBERS = st.one_of(
+    st.integers(),
+    st.integers(min_value=2**31),
+    st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**400, 10**5000, -(10**5000), 0, -1]),
+    st.floats(),
+    st.booleans(),
+)
+TEXTS = st.one_of(
+    st.text(st.characters(), max_size=12),
+    st.sampled_from(
+        ["\ud800", "a\udcff", "\0", "", " ", "9" * 400, f"{'9' * 400}TiB", "1" * 5000, "٣d", "1e9", "~nobody-x/y"]
+    ),
+    st.from_regex(r"[0-9.]{1,20} ?[kKmMgGtTiIbBdhsw]{0,3}", fullmatch=True),
+)
+OBJECTS = st.one_of(
+    st.none(),
+    NUMBERS,
+    TEXTS,
+    st.binary(max_size=8),
+    st.lists(NUMBERS, max_size=3),
+    st.dictionaries(TEXTS, NUMBERS, max_size=2),
+    st.sampled_from([timedelta.max, timedelta.min, np.int64(7), np.float32("nan"), np.array([1, 2]), object, 1j]),
+)
+
+
+@contextlib.contextmanager
+def ours():
+    with contextlib.suppress(PrefixStoreError):
+        yield
+
+
+PARAMETERS = [
+    "namespace",
+    "salt",
+    "page_tokens",
+    "min_tokens",
+    "snapshot_interval",
+    "max_snapshots",
+    "max_bytes",
+    "max_entries",
+    "quota",
+    "ttl",
+    "ram_bytes",
+    "codec",
+    "policy",
+    "priority",
+    "queue_bytes",
+]
+
+
+@BOUNDED
+@given(st.sampled_from(PARAMETERS), OBJECTS)
+def test_of_a_store(name, value):
+    with ours(), PrefixStore("memory:", **{"namespace": "n", name: value}) as store:
+        store.match([1, 2, 3])
+        store.stats()
+
+
+@BOUNDED
+@given(OBJECTS)
+def test_of_the_methods_of_a_store(value):
+    with PrefixStore("memory:", namespace="n") as store:
+        for use in (store.match, store.pin):
+            with ours():
+                use(value)
+
+
+@BOUNDED
+@given(st.sampled_from(["{}", "lmdb://{}", "sqlite:///{}", "memory:{}", "{}:x"]), TEXTS)
+def test_of_a_location(tmp_path, form, text):
+    # never outside the directory of the test
+    location = form.format(f"{tmp_path}/none/{text}" if "{}" in form[-2:] and form != "memory:{}" else text)
+    with ours():
+        Archive(location, read_only=True).close()
+
+
+@BOUNDED
+@given(OBJECTS, st.sampled_from(["namespace", "salt", "older_than", "tokens", "page"]))
+def test_of_an_archive(value, name):
+    with Archive("memory:", create=True) as archive:
+        fill(archive.backend, space("mine"), [[1, 2, 3, 4]])
+        with ours():
+            archive.purge(**{name: value})
+        for use in (archive.evict_to, archive.check, archive.repair, archive.find, archive.namespace):
+            with ours():
+                use(value)
+
+
+@BOUNDED
+@given(OBJECTS)
+def test_of_an_archive_that_is_opened(value):
+    with ours(), Archive("memory:", create=True, max_bytes=value) as archive:
+        archive.used()
+
+
+@BOUNDED
+@given(OBJECTS, TEXTS)
+def test_of_sizes_and_durations(value, text):
+    for one in (value, text):
+        for parse in (parse_bytes, parse_seconds):
+            with ours():
+                assert 0 < parse(one, "x") < 2**63
+
+
+@BOUNDED
+@given(st.dictionaries(st.sampled_from(["n_ctx", "type_k", "path", "x"]), OBJECTS, max_size=2), OBJECTS)
+def test_of_a_config(model, prompts):
+    with ours():
+        Config(None, {**model}, {}, {"prompts": prompts})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\ud800", "[" * 100_000, "a = " + "[" * 100_000, "[model]\nn_ctx = " + "9" * 5000, "\0", "[store]\nlocation = 7"],
+)
+def test_of_a_config_file(tmp_path, text):
+    (tmp_path / "x.toml").write_text(text, "utf-8", errors="surrogatepass")
+    with ours():
+        load_config(tmp_path / "x.toml").open_store(None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "[" * 200_000,
+        '{"owner": "x", "machine": "y", "pid": 1, "until": 1e999}',
+        '{"owner": "x", "machine": "y", "pid": 1, "until": NaN}',
+        f'{{"owner": "x", "machine": "y", "pid": 1, "until": {"9" * 400}}}',
+        f'{{"owner": "x", "machine": "y", "pid": {"9" * 400}, "until": 1}}',
+        f'{{"owner": "x", "machine": "y", "pid": {"9" * 5000}, "until": 1}}',
+        '{"owner": "x", "machine": "y", "pid": 1e999, "until": 1}',
+        '"\\ud800"',
+    ],
+    ids=lambda value: value[:60],
+)
+def test_of_a_note_that_is_not_a_lease(value):
+    with PrefixStore("memory:") as store, Leases(store.engine) as leases:
+        store.engine.change_note(PREFIX + b"a", lambda _: value.encode())
+        assert leases.acquire(b"a")
+
+
+@pytest.mark.parametrize("pid", [2**31, 10**30, -1])
+def test_the_process_of_a_lease_is_a_process(pid):
+    with PrefixStore("memory:") as store, Leases(store.engine) as leases:
+        note = {"owner": "x", "machine": leases.owner.machine, "pid": pid, "until": time.time() + 10}
+        store.engine.change_note(PREFIX + b"a", lambda _: json.dumps(note).encode())
+        assert leases.acquire(b"a")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"namespace": "\ud800"}, "not valid text"),
+        ({"salt": "x\udcff"}, "not valid text"),
+        ({"max_bytes": 2**62}, "at most 1024 PiB"),
+        ({"max_bytes": "9" * 400}, "at most 1024 PiB"),
+        ({"max_bytes": 10**5000}, "cannot be shown"),
+        ({"page_tokens": 2**40}, "at most"),
+        ({"location": "lmdb:///x\ud800"}, "characters that no file name can have"),
+        ({"location": "/x\0y"}, "characters that no file name can have"),
+        ({"location": "postgresql://\udcff@h/x"}, "not valid text"),
+    ],
+    ids=["half", "half2", "2^62", "digits", "many", "page_tokens", "url", "nul", "postgresql"],
+)
+def test_the_message_says_what_is_wrong(arguments, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        PrefixStore(**({"location": "memory:", "namespace": "n"} | arguments))
+
+
+def test_an_lmdb_store_that_cannot_be_mapped_is_refused(tmp_path):
+    with pytest.raises(LocationError, match="lower max_bytes"):
+        PrefixStore(tmp_path / "kv", namespace="n", max_bytes=2**60)
