@@ -36,6 +36,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
@@ -104,6 +105,19 @@ def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any,
         return end.value
 
 
+def _connected(options: dict[str, Any]) -> _Connection:
+    """A new connection, which finds names in one schema only."""
+    connection = _Connection.connect(**options)
+    try:
+        connection.autocommit = True
+        connection.execute(SET_SEARCH_PATH)
+        connection.autocommit = False
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def _accept_silence(connection: Connection, seconds: float | None) -> None:
     driver = connection.connection.driver_connection
     assert isinstance(driver, _Connection)
@@ -145,13 +159,21 @@ class PostgreSQL(Database):
 
     def revision(self) -> str | None:
         with self.connection() as connection, translated(self.location):
-            return revision_of(connection, self.location)
+            return self._revision(connection)
+
+    def _revision(self, connection: Connection) -> str | None:
+        """The revision of tables that are as the migrations made them."""
+        require_plain_tables(connection, self.location)
+        revision = revision_of(connection, self.location)
+        if is_head(revision):
+            require_our_columns(connection, self.location)
+        return revision
 
     def upgrade(self) -> None:
         with self.writing() as connection, translated(self.location):
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
+            connection.exec_driver_sql(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})").all()
             # another process may have been faster
-            if not is_head(revision_of(connection, self.location)):
+            if not is_head(self._revision(connection)):
                 _accept_silence(connection, None)
                 upgrade_connection(connection)
 
@@ -178,7 +200,7 @@ class PostgreSQL(Database):
             max_overflow=-1,
             hide_parameters=True,
         )
-        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))
+        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _connected(options))
         return engine
 
     @contextmanager
@@ -235,7 +257,9 @@ class PostgreSQL(Database):
             self.begin(connection)
             connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
             # a transaction that has written nothing is not flushed, whatever number it has
-            connection.exec_driver_sql("SELECT pg_logical_emit_message(true, 'prefixstore', '')").all()
+            connection.exec_driver_sql(
+                "SELECT pg_catalog.pg_logical_emit_message(true, 'prefixstore'::text, ''::text)"
+            ).all()
             connection.exec_driver_sql("COMMIT")
 
     def reclaim(self) -> None:
@@ -243,7 +267,7 @@ class PostgreSQL(Database):
         self._vacuum("VACUUM")
 
     def disk_bytes(self) -> int:
-        sizes = " + ".join(f"pg_total_relation_size('{name}')" for name in sorted(METADATA.tables))
+        sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
 
