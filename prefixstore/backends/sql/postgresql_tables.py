@@ -37,17 +37,20 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
 ), 'pg_temp'), false)
 """  # noqa: S608 - constants
 
-# The tables of the schema that is on the search path; an owner is trusted who could read and change the tables anyway,
-# or whom the configuration names. The schema "$user" is used unless another is named, and anyone may have created it.
+# The tables of the schema that is on the search path. An owner is trusted who could change them anyway, of whose role we
+# are a member (but a superuser is one of every role), or who owns a schema that was named. "$user", which is used
+# unless another is named, may have been created by anyone.
 _TABLES = f"""
 SELECT c.oid, c.relname::pg_catalog.text AS name, c.relkind::pg_catalog.text AS kind,
     c.relpersistence::pg_catalog.text AS persistence, c.relrowsecurity AS has_policies,
     pg_catalog.pg_get_userbyid(c.relowner)::pg_catalog.text AS owner,
-    owner.rolsuper OR c.relowner = d.datdba OR pg_catalog.pg_has_role(current_user, c.relowner, 'MEMBER')
-        OR (c.relowner = n.nspowner AND n.nspname <> current_user) AS is_trusted
+    owner.rolsuper OR c.relowner IN (me.oid, d.datdba)
+        OR (NOT me.rolsuper AND pg_catalog.pg_has_role(me.oid, c.relowner, 'MEMBER'))
+        OR (c.relowner = n.nspowner AND n.nspname <> me.rolname) AS is_trusted
 FROM pg_catalog.pg_class AS c
 JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
 JOIN pg_catalog.pg_roles AS owner ON owner.oid = c.relowner
+JOIN pg_catalog.pg_roles AS me ON me.rolname = current_user
 JOIN pg_catalog.pg_database AS d ON d.datname = pg_catalog.current_database()
 WHERE n.nspname = ANY (pg_catalog.current_schemas(false)) AND c.relname IN ({_NAMED})
 """  # noqa: S608 - constants
@@ -119,10 +122,10 @@ def require_our_columns(connection: Connection, where: str) -> None:
     """
     for statement, expected in ((_COLUMNS, _expected_columns()), (_CONSTRAINTS, _expected_constraints())):
         found = {tuple(map(str, row)) for row in connection.exec_driver_sql(statement)}
-        for table, *more in sorted(expected - found):
-            raise _refused(where, f"{table} lacks {' '.join(more)}")
         for table, *more in sorted(found - expected):
             raise _refused(where, f"{table} has {' '.join(more)}")
+        for table, *more in sorted(expected - found):
+            raise _refused(where, f"{table} lacks {' '.join(more)}")
 
 
 def _refused(where: str, what: str) -> IncompatibleError:
