@@ -37,8 +37,8 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
 ), 'pg_temp'), false)
 """  # noqa: S608 - constants
 
-# The tables of the schema that is on the search path. An owner is trusted who could change them anyway, of whose role we
-# are a member (but a superuser is one of every role), or who owns a schema that was named. "$user", which is used
+# The tables of the schema that is on the search path. An owner is trusted who could change them anyway, of whose role
+# we are a member (but a superuser is one of every role), or who owns a schema that was named. "$user", which is used
 # unless another is named, may have been created by anyone.
 _TABLES = f"""
 SELECT c.oid, c.relname::pg_catalog.text AS name, c.relkind::pg_catalog.text AS kind,
