@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from threading import Lock, Semaphore
+from threading import Lock
 from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.base import View
@@ -148,16 +148,24 @@ class ReadAhead(Reader):
         self._in_use: list[PooledBuffer] = []
         self._n_taken = 0
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
-        # one page for each worker, and one that the caller uses
-        self._free = Semaphore(n_workers + 1)
-        self._workers = [pool.threads.submit(self._work) for _ in pages[:n_workers]]
+        # One for each page that may be read: one for each worker, and one that the caller uses. A queue and not a
+        # semaphore, whose methods a Ctrl-C may end while they hold its lock: `close` would wait forever.
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(n_workers + 1):
+            self._free.put(None)
+        # They start with the first `next`: a reader that is interrupted before it is used has nothing to end.
+        self._threads = pool.threads
+        self._n_workers = min(n_workers, len(pages))
+        self._workers: list[Future[None]] = []
 
     def next(self) -> memoryview | None:
+        if not self._workers:
+            self._workers += [self._threads.submit(self._work) for _ in range(self._n_workers)]
         if self._streamed:
             self._release_buffers()
         if self._n_taken:
             # the caller has finished with the previous state
-            self._free.release()
+            self._free.put(None)
         state = self._take(self._promised.get().result())
         if state is not None:
             check_shape(self._look, next(self._pages_to_give), state)
@@ -168,8 +176,8 @@ class ReadAhead(Reader):
 
     def close(self) -> None:
         self._ended = True
-        for _ in self._workers:
-            self._free.release()
+        for _ in range(self._n_workers):
+            self._free.put(None)
         wait([worker for worker in self._workers if not worker.cancel()])
         self._fetched.close()
         while not self._promised.empty():
@@ -193,7 +201,7 @@ class ReadAhead(Reader):
     def _work(self) -> None:
         """Read pages in turns with the other workers; verify and unpack them at the same time as the others."""
         while True:
-            self._free.acquire()
+            self._free.get()
             promise: Future[_State | None] = Future()
             try:
                 with self._turn:
