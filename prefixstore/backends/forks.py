@@ -70,26 +70,26 @@ def register_at_fork(participant: ForkParticipant, level: ForkLevel) -> None:
 
 
 class ForkLock:
-    """A lock under which handles are opened and closed; no other thread holds it during a fork.
-
-    Attributes
-    ----------
-    lock
-        Entered by itself: a Ctrl-C may end a method written in Python before it takes or releases a lock, not one of C.
-    """
+    """A lock under which handles are opened and closed; no other thread holds it during a fork."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         register_at_fork(self, ForkLevel.OPENING)
 
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
     def before_fork(self) -> None:
-        self.lock.acquire()
+        self._lock.acquire()
 
     def after_fork_in_parent(self) -> None:
-        self.lock.release()
+        self._lock.release()
 
     def after_fork_in_child(self) -> None:
-        self.lock.release()
+        self._lock.release()
 
 
 def _before_fork() -> None:

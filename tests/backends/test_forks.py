@@ -106,7 +106,7 @@ def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
     opening = threading.Event()
 
     def open_handle():
-        with lock.lock:
+        with lock:
             opening.set()
             time.sleep(0.1)
             calls.append("opened")
@@ -115,12 +115,12 @@ def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
     opening.wait(PATIENCE)
 
     def child():
-        with lock.lock:
+        with lock:
             return 7 if calls == ["opened"] else 1
 
     assert exit_code_of_child(child) == 7
     thread.join(PATIENCE)
-    with lock.lock:
+    with lock:
         pass
 
 

@@ -307,7 +307,7 @@ _open_lock = ForkLock()
 def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
     """The environment at this path, opened if this process has not opened it yet. Give it back with `release`."""
     path = path.resolve()
-    with _open_lock.lock:
+    with _open_lock:
         environment = _open.get(path)
         if environment is not None and environment.read_only and not read_only:
             raise LocationError(f"{path} is open read-only in this process; close that store first")
@@ -322,7 +322,7 @@ def acquire(path: Path, map_size: int, *, read_only: bool) -> Environment:
 
 def release(environment: Environment) -> None:
     """Give an environment back; the last user closes it."""
-    with _open_lock.lock:
+    with _open_lock:
         environment.users -= 1
         if environment.users == 0:
             _open.pop(environment.path, None)

@@ -167,7 +167,7 @@ class SQLite(Database):
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
-        with _opening.lock:
+        with _opening:
             if not self._exists():
                 return None
             recognize(self.path)
@@ -175,7 +175,7 @@ class SQLite(Database):
                 return revision_of(connection, self.location)
 
     def upgrade(self) -> None:
-        with _opening.lock:
+        with _opening:
             if not self._exists():
                 create(self.path)
             if not is_head(self.revision()):
