@@ -15,8 +15,8 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.ctrl_c import interrupted, places_in, sample
+from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
 from tests.support.places import fill, space
 
