@@ -13,7 +13,7 @@ from sqlalchemy import event, make_url
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations, postgresql
-from prefixstore.errors import StorageError, UnavailableError
+from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
@@ -368,6 +368,18 @@ def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, 
         assert store.fetch(A) == 3
         assert store.put(C) == 3
     is_intact(url, A, B, C)
+
+
+def test_a_role_that_cannot_rewrite_the_tables_is_told_that_nothing_was_scrubbed(administrator, user):
+    url, session = administrator
+    session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
+    with stored(user, A) as store:
+        assert store.engine.clear(NS) == 3
+        with pytest.raises(LocationError, match="scrub as the owner of the tables"):
+            store.engine.scrub()
+        assert store.put(B) == 3
+    with stored(url) as store:
+        store.engine.scrub()
 
 
 def test_a_server_without_free_connections_causes_misses_only(administrator, user):

@@ -38,7 +38,7 @@ from prefixstore.backends.sql.database import Database, again, parse_url, transl
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.errors import CorruptError, InvalidParameterError, LocationError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
@@ -272,16 +272,39 @@ class PostgreSQL(Database):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
 
     def scrub(self) -> None:
-        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach."""
-        self._vacuum("VACUUM FULL")
+        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach.
 
-    def _vacuum(self, command: str) -> None:
+        Only the owner of the tables can.
+        """
+        warnings = self._vacuum("VACUUM FULL")
+        if warnings:
+            # the server skips a table that it must not rewrite, and calls that a success
+            raise LocationError(
+                f"{self.location}: what was deleted is still in the files, since the server says: {warnings[0]}; "
+                "scrub as the owner of the tables"
+            )
+
+    def _vacuum(self, command: str) -> list[str]:
+        """Vacuum all tables; the server's warnings."""
         if self.read_only:
             raise refusals.read_only(self.location)
         tables = ", ".join(sorted(METADATA.tables))
+        warnings: list[str] = []
+
+        def note(diagnostic: psycopg.errors.Diagnostic) -> None:
+            if diagnostic.severity_nonlocalized == "WARNING":
+                warnings.append(str(diagnostic.message_primary))
+
         with self.connection() as connection, translated(self.location):
             _accept_silence(connection, None)
-            again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+            driver = connection.connection.driver_connection
+            assert isinstance(driver, _Connection)
+            driver.add_notice_handler(note)
+            try:
+                again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+            finally:
+                driver.remove_notice_handler(note)
+        return warnings
 
     def after_fork(self) -> None:
         _inherited.append(self._engine)
