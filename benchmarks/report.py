@@ -47,7 +47,7 @@ def markdown(results: dict[str, Any]) -> str:
         "# Benchmarks",
         "",
         *paragraph(
-            """Reading order: [README](../README.md), [architecture](architecture.md), [operations](operations.md),
+            """Reading order: [README](../README.md), [architecture](architecture.md), [operations](operations.md), [security](security.md),
             [design](design.md), [format](format.md), [backends](backends.md), **benchmarks**."""
         ),
         *paragraph(

@@ -11,6 +11,7 @@ from sqlalchemy import make_url
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations
 from prefixstore.errors import IncompatibleError
+from tests.support import ROOT
 from tests.support.engines import MIB, A, B, Store, store_of
 from tests.support.places import refusal
 
@@ -224,3 +225,38 @@ def test_all_tables_are_those_of_one_schema(new_database, n_schemas):
     assert refusal(f"{url}&options=-csearch_path%3D{path}").startswith(("IncompatibleError", "LocationError"))
     as_administrator(url, f"DROP TABLE {schemas[-1]}.prefixstore_pages")
     assert refusal(f"{url}&options=-csearch_path%3D{path}") == "opened"
+
+
+def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
+    url = make_url(new_database(empty=True))
+    text = (ROOT / "docs" / "security.md").read_text().split("\n## PostgreSQL\n")[1].split("\n## ")[0]
+    statements = "\n".join(line for line in text.splitlines() if line.startswith("    ") and "--" not in line)
+    for name in ("kv_owner", "kv_server"):
+        statements = statements.replace(name, f"pfxs_{name}")
+    grants = [one.strip() for one in statements.split(";") if one.strip()]
+    assert len(grants) == 7
+    url = url.render_as_string(hide_password=False)
+    database = make_url(url).database
+    as_administrator(url, *grants[:2])
+    try:
+        as_administrator(url, f"ALTER DATABASE {database} OWNER TO pfxs_kv_owner")
+        as_administrator(url, *(one.replace("DATABASE kv ", f"DATABASE {database} ") for one in grants[3:5]))
+        owner, server = (
+            make_url(url).set(username=f"pfxs_{name}").render_as_string(hide_password=False)
+            for name in ("kv_owner", "kv_server")
+        )
+        migrations.upgrade(owner)
+        as_administrator(owner, *grants[5:])
+        with store_of(open_backend(server, max_bytes=64 * MIB)) as store:
+            assert store.put(A) == 3
+            assert store.fetch(A) == 3
+            store.engine.flush()
+            store.engine.evict_to(0)
+            assert store.put(A) == 3
+        with store_of(open_backend(owner, max_bytes=64 * MIB)) as store:
+            store.engine.clear(None)
+            store.engine.scrub()
+    finally:
+        as_administrator(url, f"ALTER DATABASE {database} OWNER TO postgres")
+        as_administrator(url, "DROP OWNED BY pfxs_kv_owner, pfxs_kv_server CASCADE")
+        as_administrator(url, "DROP ROLE pfxs_kv_owner, pfxs_kv_server")
