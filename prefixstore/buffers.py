@@ -13,16 +13,21 @@ import numpy.typing as npt
 __all__ = ["BufferPool", "PooledBuffer"]
 
 IDLE_BYTES = 64 << 20
+NO_MEMORY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
 class PooledBuffer:
-    """A buffer in use. It starts with one holder, and returns to the pool when the last holder releases it."""
+    """A buffer in use. It starts with one holder, and returns to the pool when the last holder releases it.
 
-    def __init__(self, pool: BufferPool, memory: npt.NDArray[np.uint8], size: int) -> None:
+    One that is lost, since its holder was interrupted, no longer counts as in use when it is collected.
+    """
+
+    def __init__(self, pool: BufferPool, size: int) -> None:
         self._pool = pool
-        self._memory = memory
+        self._memory = NO_MEMORY
         self._size = size
-        self._holders = 1
+        # set by the pool
+        self._holders = 0
 
     @property
     def view(self) -> memoryview:
@@ -42,12 +47,27 @@ class PooledBuffer:
             self._holders += 1
             return True
 
+    def __del__(self) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Count it as in use no longer. Its memory does not return to the pool: a view may show it."""
+        pool = self._pool
+        with pool.lock:
+            if self._holders > 0:
+                # nothing is called in between, so no Ctrl-C comes in between
+                self._holders = 0
+                pool.in_use -= self._size
+                pool.released()
+
     def release(self) -> None:
         """Remove a holder."""
-        with self._pool.lock:
+        pool = self._pool
+        with pool.lock:
             self._holders -= 1
             if self._holders == 0:
-                self._pool.take_back(self._memory, self._size)
+                pool.in_use -= self._size
+                pool.released(self._memory)
 
 
 class BufferPool:
@@ -58,18 +78,20 @@ class BufferPool:
     limit
         Bytes that may be in use at a time; None for no limit. While none is in use, one buffer of any size is given
         out.
+
+    Attributes
+    ----------
+    in_use
+        Bytes that are in use now.
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.lock = threading.Condition()
+        # entered by itself: a Ctrl-C may come after a condition has taken its lock, and before the block begins
+        self.lock = threading.RLock()
+        self._released = threading.Condition(self.lock)
         self._limit = limit
-        self._in_use = 0
+        self.in_use = 0
         self._idle: list[npt.NDArray[np.uint8]] = []
-
-    @property
-    def in_use(self) -> int:
-        """Bytes that are in use now."""
-        return self._in_use
 
     def acquire(self, size: int, *, wait: bool = False, timeout: float | None = None) -> PooledBuffer | None:
         """A buffer of `size` bytes. At the limit: None, or with `wait` a wait until enough are released.
@@ -77,32 +99,37 @@ class BufferPool:
         The wait ends with None if nothing is released for `timeout` seconds; None waits forever.
         """
         with self.lock:
-            while self._limit is not None and self._in_use and self._in_use + size > self._limit:
+            while self._limit is not None and self.in_use and self.in_use + size > self._limit:
                 if not wait:
                     return None
-                if not self.lock.wait(timeout):
+                if not self._released.wait(timeout):
                     return None
-            self._in_use += size
+            buffer = PooledBuffer(self, size)
+            # nothing is called in between, so no Ctrl-C comes in between
+            buffer._holders = 1  # noqa: SLF001 - of this module
+            self.in_use += size
             fitting = [memory for memory in self._idle if memory.nbytes >= size]
             if fitting:
                 memory = min(fitting, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not memory]
-                return PooledBuffer(self, memory, size)
+                buffer._memory = memory  # noqa: SLF001
+                return buffer
         try:
-            memory = np.empty(size, np.uint8)
+            buffer._memory = np.empty(size, np.uint8)  # noqa: SLF001
         except BaseException:
-            with self.lock:
-                self._in_use -= size
-                self.lock.notify_all()
+            buffer.abandon()
             raise
-        return PooledBuffer(self, memory, size)
+        return buffer
 
-    def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
-        """Called by a buffer, under the lock, when it has no holder any longer."""
-        self._in_use -= size
+    def released(self, memory: npt.NDArray[np.uint8] | None = None) -> None:
+        """Called by a buffer, under the lock, when it has no holder any longer; its memory may be used again."""
+        if memory is not None:
+            self._keep(memory)
+        self._released.notify_all()
+
+    def _keep(self, memory: npt.NDArray[np.uint8]) -> None:
         self._idle.append(memory)
         while len(self._idle) > 1 and sum(kept.nbytes for kept in self._idle) > IDLE_BYTES:
             # the smallest fits the fewest requests
             smallest = min(self._idle, key=lambda array: array.nbytes)
             self._idle = [kept for kept in self._idle if kept is not smallest]
-        self.lock.notify_all()

@@ -24,17 +24,28 @@ def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     assert large is not None
     assert pool.acquire(1) is None
     large.release()
-    assert [pool.acquire(60) is not None, pool.acquire(40) is not None, pool.acquire(1) is not None] == [
-        True,
-        True,
-        False,
-    ]
+    held = [pool.acquire(60), pool.acquire(40), pool.acquire(1)]
+    assert [buffer is not None for buffer in held] == [True, True, False]
     assert pool.in_use == 100
+
+
+def test_a_buffer_that_is_lost_no_longer_counts_and_its_memory_is_not_used_again():
+    pool = BufferPool(100)
+    lost = pool.acquire(60)
+    view = lost.view
+    view[:] = bytes(60)
+    assert pool.acquire(60) is None
+    del lost
+    assert pool.in_use == 0
+    other = pool.acquire(60)
+    other.view[:] = b"x" * 60
+    assert bytes(view) == bytes(60)
 
 
 def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
     pool = BufferPool(limit=None)
-    assert all(pool.acquire(size) is not None for size in (1 << 20, 100, 1 << 20))
+    held = [pool.acquire(size) for size in (1 << 20, 100, 1 << 20)]
+    assert None not in held
     assert pool.in_use == (2 << 20) + 100
 
 

@@ -523,7 +523,14 @@ class Catalog:
                 return place
             new.announced(self._now())
             new.page.is_stored = new.page.may_be_victim = False
-            if not self._index.add(new.page):
+            try:
+                is_added = self._index.add(new.page)
+            except BaseException:
+                # interrupted: the index may have half of it
+                self._start_index()
+                self._generation, self._trusted = -1, False
+                raise
+            if not is_added:
                 return Placement.ORPHAN
             self._pending[new.page.key] = new
             self._policy.added(new.page)

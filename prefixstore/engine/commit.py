@@ -26,8 +26,8 @@ __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
 
-ATTEMPTS = 4
-# seconds before the second attempt; each further pause is longer by as much
+ATTEMPTS = 5
+# seconds before the third attempt; each further pause is longer by as much
 PAUSE = 0.01
 # how often in its time to live the expiry of a page that is in use is announced to other processes
 ANNOUNCED_PER_TTL = 4
@@ -105,17 +105,19 @@ class Committer:
             catalog.end_writing(batch)
 
     def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
-        """Write; if the location is full before its budget is, make more space and try again."""
+        """Write; if the location is full before its budget is, reclaim what is free, then make more space."""
         size = sum(len(one.payload) for one in packed)
         for attempt in range(ATTEMPTS - 1):
             try:
                 return self._write(packed)
             except FullError:
-                # Space freed in a transaction is reusable only by a later one.
-                with self._catalog.update(self._backend) as transaction:
-                    self._evictor.make_extra_space(transaction, size << attempt)
-                # Give readers time: what they still see cannot be reused.
-                time.sleep(PAUSE * (attempt + 1))
+                # Evict nothing for a location that cannot even reclaim: then evicting makes no space either.
+                if attempt > 0:
+                    # Space freed in a transaction is reusable only by a later one.
+                    with self._catalog.update(self._backend) as transaction:
+                        self._evictor.make_extra_space(transaction, size << (attempt - 1))
+                    # Give readers time: what they still see cannot be reused.
+                    time.sleep(PAUSE * attempt)
                 self._backend.reclaim()
         return self._write(packed)
 

@@ -371,16 +371,17 @@ class Engine:
 
     def submit(self, new: PendingPage) -> bool:
         """Have a captured page written; its buffer is the engine's from here on. False if the page is not wanted."""
-        if not self.announce(new):
-            new.release()
-            return False
         try:
-            self._queue.put(new)
+            is_wanted = self.announce(new)
+            if is_wanted:
+                self._queue.put(new)
+            else:
+                new.release()
         except BaseException:
             # interrupted: whether it was queued or not, it is no longer matched, and is not written
             self._catalog.abandon([new])
             raise
-        return True
+        return is_wanted
 
     def announce(self, new: PendingPage) -> bool:
         """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""

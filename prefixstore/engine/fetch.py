@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 from prefixstore.backends.base import Backend, View
@@ -200,9 +200,7 @@ class Fetcher:
         # Held before the view opens: a page that is committed in between is in one of the two.
         held = self._catalog.hold(pages)
         try:
-            with ExitStack() as opened:
-                with self._breaker.asking():
-                    view = opened.enter_context(self._backend.view())
+            with self._view() as view:
                 in_memory = self._in_memory(pages, held)
                 refused = next((page for page in pages if admit is not None and not admit(page)), None)
                 admitted = pages if refused is None else pages[: pages.index(refused)]
@@ -217,6 +215,23 @@ class Fetcher:
         finally:
             for buffer in held.values():
                 buffer.release()
+
+    @contextmanager
+    def _view(self) -> Iterator[View]:
+        """A view, guarded by the breaker while it opens.
+
+        Not by an `ExitStack`: if a Ctrl-C ends its exit, the view would be open until the garbage collector runs.
+        """
+        opening = self._backend.view()
+        with self._breaker.asking():
+            view = opening.__enter__()
+        try:
+            yield view
+        except BaseException as error:
+            if not opening.__exit__(type(error), error, error.__traceback__):
+                raise
+        else:
+            opening.__exit__(None, None, None)
 
     def _in_memory(self, pages: Sequence[Page], held: Mapping[bytes, PooledBuffer]) -> dict[bytes, memoryview]:
         """States that need not be read."""

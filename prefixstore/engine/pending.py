@@ -78,9 +78,11 @@ class PendingPage:
         return len(self.buffer.view) if self.buffer is not None else 0
 
     def release(self) -> None:
-        """Give the buffer back."""
-        if self.buffer is not None:
-            self.buffer.release()
+        """Give the buffer back. A second call does nothing."""
+        # a second release of the buffer itself would take it from another holder
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            buffer.release()
 
     def announced(self, now: int) -> None:
         """Called when the catalog accepts it, with the time."""

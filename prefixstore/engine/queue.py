@@ -82,7 +82,9 @@ class WriteQueue:
         self._on_released = on_released
         self._buffers = BufferPool(limit)
         self._queue: deque[PendingPage] = deque()
-        self._wake = threading.Condition()
+        # entered by itself: a Ctrl-C may come after a condition has taken its lock, and before the block begins
+        self._lock = threading.RLock()
+        self._wake = threading.Condition(self._lock)
         self._busy = False
         self._closing = False
         # the thread should commit now; and how many steps it has finished
@@ -105,7 +107,7 @@ class WriteQueue:
         """Have an announced page written; its buffer is the queue's from here on."""
         taken = False
         try:
-            with self._wake:
+            with self._lock:
                 # once the thread has been told to end, it would not take it from the queue
                 taken = self._in_background and not self._closing and self._start()
                 if taken:
@@ -122,20 +124,23 @@ class WriteQueue:
     def nudge(self) -> None:
         """Have deferred changes committed soon."""
         if (self._in_background and not self._read_only) or self._work.has_idle_work:
-            with self._wake:
+            with self._lock:
                 self._start()
 
     def _start(self) -> bool:
         """Start the thread unless it runs; whether it does. The caller holds the lock, which the thread takes first."""
         if self._thread is None and not self._closing:
-            thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
+            self._thread = thread = threading.Thread(target=self._run, name="prefixstore-write", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
                 # no more threads, or the interpreter is shutting down: the caller commits
                 log.warning("the write thread cannot be started: %s", error)
-                return False
-            self._thread = thread
+                self._thread = None
+            except BaseException:
+                # interrupted: it may have been started, and ends when it finds that it is not the thread of the queue
+                self._thread = None
+                raise
         return self._thread is not None
 
     def drain(self) -> None:
@@ -146,7 +151,7 @@ class WriteQueue:
         UnavailableError
             If nothing is written for `NO_PROGRESS_SECONDS` seconds.
         """
-        with self._wake:
+        with self._lock:
             if self._has_deferred and not self._closing:
                 if self._in_background:
                     self._start()
@@ -184,7 +189,7 @@ class WriteQueue:
             As `drain`. What waits is dropped then, and the thread calls `on_released` when it finally ends.
         """
         left: list[PendingPage] = []
-        with self._wake:
+        with self._lock:
             self._closing = True
             thread, self._flush_requested = self._thread, self._thread is not None
             self._wake.notify_all()
@@ -213,8 +218,11 @@ class WriteQueue:
             self._thread = None
 
     def _run(self) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread():
+                return
         while True:
-            with self._wake:
+            with self._lock:
                 self._busy = False
                 self._steps += 1
                 self._wake.notify_all()

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
-from threading import Lock, Semaphore
+from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 from prefixstore.backends.base import View
@@ -211,12 +211,20 @@ class ReadAhead(Reader):
         self._in_use: list[PooledBuffer] = []
         self._n_taken = 0
         n_workers = UNPACKERS if any(page.stored_bytes != page.raw_bytes for page in pages) else 1
-        # one page for each worker, and one that the caller uses
-        self._free = Semaphore(n_workers + 1)
+        # One for each page that may be read: one for each worker, and one that the caller uses. A queue and not a
+        # semaphore, whose methods a Ctrl-C may end while they hold its lock: `close` would wait forever.
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(n_workers + 1):
+            self._free.put(None)
+        # They start with the first `next`: a reader that is interrupted before it is used has nothing to end.
+        self._pool = pool
+        self._n_workers = min(n_workers, len(pages))
         self._workers: list[Future[None]] = []
-        for _ in pages[:n_workers]:
+
+    def _start(self) -> None:
+        for _ in range(self._n_workers):
             try:
-                self._workers.append(pool.submit(self._work))
+                self._workers.append(self._pool.submit(self._work))
             except UnavailableError:
                 # those that were started do all the work
                 if not self._workers:
@@ -224,11 +232,13 @@ class ReadAhead(Reader):
                 break
 
     def next(self) -> memoryview | None:
+        if not self._workers:
+            self._start()
         if self._streamed:
             self._release_buffers()
         if self._n_taken:
             # the caller has finished with the previous state
-            self._free.release()
+            self._free.put(None)
         state = self._take(self._promised.get().result())
         if state is not None:
             check_shape(self._look, next(self._pages_to_give), state)
@@ -239,8 +249,8 @@ class ReadAhead(Reader):
 
     def close(self) -> None:
         self._ended = True
-        for _ in self._workers:
-            self._free.release()
+        for _ in range(self._n_workers):
+            self._free.put(None)
         wait([worker for worker in self._workers if not worker.cancel()])
         self._fetched.close()
         while not self._promised.empty():
@@ -264,7 +274,7 @@ class ReadAhead(Reader):
     def _work(self) -> None:
         """Read pages in turns with the other workers; verify and unpack them at the same time as the others."""
         while True:
-            self._free.acquire()
+            self._free.get()
             promise: Future[_State | None] = Future()
             try:
                 with self._turn:

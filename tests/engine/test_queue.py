@@ -29,8 +29,9 @@ def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
         assert writer.queued_bytes == 0
         # these pages are known already: the buffers are released at once
         again = Store(MemoryBackend()).pages(A)
+        buffers = [new.buffer for new in again]
         assert [writer.submit(new) for new in again] == [False] * 3
-        assert not any(new.buffer.hold() for new in again)
+        assert not any(buffer.hold() for buffer in buffers)
 
 
 def test_close_writes_queued_pages_and_deferred_uses():

@@ -33,11 +33,16 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self.data = directory / "data"
         self.sockets = directory
+        # this directory as this process sees it
+        self.seen = self.data
         # PostgreSQL does not run as root
         self.account = None
         if os.geteuid() == 0:
             self.account = next(pwd.getpwnam(name) for name in ACCOUNTS if _has_account(name))
             os.chown(directory, self.account.pw_uid, self.account.pw_gid)
+        self._make()
+
+    def _make(self) -> None:
         self._run("initdb", "-D", self.data, "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync")
 
     @property
@@ -68,7 +73,7 @@ class Server:
     def start(self) -> None:
         """Start it, and return when it answers. It ends with this process, however that ends."""
         # of one that was killed
-        (self.data / "postmaster.pid").unlink(missing_ok=True)
+        (self.seen / "postmaster.pid").unlink(missing_ok=True)
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
         with (self.sockets / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -81,7 +86,7 @@ class Server:
                 **self._identity(),
             )
         for _ in range(600):
-            if (self.data / "postmaster.pid").exists() and "ready" in (self.data / "postmaster.pid").read_text():
+            if (self.seen / "postmaster.pid").exists() and "ready" in (self.seen / "postmaster.pid").read_text():
                 return
             time.sleep(0.05)
         raise AssertionError((self.sockets / "log").read_text())
@@ -102,6 +107,72 @@ class Server:
     def stop(self) -> None:
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(60)
+
+
+class Standby(Server):
+    """A private server that follows another, and is read only."""
+
+    def __init__(self, directory: Path, primary: Server) -> None:
+        self._primary = primary
+        super().__init__(directory)
+
+    def _make(self) -> None:
+        self._run("pg_basebackup", "-D", self.data, "-h", self._primary.sockets, "-U", "postgres", "-R", "-c", "fast")
+
+
+class SmallDiskServer(Server):
+    """A private server whose data are on a small disk, which only it and its mount namespace see."""
+
+    N_BYTES = 96 << 20
+
+    def _make(self) -> None:
+        disk = self.sockets / "disk"
+        disk.mkdir()
+        # the file system lives as long as this process, which waits for the end of its input
+        self._holder = subprocess.Popen(
+            ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={self.N_BYTES} disk {disk} && echo mounted && cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != "mounted\n":
+            self.release()
+            pytest.skip("file systems cannot be mounted here")
+        self._disk = Path(f"/proc/{self._holder.pid}/root{disk}")
+        self.data, self.seen = disk / "data", self._disk / "data"
+        if self.account is not None:
+            os.chown(self._disk, self.account.pw_uid, self.account.pw_gid)
+        arguments = ("-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync", "--wal-segsize=1")
+        self._run("initdb", "-D", self.data, *arguments)
+
+    def _command(self, program: str, *arguments: object) -> list[str]:
+        more = ("-c", "max_wal_size=2MB", "-c", "min_wal_size=2MB") if program == "postgres" else ()
+        enter = ["nsenter", "-t", str(self._holder.pid), "-m", "setpriv", "--pdeathsig", "QUIT"]
+        if self.account is not None:
+            enter += [f"--reuid={self.account.pw_uid}", f"--regid={self.account.pw_gid}", "--clear-groups"]
+        return [*enter, *super()._command(program, *arguments, *more)]
+
+    def _identity(self) -> dict[str, Any]:
+        # root enters the namespace, and becomes another user there
+        return {}
+
+    def fill(self, left: int) -> None:
+        """Leave so many bytes on the disk."""
+        status = os.statvfs(self._disk)
+        with (self._disk / "filler").open("ab") as filler:
+            filler.write(bytes(max(status.f_bavail * status.f_frsize - left, 0)))
+
+    def empty(self) -> None:
+        """Give the space back, and start the server if it has stopped."""
+        (self._disk / "filler").unlink()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+            self.start()
+
+    def release(self) -> None:
+        self._holder.communicate(timeout=60)
 
 
 def _children(parent: int) -> list[int]:
@@ -129,15 +200,30 @@ def _has_account(name: str) -> bool:
 
 
 @contextmanager
-def private_server() -> Iterator[Server]:
+def private_server(make: Callable[[Path], Server] = Server) -> Iterator[Server]:
     """A server that runs until the block is left; its directory is short, because the path of a socket has to be."""
     with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory:
-        server = Server(Path(directory))
+        server = make(Path(directory))
         server.start()
         try:
             yield server
         finally:
             server.stop()
+
+
+@contextmanager
+def small_disk_server() -> Iterator[SmallDiskServer]:
+    """As `private_server`, with a disk that the test can fill."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    with tempfile.TemporaryDirectory(prefix="pfxs-pg-", dir="/tmp") as directory:
+        server = SmallDiskServer(Path(directory))
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+            server.release()
 
 
 @pytest.fixture(scope="session")

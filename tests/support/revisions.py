@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sqlalchemy import BigInteger, Column, MetaData, SmallInteger
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations as migrate
-from prefixstore.backends.sql import schema
+from prefixstore.backends.sql import postgresql_tables, schema
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 
@@ -38,6 +39,18 @@ def upgrade():
 '''
 
 
+def later_tables() -> MetaData:
+    """The tables of the later version."""
+    tables = MetaData()
+    for table in schema.METADATA.sorted_tables:
+        table.to_metadata(tables)
+    added = [Column(name, SmallInteger, nullable=False, server_default="0") for name in ("one", "two", "three", "four")]
+    for column in added:
+        tables.tables["prefixstore_pages"].append_column(column)
+    tables.tables["prefixstore_meta"].append_column(Column("counted", BigInteger, nullable=False, server_default="0"))
+    return tables
+
+
 @contextmanager
 def a_later_version(directory: Path) -> Iterator[None]:
     """In the block prefixstore is the later version; its migrations are in this directory."""
@@ -49,6 +62,7 @@ def a_later_version(directory: Path) -> Iterator[None]:
         patch.setattr(migrate, "migrations_directory", lambda: migrations)
         patch.setattr(schema, "REVISIONS", (*schema.REVISIONS, LATER))
         patch.setattr(schema, "HEAD", LATER)
+        patch.setattr(postgresql_tables, "METADATA", later_tables())
         yield
 
 

@@ -41,6 +41,7 @@ _STATES: tuple[tuple[str, type[StorageError]], ...] = (
     ("42501", LocationError),  # no privilege
     ("28", LocationError),  # no such user, wrong password
     ("3D", LocationError),  # no such database
+    ("3F", LocationError),  # no such schema
     ("42", IncompatibleError),  # tables or columns that are not as they should be
 )
 # what SQLite says (it has codes from Python 3.11 on only), and libpq where it has no state: while it connects

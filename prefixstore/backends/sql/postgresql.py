@@ -38,8 +38,9 @@ from prefixstore.backends.location import require_plain_password, without_passwo
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.errors import CorruptError, InvalidParameterError, LocationError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
@@ -106,6 +107,19 @@ def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any,
         return end.value
 
 
+def _connected(options: dict[str, Any]) -> _Connection:
+    """A new connection, which finds names in one schema only."""
+    connection = _Connection.connect(**options)
+    try:
+        connection.autocommit = True
+        connection.execute(SET_SEARCH_PATH)
+        connection.autocommit = False
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
 def _accept_silence(connection: Connection, seconds: float | None) -> None:
     driver = connection.connection.driver_connection
     assert isinstance(driver, _Connection)
@@ -148,13 +162,21 @@ class PostgreSQL(Database):
 
     def revision(self) -> str | None:
         with self.connection() as connection, translated(self.location):
-            return revision_of(connection, self.location)
+            return self._revision(connection)
+
+    def _revision(self, connection: Connection) -> str | None:
+        """The revision of tables that are as the migrations made them."""
+        require_plain_tables(connection, self.location)
+        revision = revision_of(connection, self.location)
+        if is_head(revision):
+            require_our_columns(connection, self.location)
+        return revision
 
     def upgrade(self) -> None:
         with self.writing() as connection, translated(self.location):
-            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({UPGRADE_LOCK})").all()
+            connection.exec_driver_sql(f"SELECT pg_catalog.pg_advisory_xact_lock({UPGRADE_LOCK})").all()
             # another process may have been faster
-            if not is_head(revision_of(connection, self.location)):
+            if not is_head(self._revision(connection)):
                 _accept_silence(connection, None)
                 upgrade_connection(connection)
 
@@ -181,7 +203,7 @@ class PostgreSQL(Database):
             poolclass=IdlePool,
             hide_parameters=True,
         )
-        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _Connection.connect(**options))
+        event.listen(engine, "do_connect", lambda _dialect, _record, _, options: _connected(options))
         return engine
 
     @contextmanager
@@ -238,7 +260,9 @@ class PostgreSQL(Database):
             self.begin(connection)
             connection.exec_driver_sql("SET LOCAL synchronous_commit = on")
             # a transaction that has written nothing is not flushed, whatever number it has
-            connection.exec_driver_sql("SELECT pg_logical_emit_message(true, 'prefixstore', '')").all()
+            connection.exec_driver_sql(
+                "SELECT pg_catalog.pg_logical_emit_message(true, 'prefixstore'::text, ''::text)"
+            ).all()
             connection.exec_driver_sql("COMMIT")
 
     def reclaim(self) -> None:
@@ -246,21 +270,44 @@ class PostgreSQL(Database):
         self._vacuum("VACUUM")
 
     def disk_bytes(self) -> int:
-        sizes = " + ".join(f"pg_total_relation_size('{name}')" for name in sorted(METADATA.tables))
+        sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
 
     def scrub(self) -> None:
-        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach."""
-        self._vacuum("VACUUM FULL")
+        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach.
 
-    def _vacuum(self, command: str) -> None:
+        Only the owner of the tables can.
+        """
+        warnings = self._vacuum("VACUUM FULL")
+        if warnings:
+            # the server skips a table that it must not rewrite, and calls that a success
+            raise LocationError(
+                f"{self.location}: what was deleted is still in the files, since the server says: {warnings[0]}; "
+                "scrub as the owner of the tables"
+            )
+
+    def _vacuum(self, command: str) -> list[str]:
+        """Vacuum all tables; the server's warnings."""
         if self.read_only:
             raise refusals.read_only(self.location)
         tables = ", ".join(sorted(METADATA.tables))
+        warnings: list[str] = []
+
+        def note(diagnostic: psycopg.errors.Diagnostic) -> None:
+            if diagnostic.severity_nonlocalized == "WARNING":
+                warnings.append(str(diagnostic.message_primary))
+
         with self.connection() as connection, translated(self.location):
             _accept_silence(connection, None)
-            again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+            driver = connection.connection.driver_connection
+            assert isinstance(driver, _Connection)
+            driver.add_notice_handler(note)
+            try:
+                again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+            finally:
+                driver.remove_notice_handler(note)
+        return warnings
 
     def after_fork(self) -> None:
         _inherited.append(self._engine)

@@ -357,10 +357,13 @@ class SQLite(Database):
         with self.connection() as connection:
             with translated(self.location):
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").all()
-            # what readers prevent from moving into the file is safe in the log
-            with suppress(FileNotFoundError):
-                sync_path(Path(f"{self.path}-wal"))
-            sync_path(self.path.parent)
+            try:
+                # what readers prevent from moving into the file is safe in the log
+                with suppress(FileNotFoundError):
+                    sync_path(Path(f"{self.path}-wal"))
+                sync_path(self.path.parent)
+            except OSError as error:
+                raise UnavailableError(f"{self.location} cannot be flushed: {error.strerror}") from error
 
     def reclaim(self) -> None:
         """Nothing to do: what a transaction deletes is free for what it writes next."""

@@ -1,0 +1,262 @@
+"""PostgreSQL tables that are not as the migrations made them are refused before anything is read from them."""
+
+from __future__ import annotations
+
+from contextlib import closing, contextmanager
+
+import psycopg
+import pytest
+from sqlalchemy import make_url
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import migrations
+from prefixstore.errors import IncompatibleError
+from tests.support import ROOT
+from tests.support.engines import MIB, A, B, Store, store_of
+from tests.support.places import refusal
+
+# what raises when it runs
+BOOM = "CREATE FUNCTION boom() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'it ran'; END $$; "
+
+
+def as_administrator(url, *statements):
+    """Run statements as the superuser that the tests connect as."""
+    libpq = make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+@contextmanager
+def role(url, name, options=""):
+    """A role for one test, which roles of all databases share; the URL with which it connects."""
+    as_administrator(url, f"CREATE ROLE {name} LOGIN {options}")
+    try:
+        yield make_url(url).set(username=name).render_as_string(hide_password=False)
+    finally:
+        as_administrator(url, f"DROP OWNED BY {name} CASCADE", f"DROP ROLE {name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (
+            (
+                "CREATE FUNCTION other() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN NEW.data = ''; RETURN NEW; END $$;"
+                "CREATE TRIGGER mine BEFORE INSERT ON prefixstore_pieces FOR EACH ROW EXECUTE FUNCTION other()"
+            ),
+            "trigger mine",
+        ),
+        (
+            BOOM + "CREATE TRIGGER mine AFTER UPDATE ON prefixstore_meta FOR EACH STATEMENT EXECUTE FUNCTION boom()",
+            "trigger mine",
+        ),
+        ("CREATE RULE mine AS ON DELETE TO prefixstore_pages DO INSTEAD NOTHING", "rule mine"),
+        ("CREATE RULE mine AS ON INSERT TO prefixstore_changes DO INSTEAD NOTHING", "rule mine"),
+        ("ALTER TABLE prefixstore_pages ENABLE ROW LEVEL SECURITY", "row-level security"),
+        ("CREATE TABLE more () INHERITS (prefixstore_pages)", "child table more"),
+        ("CREATE TABLE base (); ALTER TABLE prefixstore_notes INHERIT base", "parent table base"),
+        (
+            "ALTER TABLE prefixstore_notes RENAME TO moved; CREATE VIEW prefixstore_notes AS SELECT * FROM moved",
+            "prefixstore_notes is not an ordinary",
+        ),
+        (
+            (
+                "ALTER TABLE prefixstore_meta RENAME TO moved; CREATE VIEW prefixstore_meta AS "
+                "SELECT id, magic, format, generation, entries, 1 / (id - 1) AS bytes FROM moved"
+            ),
+            "prefixstore_meta is not an ordinary",
+        ),
+        (
+            (
+                "ALTER TABLE prefixstore_schema RENAME TO moved; CREATE MATERIALIZED VIEW prefixstore_schema AS "
+                "SELECT * FROM moved"
+            ),
+            "prefixstore_schema is not an ordinary",
+        ),
+        ("ALTER TABLE prefixstore_changes SET UNLOGGED", "prefixstore_changes is not an ordinary"),
+        ("ALTER TABLE prefixstore_pages ALTER hits TYPE integer", "has hits integer"),
+        ("ALTER TABLE prefixstore_pages ALTER start TYPE numeric", "has start numeric"),
+        ("ALTER TABLE prefixstore_meta ALTER magic TYPE text", "has magic text"),
+        (
+            "CREATE DOMAIN bytea AS pg_catalog.bytea; ALTER TABLE prefixstore_notes ALTER value TYPE public.bytea",
+            "value",
+        ),
+        ("ALTER TABLE prefixstore_pages ALTER seal DROP NOT NULL", "has seal bytea"),
+        ("ALTER TABLE prefixstore_pages ALTER hits SET DEFAULT 7", "hits bigint NOT NULL with a default"),
+        ("ALTER TABLE prefixstore_pages ADD more bigint GENERATED ALWAYS AS (hits * 2) STORED", "more bigint"),
+        ("ALTER TABLE prefixstore_notes DROP value", "lacks value bytea"),
+        ("ALTER TABLE prefixstore_pieces DROP CONSTRAINT prefixstore_pieces_page_fkey", "lacks FOREIGN KEY"),
+        ("ALTER TABLE prefixstore_pieces DROP CONSTRAINT prefixstore_pieces_pkey", "lacks PRIMARY KEY"),
+        ("ALTER TABLE prefixstore_pages ADD CHECK (hits < 3)", "CHECK ((hits < 3))"),
+        ("ALTER TABLE prefixstore_pages ADD UNIQUE (namespace)", "UNIQUE (namespace)"),
+        ("DROP TABLE prefixstore_changes", "prefixstore_changes"),
+    ],
+)
+def test_tables_that_were_changed_are_refused_with_what_was_changed(new_database, change, names):
+    url = new_database()
+    as_administrator(url, change)
+    for options in ({}, {"read_only": True}):
+        message = refusal(url, **options)
+        assert message.startswith("IncompatibleError: ")
+        assert names in message
+    with pytest.raises(IncompatibleError, match="choose another database or schema"):
+        migrations.upgrade(url)
+
+
+def test_tables_of_a_role_that_need_not_be_trusted_are_refused_unread(new_database):
+    """It would see every prompt, and could answer with states of its own."""
+    url = new_database(empty=True)
+    with role(url, "pfxs_mallory") as mallory:
+        as_administrator(url, "GRANT CREATE ON SCHEMA public TO pfxs_mallory")
+        # a function in a view runs with the rights of whoever reads the view
+        as_administrator(
+            mallory,
+            "CREATE FUNCTION seen() RETURNS varchar LANGUAGE plpgsql AS $$ BEGIN RAISE 'it ran'; END $$",
+            "CREATE VIEW prefixstore_meta AS SELECT seen() AS magic",
+            "CREATE TABLE prefixstore_schema (version_num varchar(32) PRIMARY KEY)",
+            "GRANT ALL ON prefixstore_meta, prefixstore_schema TO PUBLIC",
+        )
+        assert "belongs to the role pfxs_mallory" in refusal(url)
+        as_administrator(mallory, "DROP VIEW prefixstore_meta", "DROP TABLE prefixstore_schema")
+        # or they are perfect
+        migrations.upgrade(mallory)
+        as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA public TO PUBLIC")
+        with role(url, "pfxs_alice") as alice:
+            for one in (url, alice):
+                assert "belongs to the role pfxs_mallory" in refusal(one)
+        # she may use her own
+        assert refusal(mallory) == "opened"
+
+
+def test_a_schema_that_another_role_made_for_us_is_refused(new_database):
+    url = new_database(empty=True)
+    with role(url, "pfxs_alice") as alice, role(url, "pfxs_mallory") as mallory:
+        # the first schema of the search path has the name of the user, and need not be the user's
+        as_administrator(url, f"GRANT CREATE ON DATABASE {make_url(url).database} TO pfxs_mallory")
+        as_administrator(mallory, "CREATE SCHEMA pfxs_alice", "GRANT USAGE ON SCHEMA pfxs_alice TO PUBLIC")
+        migrations.upgrade(mallory + "&options=-csearch_path%3Dpfxs_alice")
+        as_administrator(mallory, "GRANT ALL ON ALL TABLES IN SCHEMA pfxs_alice TO PUBLIC")
+        assert "belongs to the role pfxs_mallory" in refusal(alice)
+
+
+def test_tables_of_the_owner_of_a_schema_that_was_named_are_used_by_others(new_database):
+    url = new_database(empty=True)
+    with role(url, "pfxs_owner") as owner, role(url, "pfxs_reader") as reader:
+        as_administrator(url, "CREATE SCHEMA kv AUTHORIZATION pfxs_owner")
+        named = "&options=-csearch_path%3Dkv"
+        migrations.upgrade(owner + named)
+        with store_of(open_backend(owner + named, max_bytes=MIB)) as store:
+            store.put(A)
+        as_administrator(
+            owner, "GRANT USAGE ON SCHEMA kv TO pfxs_reader", "GRANT SELECT ON ALL TABLES IN SCHEMA kv TO pfxs_reader"
+        )
+        with store_of(
+            open_backend(reader + named, max_bytes=MIB, read_only=True), options={"read_only": True}
+        ) as store:
+            assert store.fetch(A) == 3
+        as_administrator(url, "DROP SCHEMA kv CASCADE")
+
+
+def test_temporary_tables_do_not_hide_ours(new_database):
+    """A pooler may hand us a session in which another client has created some."""
+    url = new_database()
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        store.put(A)
+        with store.backend.database.connection() as connection:
+            for name in ("meta", "pages", "pieces", "changes"):
+                connection.exec_driver_sql(
+                    f"CREATE TEMPORARY TABLE prefixstore_{name} AS SELECT * FROM public.prefixstore_{name} LIMIT 0"
+                )
+        assert store.fetch(A) == 3
+        assert store.put(B) == 3
+        assert store.fetch(B) == 3
+        with store.backend.database.connection() as connection:
+            left = connection.exec_driver_sql("SELECT count(*) FROM pg_temp.prefixstore_pages").scalar_one()
+        assert left == 0
+
+
+def test_functions_in_our_schema_are_not_called(new_database):
+    """Those of the server come first; one in our schema would win where its arguments fit better."""
+    url = new_database()
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        store.put(A)
+    names = {
+        "pg_total_relation_size(text)": "bigint",
+        "pg_logical_emit_message(boolean, text, text)": "text",
+        "pg_advisory_xact_lock(integer)": "void",
+        "length(bytea)": "integer",
+        "sum(bigint)": "bigint",
+        "substring(bytea, integer, integer)": "bytea",
+        "generate_series(integer, integer)": "SETOF integer",
+        "set_config(text, text, boolean)": "text",
+        "current_schemas(boolean)": "name[]",
+        "format_type(oid, integer)": "text",
+    }
+    for name, kind in names.items():
+        as_administrator(
+            url,
+            f"CREATE FUNCTION public.{name} RETURNS {kind} LANGUAGE plpgsql "
+            "AS $$ BEGIN RAISE 'a function of another ran'; END $$",
+        )
+    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as store:
+        assert store.fetch(A) == 3
+        assert store.put(B) == 3
+        store.engine.flush()
+        assert store.backend.database.disk_bytes() > 0
+        assert store.engine.evict_to(0).pages == 6
+    migrations.upgrade(url)
+
+
+@pytest.mark.parametrize("n_schemas", [1, 2])
+def test_all_tables_are_those_of_one_schema(new_database, n_schemas):
+    url = new_database(empty=True)
+    schemas = [f"s{i}" for i in range(n_schemas)]
+    as_administrator(url, *(f"CREATE SCHEMA {name}" for name in [*schemas, "ours"]))
+    migrations.upgrade(url + "&options=-csearch_path%3Dours")
+    # one more of our tables appears in a schema that comes first
+    path = ",".join([*schemas, "ours"])
+    with store_of(open_backend(f"{url}&options=-csearch_path%3D{path}", max_bytes=MIB)) as store:
+        store.put(A)
+        as_administrator(url, f"CREATE TABLE {schemas[-1]}.prefixstore_pages AS SELECT * FROM ours.prefixstore_pages")
+        # the sessions that are open go on, with the tables that they found
+        assert store.fetch(A) == 3
+    # a new one finds half of a store
+    assert refusal(f"{url}&options=-csearch_path%3D{path}").startswith(("IncompatibleError", "LocationError"))
+    as_administrator(url, f"DROP TABLE {schemas[-1]}.prefixstore_pages")
+    assert refusal(f"{url}&options=-csearch_path%3D{path}") == "opened"
+
+
+def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
+    url = make_url(new_database(empty=True))
+    text = (ROOT / "docs" / "security.md").read_text().split("\n## PostgreSQL\n")[1].split("\n## ")[0]
+    statements = "\n".join(line for line in text.splitlines() if line.startswith("    ") and "--" not in line)
+    for name in ("kv_owner", "kv_server"):
+        statements = statements.replace(name, f"pfxs_{name}")
+    grants = [one.strip() for one in statements.split(";") if one.strip()]
+    assert len(grants) == 7
+    url = url.render_as_string(hide_password=False)
+    database = make_url(url).database
+    as_administrator(url, *grants[:2])
+    try:
+        as_administrator(url, f"ALTER DATABASE {database} OWNER TO pfxs_kv_owner")
+        as_administrator(url, *(one.replace("DATABASE kv ", f"DATABASE {database} ") for one in grants[3:5]))
+        owner, server = (
+            make_url(url).set(username=f"pfxs_{name}").render_as_string(hide_password=False)
+            for name in ("kv_owner", "kv_server")
+        )
+        migrations.upgrade(owner)
+        as_administrator(owner, *grants[5:])
+        with store_of(open_backend(server, max_bytes=64 * MIB)) as store:
+            assert store.put(A) == 3
+            assert store.fetch(A) == 3
+            store.engine.flush()
+            store.engine.evict_to(0)
+            assert store.put(A) == 3
+        with store_of(open_backend(owner, max_bytes=64 * MIB)) as store:
+            store.engine.clear(None)
+            store.engine.scrub()
+    finally:
+        as_administrator(url, f"ALTER DATABASE {database} OWNER TO postgres")
+        as_administrator(url, "DROP OWNED BY pfxs_kv_owner, pfxs_kv_server CASCADE")
+        as_administrator(url, "DROP ROLE pfxs_kv_owner, pfxs_kv_server")

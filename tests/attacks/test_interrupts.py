@@ -1,0 +1,195 @@
+"""Ctrl-C at each step of each method: others go on, nothing that was flushed is lost, and the store closes."""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import closing, suppress
+
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.engine.delete import of_namespaces
+from prefixstore.errors import PrefixStoreError
+from prefixstore.format.export import ExportReader
+from prefixstore.format.keys import as_tokens
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from tests.support.ctrl_c import interrupted, places_in, sample
+from tests.support.engines import MIB, NS, A, B, C, P, Store
+from tests.support.models import TORTURE
+from tests.support.places import fill, space
+
+# what happens when a generator or a callback is interrupted that the garbage collector ends
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+D, E = [4] * 12, [5] * 10
+SECONDS = 30
+
+
+def submitted(store, tokens):
+    """Capture a sequence: the pages are written in the background."""
+    for new in store.pages(tokens):
+        store.engine.submit(new)
+
+
+def captured(store):
+    submitted(store, B)
+    store.engine.drain()
+
+
+def fetch(store, **options):
+    path = store.engine.match(NS, as_tokens(A), P)
+    with store.engine.fetching(path.pages, **options) as states:
+        for _ in states:
+            pass
+    store.engine.touch(NS, path.pages)
+
+
+def note(store):
+    store.engine.change_note(b"job", lambda _: b"mine")
+
+
+# name -> what is done; whether flushed pages may be gone afterwards
+WORK = {
+    "match": (lambda store: store.match(A), False),
+    "fetch": (fetch, False),
+    "fetch streamed": (lambda store: fetch(store, streamed=True), False),
+    "submit": (lambda store: submitted(store, B), False),
+    "submit and drain": (captured, False),
+    "submit longer": (lambda store: submitted(store, A + B), False),
+    "nudge": (lambda store: (store.fetch(A), store.engine.nudge()), False),
+    "flush": (lambda store: store.engine.flush(), False),
+    "acquire": (lambda store: store.engine.acquire(1000).release(), False),
+    "pin": (lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True), False),
+    "unpin": (lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=False), False),
+    "check": (lambda store: store.engine.check(), False),
+    "used": (lambda store: store.engine.used(), False),
+    "note": (note, False),
+    "evict": (lambda store: store.engine.evict_to(0), True),
+    "clear": (lambda store: store.engine.clear(NS), True),
+    "delete": (lambda store: store.engine.delete([lambda index: of_namespaces(index, {NS})]), True),
+    "repair": (lambda store: store.engine.repair([]), False),
+    "strays": (lambda store: store.engine.delete_strays(None), False),
+    "namespaces": (lambda store: store.engine.drop_empty_namespaces(), False),
+    "compact": (lambda store: store.engine.compact(), False),
+    "scrub": (lambda store: store.engine.scrub(), False),
+    "close": (lambda store: store.engine.close(), False),
+}
+
+
+def in_time(what, work):
+    """Run `work` in another thread; it must end."""
+    result = []
+
+    def run():
+        try:
+            result.append(work())
+        except BaseException as error:  # noqa: BLE001 - reported by the test
+            result.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive(), f"{what} hangs"
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def new_store(location, **options):
+    """An engine that has stored two sequences, and one whose pages wait to be written."""
+    store = Store(open_backend(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
+    store.buffers = store.engine._queue._buffers
+    for tokens in (A, C):
+        if store.match(tokens) < 12:
+            store.put(tokens)
+    store.engine.flush()
+    return store
+
+
+def others_go_on(store, *, lossy):
+    """Another thread works with the engine, and all is as it should be."""
+    engine = store.engine
+
+    def work():
+        for tokens in (A, C):
+            # a lookup may find that the index was left unfinished, once
+            if not lossy and store.fetch(tokens) < 3:
+                assert store.fetch(tokens) == 3
+        for tokens in (D, E):
+            submitted(store, tokens)
+            engine.flush()
+            assert store.fetch(tokens) == 3
+        engine.pin(NS, as_tokens(D), P, pinned=True)
+        engine.pin(NS, as_tokens(D), P, pinned=False)
+        assert engine.check() == []
+        assert engine.queued_bytes == 0
+
+    in_time("another thread", work)
+
+
+def attack(location, name, k, **options):
+    work, lossy = WORK[name]
+    store = new_store(location, **options)
+    try:
+        where = interrupted(lambda: work(store), k)
+        if name != "close":
+            others_go_on(store, lossy=lossy)
+    finally:
+        with suppress(PrefixStoreError):
+            in_time("close", store.engine.close)
+    with_another(location, lossy=lossy)
+    return where
+
+
+def with_another(location, *, lossy):
+    """A new engine finds the location sound."""
+    if location == "memory:":
+        return
+    store = Store(open_backend(location, max_bytes=8 * MIB), max_bytes=8 * MIB)
+    assert store.engine.check() == []
+    if not lossy:
+        assert [store.fetch(tokens) for tokens in (A, C)] == [3, 3]
+    store.engine.clear(None)
+    store.engine.close()
+
+
+# how many places are tried of each piece of work: opening a database takes longer
+PLACES = {"memory": 12, "lmdb": 5, "sqlite": 3}
+
+
+@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize(("scheme", "behind"), [(scheme, True) for scheme in PLACES] + [("memory", False)])
+def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, tmp_path):
+    location = {"memory": "memory:", "lmdb": f"{tmp_path}/kv", "sqlite": f"sqlite:///{tmp_path}/kv.db"}[scheme]
+    store = new_store(location, write_behind=behind)
+    n_places = places_in(lambda: WORK[name][0](store))
+    store.engine.close()
+    assert n_places
+    for k in sample(n_places, PLACES[scheme] * TORTURE):
+        attack(location, name, k, write_behind=behind)
+
+
+def moved(source, target, file):
+    """Everything that an archive does with another location."""
+    copy_store(source, target)
+    target.purge(everything=True)
+    export_store(source, file)
+    file.seek(0)
+    import_store(ExportReader(file, "file"), target)
+
+
+def test_a_ctrl_c_while_pages_are_moved_leaves_both_locations_sound(tmp_path):
+    here, there = f"{tmp_path}/here", f"{tmp_path}/there"
+    with closing(open_backend(here, max_bytes=MIB)) as backend:
+        fill(backend, space(), [A, C])
+    with Archive(here) as source, Archive(there, create=True) as target:
+        n_places = places_in(lambda: moved(source, target, io.BytesIO()))
+    for k in sample(n_places, 12 * TORTURE):
+        with Archive(here) as source, Archive(there) as target:
+            interrupted(lambda source=source, target=target: moved(source, target, io.BytesIO()), k)
+            for archive in (source, target):
+                in_time("another thread", lambda archive=archive: archive.check() == [])
+            in_time("another thread", lambda source=source, target=target: moved(source, target, io.BytesIO()))
+            assert len(target.pages()) == 6

@@ -1,0 +1,447 @@
+"""A PostgreSQL server that fails in the middle of anything: lookups are misses, pages are dropped, nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import closing, contextmanager, suppress
+
+import psycopg
+import pytest
+from sqlalchemy import event, make_url
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import migrations, postgresql
+from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.format.keys import as_tokens
+from tests.support.engines import MIB, NS, A, B, C, P, Store
+from tests.support.models import TORTURE
+from tests.support.places import refusal
+from tests.support.postgres import Standby, private_server, server_program, small_disk_server
+from tests.support.timeouts import wait_for
+
+READ_ONLY = {"read_only": True}
+
+
+def libpq(url):
+    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+
+
+@pytest.fixture
+def administrator(new_database):
+    """The location of an empty store, and a session of the superuser beside it."""
+    url = new_database()
+    with psycopg.connect(libpq(url), autocommit=True) as session:
+        yield url, session
+
+
+@contextmanager
+def stored(url, *sequences):
+    """A store that has these sequences."""
+    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as store:
+        for tokens in sequences:
+            store.put(tokens)
+        yield store
+
+
+def lookup(store, tokens):
+    """How many pages of a sequence are restored; no more than the location is asked for is lost if it fails."""
+    try:
+        return store.fetch(tokens)
+    except StorageError:
+        return 0
+
+
+def evict(store):
+    with suppress(StorageError):
+        store.engine.evict_to(0)
+
+
+def pin(store):
+    with suppress(StorageError):
+        store.engine.pin(NS, as_tokens(A), P, pinned=True)
+
+
+def clear(store):
+    with suppress(StorageError):
+        store.engine.clear(NS)
+
+
+def flush(store):
+    store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
+    with suppress(StorageError):
+        store.engine.flush()
+
+
+def check(store):
+    with suppress(StorageError):
+        assert store.engine.check() == []
+
+
+def note(store):
+    with suppress(StorageError):
+        store.engine.change_note(b"job", lambda _: b"mine")
+
+
+def put(store):
+    with suppress(StorageError):
+        store.put(B)
+
+
+WORK = {
+    "look up": lambda store: lookup(store, A),
+    "put": put,
+    "evict": evict,
+    "pin": pin,
+    "clear": clear,
+    "flush": flush,
+    "check": check,
+    "note": note,
+}
+
+
+def statements_of(store, work) -> int:
+    """How many statements a piece of work sends."""
+    sent = []
+    event.listen(store.backend.database.engine, "before_cursor_execute", lambda *_: sent.append(1))
+    work(store)
+    return len(sent)
+
+
+def is_intact(url, *sequences):
+    """Another process finds the store sound, and at least these sequences."""
+    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as other:
+        assert other.engine.check() == []
+        for tokens in sequences:
+            assert other.fetch(tokens) == 3
+        return {tuple(tokens): other.match(tokens) for tokens in (A, B)}
+
+
+TERMINATE = (
+    "SELECT count(pg_terminate_backend(pid, 5000)) FROM pg_stat_activity "
+    "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+)
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(administrator, name):
+    url, session = administrator
+    with stored(url, A) as store:
+        n_statements = statements_of(store, WORK[name])
+    assert n_statements
+    for k in range(n_statements + 1):
+        session.execute("DELETE FROM prefixstore_pages")
+        session.execute("UPDATE prefixstore_meta SET generation = generation + 5000, entries = 0, bytes = 0")
+        with stored(url, A) as store:
+            left = [k]
+
+            def end_before(*_, left=left):
+                left[0] -= 1
+                if left[0] == -1:
+                    session.execute(TERMINATE)
+
+            event.listen(store.backend.database.engine, "before_cursor_execute", end_before)
+            WORK[name](store)
+            # the next one finds a server that works
+            left[0] = -1
+            assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
+            assert store.put(C) == 3
+            assert store.fetch(C) == 3
+            assert store.engine.check() == []
+        is_intact(url, C)
+
+
+class Line:
+    """A port on this machine that leads to the server, and fails in the middle of an answer.
+
+    Attributes
+    ----------
+    left
+        Bytes of answers that still pass; None for all.
+    stalls
+        Whether what is left over is swallowed, or the line cut.
+    """
+
+    def __init__(self, path):
+        self.path = path
+        self.left: int | None = None
+        self.stalls = False
+        self.passed = 0
+        self.ends: list[socket.socket] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self.path)
+                self.ends += [near, far]
+                threading.Thread(target=self.forward, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self.forward, args=(far, near, True), daemon=True).start()
+
+    def forward(self, source, target, answers):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answers:
+                    self.passed += len(data)
+                    if self.left is not None:
+                        data, rest = data[: self.left], data[self.left :]
+                        self.left -= len(data)
+                        if rest and not self.stalls:
+                            target.sendall(data)
+                            break
+                target.sendall(data)
+        # the client sees the end, and the server too
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        for end in (self.listener, *self.ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+@pytest.fixture
+def line(request, new_database):
+    """A line to the server, the location at its end, and the location without it."""
+    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
+        pytest.skip("the server is not ours")
+    server = request.getfixturevalue("postgres_server")
+    url = new_database()
+    with closing(Line(str(server.sockets / ".s.PGSQL.5432"))) as made:
+        yield made, f"postgresql+psycopg://postgres@127.0.0.1:{made.port}/{make_url(url).database}", url
+
+
+@pytest.mark.parametrize("name", ["look up", "put", "pin", "check"])
+def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line, name):
+    cut, through, direct = line
+    with stored(through, A) as store:
+        before = cut.passed
+        WORK[name](store)
+        n_bytes = cut.passed - before
+    # every boundary of a message at length, a sample otherwise
+    for k in range(0, n_bytes, 1 + n_bytes // (25 * TORTURE)):
+        with closing(Store(open_backend(through, max_bytes=64 * MIB))) as store:
+            assert store.match(A) == 12
+            cut.left = k
+            WORK[name](store)
+            cut.left = None
+            assert store.fetch(A) == 3
+            store.put(C)
+            assert store.fetch(C) == 3
+            assert store.engine.check() == []
+        is_intact(direct, A, C)
+        with stored(direct) as other:
+            other.engine.clear(NS)
+            other.put(A)
+
+
+def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line, monkeypatch):
+    cut, through, direct = line
+    monkeypatch.setattr(postgresql._Connection, "silence", 0.5)
+    monkeypatch.setattr(postgresql, "SILENT_READING", 0.5)
+    monkeypatch.setattr(postgresql, "SILENT_WRITING", 0.5)
+    monkeypatch.setattr(postgresql, "CONNECT_SECONDS", 2)
+    with stored(through, A) as store:
+        cut.stalls = True
+        for left in (3, 700):
+            cut.left = left
+            assert lookup(store, A) < 3
+            put(store)
+            cut.left = None
+            assert store.fetch(A) == 3
+        store.put(B)
+        assert store.fetch(B) == 3
+    is_intact(direct, A, B)
+
+
+def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flushed():
+    if server_program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed")
+    with private_server() as server:
+        with psycopg.connect(libpq(server.url), autocommit=True) as session:
+            session.execute("CREATE DATABASE kv")
+        url = make_url(server.url).set(database="kv").render_as_string(hide_password=False)
+        migrations.upgrade(url)
+        flushed: list[list[int]] = []
+        with stored(url) as store:
+            for k in range(4 * TORTURE):
+                tokens = [100 + k] * 12
+                assert store.put(tokens) == 3
+                store.engine.flush()
+                flushed.append(tokens)
+                doomed = threading.Thread(target=lambda k=k: [put_some(store, k, i) for i in range(50)])
+                doomed.start()
+                server.kill()
+                assert lookup(store, tokens) in (0, 3)
+                server.start()
+                doomed.join()
+                wait_for(lambda tokens=tokens: lookup(store, tokens) == 3, "a hit")
+            assert store.engine.check() == []
+            for tokens in flushed:
+                assert store.fetch(tokens) == 3
+        is_intact(url, *flushed)
+
+
+def put_some(store, k, i):
+    with suppress(StorageError):
+        store.put([10_000 + 1000 * k + i] * 12)
+
+
+def test_a_server_with_a_full_disk_is_read_and_used_again_when_there_is_space():
+    if server_program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed")
+    with small_disk_server() as server:
+        with psycopg.connect(libpq(server.url), autocommit=True) as session:
+            session.execute("CREATE DATABASE kv")
+        url = make_url(server.url).set(database="kv").render_as_string(hide_password=False)
+        migrations.upgrade(url)
+        with stored(url, A) as store:
+            store.engine.flush()
+            # the tables cannot grow, the log can; then neither can, and the server stops and recovers
+            for left in (600_000, 100_000, 0):
+                server.fill(left)
+                for i in range(30):
+                    put_large(store, i)
+                    assert lookup(store, A) in (0, 3)
+                server.empty()
+                # nothing was evicted for pages that could not be written
+                wait_for(lambda: lookup(store, A) == 3, "a hit")
+                wait_for(lambda left=left: recovered(store, left), "a put")
+                assert store.engine.check() == []
+            assert store.counters.group("dropped").keys() <= {"full", "unavailable", "orphan"}
+            assert sum(store.counters.group("dropped").values()) > 0
+        is_intact(url, A)
+
+
+def put_large(store, i):
+    with suppress(StorageError):
+        store.put([50 + i] * 4, 300_000)
+
+
+def recovered(store, left):
+    with suppress(StorageError):
+        return store.put([1000 + left] * 12) == 3 or store.match([1000 + left] * 12) == 12
+    return False
+
+
+# -- what the server allows --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def user(administrator):
+    """A role without rights, which connects to the store with the URL."""
+    url, session = administrator
+    session.execute("CREATE ROLE pfxs_user LOGIN")
+    try:
+        yield make_url(url).set(username="pfxs_user").render_as_string(hide_password=False)
+    finally:
+        session.execute("DROP OWNED BY pfxs_user")
+        session.execute("DROP ROLE pfxs_user")
+
+
+def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, user):
+    url, session = administrator
+    with stored(url, A):
+        pass
+    # none at all: it cannot even be opened
+    assert refusal(user).startswith("LocationError: ")
+    session.execute("GRANT SELECT ON ALL TABLES IN SCHEMA public TO pfxs_user")
+    with stored(user) as store:
+        assert store.fetch(A) == 3
+        assert store.put(B) == 0
+        assert store.counters.group("dropped") == {"unavailable": 3}
+        session.execute("GRANT INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
+        assert store.put(B) == 3
+        session.execute("REVOKE ALL ON prefixstore_pieces FROM pfxs_user")
+        assert lookup(store, A) == 0
+        assert store.put(C) == 0
+        session.execute("REVOKE ALL ON prefixstore_meta FROM pfxs_user")
+        assert lookup(store, A) == 0
+        session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
+        assert store.fetch(A) == 3
+        assert store.put(C) == 3
+    is_intact(url, A, B, C)
+
+
+def test_a_role_that_cannot_rewrite_the_tables_is_told_that_nothing_was_scrubbed(administrator, user):
+    url, session = administrator
+    session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
+    with stored(user, A) as store:
+        assert store.engine.clear(NS) == 3
+        with pytest.raises(LocationError, match="scrub as the owner of the tables"):
+            store.engine.scrub()
+        assert store.put(B) == 3
+    with stored(url) as store:
+        store.engine.scrub()
+
+
+def test_a_server_without_free_connections_causes_misses_only(administrator, user):
+    url, session = administrator
+    session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
+    with stored(user, A) as store:
+        session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT 0")
+        session.execute(TERMINATE)
+        assert lookup(store, A) == 0
+        put(store)
+        with pytest.raises(StorageError, match="too many connections"):
+            open_backend(user, max_bytes=MIB)
+        session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT -1")
+        assert store.fetch(A) == 3
+        assert store.put(B) == 3
+    is_intact(url, A, B)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("statement_timeout", "150ms"), ("idle_in_transaction_session_timeout", "100ms")]
+)
+def test_timeouts_of_the_server_drop_pages_and_nothing_else(administrator, monkeypatch, setting, value):
+    url, session = administrator
+    if setting == "statement_timeout":
+        session.execute(f"ALTER DATABASE {make_url(url).database} SET {setting} = '{value}'")
+    else:
+        # the sessions of a store set this one themselves
+        monkeypatch.setattr(postgresql, "IDLE_SECONDS", 0.1)
+    with stored(url, A) as store:
+        with psycopg.connect(libpq(url)) as other:
+            if setting == "statement_timeout":
+                other.execute("SELECT * FROM prefixstore_meta FOR UPDATE")
+                assert store.fetch(A) == 3
+                assert store.put(B) == 0
+            other.rollback()
+        if setting != "statement_timeout":
+            with pytest.raises(StorageError):  # noqa: SIM117 - in the transaction, or at its end
+                with store.backend.update():
+                    session.execute("SELECT pg_sleep(0.4)")
+        assert store.put(B) == 3
+        assert store.fetch(B) == 3
+        assert store.counters.group("dropped") in ({}, {"unavailable": 3})
+    is_intact(url, A, B)
+
+
+def test_a_standby_is_read_and_takes_no_pages():
+    if server_program("pg_basebackup") is None:
+        pytest.skip("PostgreSQL is not installed")
+    with private_server() as primary:
+        with psycopg.connect(libpq(primary.url), autocommit=True) as session:
+            session.execute("CREATE DATABASE kv")
+        url = make_url(primary.url).set(database="kv").render_as_string(hide_password=False)
+        migrations.upgrade(url)
+        with stored(url, A) as store, private_server(lambda directory: Standby(directory, primary)) as standby:
+            there = make_url(standby.url).set(database="kv").render_as_string(hide_password=False)
+            writer = Store(open_backend(there, max_bytes=MIB))
+            wait_for(lambda: lookup(writer, A) == 3, "the copy")
+            assert writer.put(B) == 0
+            assert writer.counters.group("dropped") == {"unavailable": 3}
+            with pytest.raises(UnavailableError):
+                writer.close()
+            # what the primary stores later arrives
+            assert store.put(C) == 3
+            with closing(Store(open_backend(there, max_bytes=MIB, read_only=True), options=READ_ONLY)) as reader:
+                wait_for(lambda: lookup(reader, C) == 3, "the copy")

@@ -1,0 +1,120 @@
+"""A process that is stopped, or hangs, while it holds the write lock of a location: others go on, and wait no longer
+than they say."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.sql import postgresql, sqlite
+from prefixstore.engine import queue
+from prefixstore.errors import UnavailableError
+from tests.support import ROOT
+from tests.support.engines import MIB, A, B, C, Store
+from tests.support.places import SCHEMES, place
+from tests.support.timeouts import wait_for
+
+
+@contextmanager
+def holder(location):
+    """Another process, stopped inside a transaction."""
+    script = [sys.executable, "-m", "tests.attacks.holder", location]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            process.send_signal(signal.SIGSTOP)
+            yield process
+        finally:
+            process.kill()
+
+
+def submit(store, tokens):
+    for new in store.pages(tokens):
+        store.engine.submit(new)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Waits for locks are short."""
+    monkeypatch.setattr(queue, "NO_PROGRESS_SECONDS", 2.0)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(postgresql, "LOCK_SECONDS", 0.5)
+
+
+@pytest.fixture
+def store(request, tmp_path, impatient):
+    """A store that has a sequence, in a location of each kind."""
+    location = place(request.param, tmp_path, request)
+    made = Store(open_backend(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
+    made.buffers = made.engine._queue._buffers
+    made.put(A)
+    made.location = location
+    return made
+
+
+@pytest.mark.parametrize("store", SCHEMES, indirect=True)
+@pytest.mark.parametrize("end", ["goes on", "is killed"])
+def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
+    with holder(store.location) as process:
+        assert store.fetch(A) == 3
+        submit(store, B)
+        # what waits to be written is found
+        assert store.match(B) == 12 or store.counters.group("dropped")
+        started = time.monotonic()
+        with suppress(UnavailableError):
+            store.engine.drain()
+        if not store.location.startswith("lmdb"):
+            # LMDB waits for its lock without an end: there, only what the write thread does is bounded
+            with pytest.raises(UnavailableError):
+                store.engine.change_note(b"mine", lambda _: b"1")
+        assert time.monotonic() - started < 30
+        assert store.fetch(A) == 3
+        if end == "goes on":
+            process.send_signal(signal.SIGCONT)
+            assert process.communicate("\n", timeout=60)[0] == "done\n"
+        else:
+            process.kill()
+            process.wait(60)
+        wait_for(lambda: drained(store), "the queue")
+        assert store.put(C) == 3
+        assert store.fetch(C) == 3
+        assert store.fetch(A) == 3
+        # committed as a whole, or not at all
+        assert store.engine.note(b"holder") == (b"was here" if end == "goes on" else None)
+        if end == "goes on":
+            # the holder stored the pages of a tenant of its own
+            assert store.engine.used()[0].entries >= 8
+    assert store.engine.check() == []
+    store.engine.close()
+
+
+def drained(store):
+    try:
+        store.engine.drain()
+    except UnavailableError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("store", SCHEMES, indirect=True)
+def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(store):
+    with holder(store.location) as process:
+        submit(store, B)
+        started = time.monotonic()
+        with suppress(UnavailableError):
+            store.engine.close()
+        assert time.monotonic() - started < 30
+        process.kill()
+        process.wait(60)
+    wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "its thread")
+    again = Store(open_backend(store.location, max_bytes=64 * MIB))
+    assert again.fetch(A) == 3
+    assert again.put(C) == 3
+    again.close()

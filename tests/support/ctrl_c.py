@@ -1,0 +1,79 @@
+"""Ctrl-C at the k-th place where Python lets one in.
+
+A signal is handled where the interpreter looks for one: when a function or generator begins or goes on, and when a call
+of C returns. A profiling function is called at the same places, and what it raises comes out of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import prefixstore
+
+PACKAGE = str(Path(prefixstore.__file__).parent)
+# a place counts if it is in the package, or in these modules, which it calls
+CALLED = (contextlib.__file__, threading.__file__)
+
+
+class _Places:
+    """Counts places, and raises at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.n = 0
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        if event not in ("call", "c_return") or not _is_ours(frame):
+            return
+        self.n += 1
+        if self.n == self.at:
+            sys.setprofile(None)
+            self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name} ({event})"
+            raise KeyboardInterrupt
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    """Whether a frame is in the package, or was called from there without another module in between."""
+    while frame is not None and frame.f_code.co_filename in CALLED:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def places_in(work: Callable[[], object]) -> int:
+    """At how many places a Ctrl-C may come while `work` runs."""
+    places = _Places()
+    sys.setprofile(places)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return places.n
+
+
+def interrupted(work: Callable[[], object], at: int) -> str:
+    """Run `work` with a Ctrl-C at its k-th place, from 1; where that was. Empty if it has fewer places."""
+    places = _Places(at)
+    sys.setprofile(places)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    except RuntimeError as error:
+        # of a condition that was interrupted in `wait`, just after it had let go of its lock
+        assert "un-acquired lock" in str(error)  # noqa: PT017 - nothing else is expected
+    finally:
+        sys.setprofile(None)
+    return places.where
+
+
+def sample(n: int, most: int) -> Iterator[int]:
+    """Numbers from 1 to `n`, evenly spread, and no more than `most`, which the last ones are among."""
+    step = max(n / most, 1.0)
+    yield from sorted({min(round(1 + i * step), n) for i in range(min(n, most))} | {n})
