@@ -128,13 +128,20 @@ class PageStrategy:
         context.note_use(used)
         return True
 
+    def stored(self, tokens: Tokens, limit: int) -> int:
+        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+        lineage = self.context.lineage
+        return min(self.context.engine.match(lineage.namespace, tokens, lineage.page_tokens).n_tokens, limit)
+
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from."""
         return self._reusable(tokens, self.context.catch_up())
 
     def _reusable(self, tokens: Tokens, known: bool) -> int:
-        llm = self.context.llm
-        return reusable_prefix(llm, self.context.memory, tokens) if known else live_prefix_length(llm, tokens)
+        context = self.context
+        if not known:
+            return live_prefix_length(context.llm, tokens)
+        return reusable_prefix(context.llm, context.memory, tokens, context.empty)
 
     def _load(self, prompt: Tokens, live: int, pages: Sequence[Page]) -> bool:
         """Load the last pages of a prompt, of which `live` tokens are in the context; whether any was loaded."""

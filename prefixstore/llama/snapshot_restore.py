@@ -78,7 +78,7 @@ def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Pat
             log.warning("snapshot %s cannot be restored: %s", path.pages[-1].key.hex(), unfit.value)
             context.engine.counters.count(f"unreadable:{unfit.value}")
             if not context.memory.holds(context.llm.n_tokens):
-                context.llm.reset()
+                context.empty()
             return False
     context.set_live(prompt[:n])
     # a snapshot's compute_us is the cost of losing it, not that of its tokens
