@@ -24,6 +24,12 @@ class PooledBuffer:
         self._size = size
         self._holders = 1
 
+    def __del__(self) -> None:
+        # Ctrl-C can come between two holders: what nobody holds is no longer in use. Its memory is not reused, since a
+        # view of it may live on.
+        if self._holders > 0:
+            self._pool.write_off(self._size)
+
     @property
     def view(self) -> memoryview:
         """The buffer, of the requested size."""
@@ -96,6 +102,12 @@ class BufferPool:
                 self.lock.notify_all()
             raise
         return PooledBuffer(self, memory, size)
+
+    def write_off(self, size: int) -> None:
+        """Called for a buffer that was lost: its memory is freed, and does not return to the pool."""
+        with self.lock:
+            self._in_use -= size
+            self.lock.notify_all()
 
     def take_back(self, memory: npt.NDArray[np.uint8], size: int) -> None:
         """Called by a buffer, under the lock, when it has no holder any longer."""

@@ -233,9 +233,9 @@ class PrefixStore:
 
     def detach(self) -> None:
         """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.detach(self)
+        if self._hook is not None:
+            self._hook.detach(self)  # if this is interrupted, it can be done again
+            self._hook = None
 
     def close(self) -> None:
         """Detach, write what is queued, make it durable, and release the location. A second call does nothing.

@@ -143,12 +143,15 @@ class Hook:
         """Restore the Llama's own methods, and remove `cache` if the Llama uses it."""
         with contextlib.suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
             self.context.settle()
-        attachment, self._attachment = self._attachment, None
-        if attachment is not None:
-            attachment.remove()
+        if self._attachment is not None:
+            self._attachment.remove()
         llm = self.context.llm_or_none
         if llm is not None and llm.cache is cache:
             llm.set_cache(None)
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._attachment is not None and self._attachment.is_alive
 
     def _original(self, name: str) -> Callable[..., Any]:
         return self._attachment.original(name) if self._attachment is not None else own_method(self.llm, name)
@@ -263,6 +266,7 @@ class Hook:
         if saved is not None and saved.is_still(state):
             context.lineage.replace(saved.tokens)
         else:
+            context.lineage.lose(Unknown.LOADED_STATE)
             context.lineage.end(Unknown.LOADED_STATE)
 
     # -- what the store calls -----------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class Hook:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
         self.context.settle()
-        if self._attachment is None:
+        if not self._is_attached:
             # nothing is captured here: what llama-cpp-python would reuse is kept
             self.context.adopt()
         self._note_prompt(len(tokens))
@@ -338,7 +342,7 @@ class Hook:
         self.context.settle()
         if self.context.parameters.read_only or self.context.bypass_reason() is not None:
             return 0
-        if self._attachment is None:
+        if not self._is_attached:
             # not attached: the store never saw these tokens, so the caller vouches for them
             self.context.adopt()
         elif not self.context.catch_up():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,16 +25,22 @@ class Injected(BaseException):
     """Raised in the middle of something, as Ctrl-C is: no ``except Exception`` holds it."""
 
 
+@dataclass
+class Steps:
+    """How many steps were made."""
+
+    made: int = 0
+
+
 @contextlib.contextmanager
-def failing(k: int, *, after: bool, error: BaseException | None = None) -> Iterator[Callable[[], bool]]:
-    """The `k`-th call of a function of llama.cpp raises, before or after its work; tells whether it came to that."""
-    calls = 0
+def failing(k: int, *, after: bool, error: BaseException | None = None) -> Iterator[Steps]:
+    """The `k`-th call of a function of llama.cpp raises, before or after its work. A step is a call."""
+    steps = Steps()
     error = error or Injected()
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            nonlocal calls
-            mine, calls = calls, calls + 1
+            mine, steps.made = steps.made, steps.made + 1
             if mine == k and not after:
                 raise error
             result = function(*args)
@@ -48,7 +55,7 @@ def failing(k: int, *, after: bool, error: BaseException | None = None) -> Itera
             for name, function in list(vars(module).items()):
                 if name.startswith(WATCHED) and callable(function) and not isinstance(function, type):
                     stack.enter_context(mock.patch.object(module, name, wrap(function)))
-        yield lambda: calls > k
+        yield steps
 
 
 def stored_sequences(store: PrefixStore) -> list[list[int]]:
