@@ -86,7 +86,7 @@ class Attachment:
                 found.attachment.remove()
         try:
             # the watch first: from then on, a method that is not replaced yet is noticed
-            context.watch = Watch(llm, context.lineage, context.settle)
+            context.watch = Watch(llm, context.lineage, context.memory, context.settle)
             for name in REPLACED:
                 self._originals[name] = methods.get(name)
                 methods[name] = _Replacement(self, name)

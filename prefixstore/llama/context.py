@@ -140,7 +140,7 @@ class Context(Generic[M_co]):
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A restore: if it is interrupted, or fails in a way that it does not handle itself, the context is cleared."""
+        """A restore, or a load: if it is interrupted, or does not handle its failure itself, the context is cleared."""
         self.memory.unverified = True
         try:
             yield

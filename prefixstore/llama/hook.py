@@ -193,12 +193,14 @@ class Hook:
 
     def _evaluate(self, original: Callable[[Sequence[int]], None], batch: Sequence[int]) -> bool:
         """Evaluate a batch; whether everything in the context is known after that."""
-        lineage = self.context.lineage
+        llm, lineage = self.context.llm, self.context.lineage
         before = lineage.begin()
+        # if this is interrupted, the logits may be those of a token that does not count; generate() would sample them
+        llm._requires_eval = True
         original(batch)
         if before is None:
             lineage.extend(batch)
-            if not lineage.agrees(self.llm, self.context.memory, len(batch)):
+            if not lineage.agrees(llm, self.context.memory, len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
         return before is None
@@ -254,7 +256,11 @@ class Hook:
         return state
 
     def load_state(self, state: LlamaState) -> None:
-        """``Llama.load_state``; a state that a lookup returned is in the context already."""
+        """``Llama.load_state``; a state that a lookup returned is in the context already.
+
+        If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
+        whatever of it llama.cpp has taken.
+        """
         context = self.context
         context.settle()
         if isinstance(state, _LiveState):
@@ -262,7 +268,8 @@ class Hook:
         self._before_leaving()
         saved = self._saved.get(state)
         context.lineage.begin()
-        self._original("load_state")(state)
+        with context.restoring():
+            self._original("load_state")(state)
         if saved is not None and saved.is_still(state):
             context.lineage.replace(saved.tokens)
         else:

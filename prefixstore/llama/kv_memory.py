@@ -154,6 +154,11 @@ class Journal:
     scratch: bool = False
     unverified: bool = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to undo, or a change is being made."""
+        return self.lent or self.scratch or self.unverified
+
 
 _journals: weakref.WeakKeyDictionary[llama_cpp.Llama, Journal] = weakref.WeakKeyDictionary()
 
@@ -213,7 +218,7 @@ class ContextMemory(ABC):
     def settle(self) -> bool:
         """Undo what was interrupted; whether the context was cleared."""
         journal = self.journal
-        if not (journal.lent or journal.scratch or journal.unverified):
+        if not journal.is_open:
             return False
         _, mem = self._pointers()
         if journal.unverified:
@@ -417,26 +422,28 @@ class PagedMemory(ContextMemory):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
             first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
             last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
-            buffer = acquire(size) if (first, last) == (start, end - 1) else None
-            if buffer is not None:
-                with _released_on_error(buffer):
+            is_complete = (first, last) == (start, end - 1)
+            buffer = acquire(size) if is_complete else None
+            with _released_on_error(buffer):
+                if buffer is not None:
                     target = ctypes.cast(buffer.address + missing, _u8_p)
                     written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
                     if written != size - missing:
                         raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
                     complete_cells(buffer.view, n)
-            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+                llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         if buffer is None:
-            return Missing.QUEUE_FULL if (first, last) == (start, end - 1) else Missing.INCOMPLETE
+            return Missing.QUEUE_FULL if is_complete else Missing.INCOMPLETE
         return buffer
 
 
 @contextmanager
-def _released_on_error(buffer: PooledBuffer) -> Iterator[None]:
+def _released_on_error(buffer: PooledBuffer | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        buffer.release()
+        if buffer is not None:
+            buffer.release()
         raise
 
 

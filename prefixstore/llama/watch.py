@@ -22,7 +22,7 @@ import llama_cpp
 from llama_cpp._internals import LlamaContext, LlamaSampler
 
 from prefixstore.errors import ContextError, PrefixStoreError
-from prefixstore.llama.kv_memory import pointer_of
+from prefixstore.llama.kv_memory import ContextMemory, pointer_of
 from prefixstore.llama.lineage import Lineage, Unknown
 
 __all__ = ["READERS", "DecodeCounters", "Watch"]
@@ -94,6 +94,8 @@ class Watch:
         The ``Llama``.
     lineage
         What is known about its context.
+    memory
+        Its memory, with the journal of what may have been interrupted.
     settle
         Undoes what was interrupted; called before anybody else reaches the context, and true if it was cleared.
 
@@ -103,9 +105,12 @@ class Watch:
         If the ``Llama`` is closed, or its class cannot be replaced.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, lineage: Lineage, settle: Callable[[], bool]) -> None:
+    def __init__(
+        self, llm: llama_cpp.Llama, lineage: Lineage, memory: ContextMemory, settle: Callable[[], bool]
+    ) -> None:
         self._pointer = pointer_of(llm)
         self._lineage = lineage
+        self._memory = memory
         self._settle = settle
         self._counters = DecodeCounters(self._pointer)
         self._context = weakref.ref(llm._ctx)
@@ -159,10 +164,15 @@ class Watch:
 
     # -- calls with a known meaning -----------------------------------------------------------------------------------
 
+    @property
+    def _is_own_call(self) -> bool:
+        """Whether the store itself is at work, and was not interrupted with something left to undo."""
+        return self._lineage.in_flight and not self._memory.journal.is_open
+
     def truncate(self, n: int, truncate: Callable[[], bool]) -> bool:
         """``kv_cache_seq_rm`` of everything from position `n` on: what is known before it stays known."""
         lineage = self._lineage
-        if lineage.in_flight:
+        if self._is_own_call:
             return truncate()
         if self._settle():
             return False  # nothing is left that could be kept
@@ -175,7 +185,7 @@ class Watch:
 
     def clear(self, clear: Callable[[], None]) -> None:
         """``kv_cache_clear``: the context is known to be empty."""
-        if self._lineage.in_flight:
+        if self._is_own_call:
             clear()
             return
         self._settle()
@@ -186,7 +196,7 @@ class Watch:
     def reset_timings(self, reset: Callable[[], None]) -> None:
         """``reset_timings``: what was decoded before is compared before the counters are lost."""
         lineage = self._lineage
-        if lineage.in_flight:
+        if self._is_own_call:
             reset()
             return
         if self.note_decoded():

@@ -255,6 +255,7 @@ def test_a_load_that_fails_leaves_nothing_to_store(contexts, arch):
         state.llama_state_size -= 100
         with pytest.raises((RuntimeError, ValueError)):
             llm.load_state(state)
+        assert llm.n_tokens == 0
         with contextlib.suppress(RuntimeError):
             llm.eval(OTHER)
         store.capture()

@@ -163,6 +163,9 @@ def attempt(on: Bench, operation: str, interrupt: Interrupt) -> bool:
     with PrefixStore("memory:", llm, **PAGES) as store:
         llm.set_cache(store)
         prepare(llm, store)
+        if store._hook is not None:
+            # whether a restore pays depends on the speed of the machine
+            store._hook.context.rate.is_worth = lambda *_: True
         with contextlib.suppress(KeyboardInterrupt), interrupt:
             act(llm, store)
             happened = False
@@ -216,6 +219,8 @@ def count(on: Bench, operation: str, at: Callable[[int], Interrupt]) -> int:
     with PrefixStore("memory:", on.llm, **PAGES) as store:
         on.llm.set_cache(store)
         prepare(on.llm, store)
+        if store._hook is not None:
+            store._hook.context.rate.is_worth = lambda *_: True
         with at(1 << 40) as steps:
             act(on.llm, store)
     on.llm.set_cache(None)
