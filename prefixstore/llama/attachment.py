@@ -87,6 +87,7 @@ class Attachment:
         try:
             # the watch first: from then on, a method that is not replaced yet is noticed
             context.watch = Watch(llm, context.lineage, context.memory, context.settle)
+            context.watch.start()
             for name in REPLACED:
                 self._originals[name] = methods.get(name)
                 methods[name] = _Replacement(self, name)

@@ -159,11 +159,10 @@ class Lineage:
     def agrees(self, llm: llama_cpp.Llama, memory: ContextMemory, n_evaluated: int) -> bool:
         """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
         n = self.n
-        return (
-            llm.n_tokens == n
-            and np.array_equal(self._tokens[n - n_evaluated : n], llm.input_ids[n - n_evaluated : n])
-            and memory.end() == n
-        )
+        new = slice(n - n_evaluated, n)
+        # this is done for each token: bytes compare ten times as fast as arrays
+        are_equal = self._tokens[new].tobytes() == llm.input_ids[new].tobytes()
+        return are_equal and llm.n_tokens == n and memory.end() == n
 
     def page_bytes(self, start: int, end: int) -> bytes:
         """The token bytes of a page."""

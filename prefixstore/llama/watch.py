@@ -102,7 +102,7 @@ class Watch:
     Raises
     ------
     ContextError
-        If the ``Llama`` is closed, or its class cannot be replaced.
+        If the ``Llama`` is closed.
     """
 
     def __init__(
@@ -114,10 +114,22 @@ class Watch:
         self._settle = settle
         self._counters = DecodeCounters(self._pointer)
         self._context = weakref.ref(llm._ctx)
-        self._class = type(llm._ctx)
+        # an attachment that was interrupted may have left its own
+        self._class = getattr(type(llm._ctx), "unwatched", type(llm._ctx))
+        self._watched = _watched(self._class, self)
+
+    def start(self) -> None:
+        """Begin to watch.
+
+        Raises
+        ------
+        ContextError
+            If the class cannot be replaced.
+        """
+        context = self._context()
         try:
-            self._watched = _watched(self._class, self)
-            llm._ctx.__class__ = self._watched
+            if context is not None:
+                context.__class__ = self._watched
         except TypeError as error:
             raise ContextError(f"changes of this context cannot be noticed: {error}") from error
 
@@ -225,6 +237,8 @@ def _watched(base: type[LlamaContext], watch: Watch) -> type[LlamaContext]:
         return property(get, put)
 
     class Watched(base):  # type: ignore[valid-type, misc] # a class that is known when the program runs
+        unwatched = base
+
         def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
             if seq_id > 0 or p1 >= 0 or p0 < 0:
                 return bool(super().kv_cache_seq_rm(seq_id, p0, p1))

@@ -76,13 +76,22 @@ def after_completion(llm: llama_cpp.Llama, tokens: list[int]) -> np.ndarray:
     return logits(llm)
 
 
+def is_finalizer(frame: FrameType | None) -> bool:
+    """Whether the garbage collector has called this, at any moment; Python ignores what is raised there."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextlib.contextmanager
 def at_line(k: int) -> Iterator[Steps]:
     """The `k`-th line of the files that lie between a completion and llama.cpp raises. A step is a line."""
     steps = Steps()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in FILES or is_finalizer(frame):
             return None
         if event in ("line", "return"):
             steps.made += 1
