@@ -394,7 +394,7 @@ class Hook:
             llm = context.llm
             live = live_prefix_length(llm, tokens)
             # a loaded state may be continued from its middle; what a handler has put together, from its end
-            is_continued = unknown is Unknown.LOADED_STATE or live == llm.n_tokens
+            is_continued = unknown is Unknown.LOADED_STATE or live == llm.n_tokens == context.memory.end()
             if (
                 is_continued
                 and live >= context.parameters.min_tokens

@@ -206,8 +206,13 @@ class ContextMemory(ABC):
 
     def empty(self) -> bool:
         """Remove everything from sequence 0; whether it is empty."""
-        _, mem = self._pointers()
-        llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+        ctx, mem = self._pointers()
+        others = range(SCRATCH, max(llama_cpp.llama_n_seq_max(ctx), SCRATCH + 1))
+        if all(llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others):
+            # a shift of positions that llama.cpp has not carried out yet goes with it
+            llama_cpp.llama_memory_clear(mem, False)
+        else:
+            llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
         return self.end() == 0
 
     def is_shared(self) -> bool:
