@@ -24,18 +24,28 @@ def test_no_more_is_handed_out_than_allowed_except_one_of_any_size():
     assert large is not None
     assert pool.acquire(1) is None
     large.release()
-    assert [pool.acquire(60) is not None, pool.acquire(40) is not None, pool.acquire(1) is not None] == [
-        True,
-        True,
-        False,
-    ]
+    held = [pool.acquire(60), pool.acquire(40), pool.acquire(1)]
+    assert [buffer is not None for buffer in held] == [True, True, False]
     assert pool.in_use == 100
 
 
 def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
     pool = BufferPool(limit=None)
-    assert all(pool.acquire(size) is not None for size in (1 << 20, 100, 1 << 20))
+    held = [pool.acquire(size) for size in (1 << 20, 100, 1 << 20)]
+    assert None not in held
     assert pool.in_use == (2 << 20) + 100
+
+
+def test_a_buffer_that_was_lost_is_not_in_use_and_its_memory_is_not_given_out_again():
+    pool = BufferPool(100)
+    buffer = pool.acquire(60)
+    view = buffer.view
+    view[:] = bytes(60)
+    del buffer  # by Ctrl-C between two lines, say
+    assert pool.in_use == 0
+    again = pool.acquire(60)
+    again.view[:] = b"x" * 60
+    assert bytes(view) == bytes(60)
 
 
 def test_memory_is_reused_smallest_fit_first():
