@@ -190,9 +190,11 @@ class Watch:
             return False  # nothing is left that could be kept
         before = lineage.begin()
         done = truncate()
-        if done and before is None:
+        if before is None:
             lineage.rewind(n)
-        lineage.end(before if done else before or Unknown.STEPPED_BACK)
+            if not done or not self._memory.holds(lineage.n):
+                before = Unknown.STEPPED_BACK
+        lineage.end(before)
         return done
 
     def clear(self, clear: Callable[[], None]) -> None:

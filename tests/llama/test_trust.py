@@ -11,6 +11,7 @@ import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp._internals import LlamaContext
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from prefixstore import ContextError, MisuseError, PrefixStore
 from prefixstore.llama.inactivity import PROMPTS
@@ -202,6 +203,23 @@ def test_a_call_that_only_reads_loses_no_hit(contexts):
         store.capture()
         assert store.match(TEXT + prompt(20, seed=9)).n_tokens == 70
         assert store.stats().dropped == {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"verbose": True}, {"logits_all": True}, {"logits_all": True, "draft_model": LlamaPromptLookupDecoding()}],
+    ids=["verbose", "logits_all", "draft model"],
+)
+def test_what_llama_cpp_python_does_in_a_completion_is_harmless(models, options):
+    llm, plain = (llama_cpp.Llama(str(models("llama")), **{"verbose": False, **SMALL, **options}) for _ in range(2))
+    conversation = TEXT
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        for turn in range(3):
+            assert answer(llm, conversation, 6) == answer(plain, conversation, 6)
+            conversation = conversation + prompt(20, seed=turn)
+        stats = store.stats()
+        assert (stats.live_hits, stats.misses, stats.dropped) == (2, {"not_found": 1}, {})
 
 
 def test_a_decode_that_no_python_code_can_see_is_noticed(contexts):
