@@ -107,8 +107,10 @@ class Context(Generic[M_co]):
     def catch_up(self) -> bool:
         """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
         lineage = self.lineage
-        if self.watch is not None and not lineage.in_flight and self.watch.note_decoded() and lineage.unknown is None:
-            lineage.lose(Unknown.CHANGED)
+        if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
+            if lineage.unknown is None:
+                lineage.lose(Unknown.CHANGED)
+            self.watch.note_decoded()
         return lineage.catch_up(self.llm, self.memory)
 
     def adopt(self) -> None:

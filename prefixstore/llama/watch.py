@@ -79,10 +79,13 @@ class DecodeCounters:
         data = llama_cpp.llama_perf_context(pointer)
         return data.n_p_eval, data.n_eval, data.t_p_eval_ms, data.t_eval_ms
 
-    def note(self, pointer: int) -> bool:
-        """Note the counters as they are now; whether they had changed."""
-        noted, self._noted = self._noted, self._read(pointer)
-        return noted != self._noted
+    def have_changed(self, pointer: int) -> bool:
+        """Whether they have changed since they were noted."""
+        return self._read(pointer) != self._noted
+
+    def note(self, pointer: int) -> None:
+        """Note the counters as they are now."""
+        self._noted = self._read(pointer)
 
 
 class Watch:
@@ -143,18 +146,19 @@ class Watch:
         """Whether the ``Llama`` still has the context that is watched."""
         return llm._ctx is self._context() and vars(llm._ctx).get("ctx") == self._pointer
 
-    def note_decoded(self) -> bool:
-        """Note what was decoded up to now; whether something was since the last note.
+    def note_decoded(self) -> None:
+        """Note that what was decoded up to now is accounted for. Raises `ContextError` if the context is closed."""
+        self._counters.note(self._open_pointer())
 
-        Raises
-        ------
-        ContextError
-            If the ``Llama`` was closed.
-        """
+    def has_decoded(self) -> bool:
+        """Whether something was decoded since the last note. Raises `ContextError` if the context is closed."""
+        return self._counters.have_changed(self._open_pointer())
+
+    def _open_pointer(self) -> int:
         context = self._context()
         if context is None or vars(context).get("ctx") != self._pointer:
             raise ContextError("the context was closed or replaced while the store was attached")
-        return self._counters.note(self._pointer)
+        return self._pointer
 
     def notice(self, caller: FrameType) -> None:
         """Somebody reads a pointer. The frame is the reader's."""
@@ -213,7 +217,7 @@ class Watch:
         if self._is_own_call:
             reset()
             return
-        if self.note_decoded():
+        if self.has_decoded():
             lineage.lose(Unknown.CHANGED)
         before = lineage.begin()
         reset()
