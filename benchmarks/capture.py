@@ -20,6 +20,7 @@ from benchmarks.common import (
     Stopwatch,
     load,
     model_path,
+    pointer_of,
     prompt_tokens,
     ratio,
     seconds,
@@ -60,7 +61,8 @@ def measure(flash: bool, shape: dict[str, Any], n_tokens: int) -> dict[str, Any]
             as_evaluated(llm, store, tokens)
             taken = {"as evaluated": watch.seconds - before}
             state = state_of(llm)
-            taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(llm.ctx, state, len(state), 0))  # noqa: B023 - called at once
+            ctx = pointer_of(llm)
+            taken["limit"] = seconds(lambda: llama_cpp.llama_state_seq_get_data(ctx, state, len(state), 0))  # noqa: B023 - called at once
             store.clear(everything=True)
             gc.collect()
             taken["at once"] = seconds(store.capture)

@@ -53,11 +53,16 @@ def prompt_tokens(llm: llama_cpp.Llama, n: int, seed: int = 0) -> list[int]:
     return rng.integers(300, 8000, n).tolist()
 
 
+def pointer_of(llm: llama_cpp.Llama) -> Any:
+    """The ``llama_context``. An attached store takes it for a change of the context if somebody reads ``llm.ctx``."""
+    return vars(llm._ctx)["ctx"]
+
+
 def state_of(llm: llama_cpp.Llama) -> ctypes.Array[ctypes.c_uint8]:
     """The whole state of sequence 0, as one buffer."""
-    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    size = llama_cpp.llama_state_seq_get_size(pointer_of(llm), 0)
     buffer = (ctypes.c_uint8 * size)()
-    assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
+    assert llama_cpp.llama_state_seq_get_data(pointer_of(llm), buffer, size, 0) == size
     return buffer
 
 

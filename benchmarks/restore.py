@@ -12,7 +12,17 @@ from typing import Any
 
 import llama_cpp
 
-from benchmarks.common import alternate, in_child, load, model_path, prompt_tokens, ratio, state_of, summary
+from benchmarks.common import (
+    alternate,
+    in_child,
+    load,
+    model_path,
+    pointer_of,
+    prompt_tokens,
+    ratio,
+    state_of,
+    summary,
+)
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -41,7 +51,7 @@ def measure(location: str, flash: bool, codec: str) -> dict[str, Any]:
         saved = llm.save_state()
         times = alternate(
             {
-                "limit": lambda: llama_cpp.llama_state_seq_set_data(llm.ctx, state, len(state), 0),
+                "limit": lambda: llama_cpp.llama_state_seq_set_data(pointer_of(llm), state, len(state), 0),
                 "prefixstore": lambda: store.restore(tokens),
                 "load_state": lambda: llm.load_state(saved),
             },

@@ -83,7 +83,10 @@ class Stats:
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
         ``"logprobs"`` (the request needs the logits of the prompt), ``"multimodal"`` (images are not in the tokens),
         ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this model, or context, cannot be stored),
-        ``"error"``.
+        ``"loaded_state"``, ``"changed"`` (the context held more of the prompt than the store, by a state or a change of
+        the caller's whose tokens are not known; it was used, and nothing is stored after it), ``"sequence_in_use"``
+        (somebody else uses sequence 1 of the context, which the store needs), ``"context_replaced"`` (the ``Llama`` has
+        another context than when the store was attached), ``"closed"`` (the ``Llama`` is), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
@@ -97,7 +100,12 @@ class Stats:
         ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
         ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
         snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
-        stored), ``"unavailable"`` (the location failed), ``"error"`` (a fault of the store).
+        stored), ``"unavailable"`` (the location failed), ``"closed"`` (the store is, and a completion saves to it),
+        ``"error"`` (a fault of the store). While it is not known what the context holds: ``"attached_late"`` (something
+        was evaluated before the store was attached), ``"loaded_state"`` (``load_state`` with a state that was not saved
+        here), ``"changed"`` (something other than the store reached the context), ``"stepped_back"`` (rewound to where
+        it cannot continue), ``"interrupted"``. This ends with the next lookup, `PrefixStore.restore` or
+        ``llm.reset()``.
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
     restore_seconds, capture_seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from prefixstore.llama.portable.hook import PortableHook
 
 __all__ = ["Match", "PrefixStore"]
+
+log = logging.getLogger("prefixstore")
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ class PrefixStore:
         )
         self._hook: Hook | None = None
         self._portable: PortableHook | None = None
+        self._warned_closed = False
         backend = open_backend(location, max_bytes=parameters.budget.max_bytes, read_only=read_only)
         self.location = backend.location
         self._engine = Engine(
@@ -220,15 +224,18 @@ class PrefixStore:
         self._alive()
         if self._hook is not None:
             raise MisuseError("the store is attached to a Llama; detach() it first, or open another PrefixStore")
-        hook = self._make_hook(llm)
-        hook.attach(self)
-        self._hook = hook
+        self._hook = hook = self._make_hook(llm)
+        try:
+            hook.attach(self)
+        except BaseException:
+            self.detach()
+            raise
 
     def detach(self) -> None:
         """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook.detach(self)
+        if self._hook is not None:
+            self._hook.detach(self)  # if this is interrupted, it can be done again
+            self._hook = None
 
     def close(self) -> None:
         """Detach, write what is queued, make it durable, and release the location. A second call does nothing.
@@ -259,7 +266,7 @@ class PrefixStore:
             from prefixstore.llama.hook import Hook, register_cache  # noqa: PLC0415 - the extra "llama"
         except ImportError as error:
             raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
-        if not hasattr(llm, "_ctx"):
+        if not hasattr(llm, "_ctx") or not hasattr(llm, "_model"):
             raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
         register_cache(PrefixStore)
         return Hook(llm, self._engine, self._parameters)
@@ -506,6 +513,8 @@ class PrefixStore:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
         completion = calling_completion(1)
+        if completion is not None and self._is_closed("miss:closed"):
+            raise KeyError("the store is closed")
         hook = self._bound(completion) if self._hook is not None else self._unbound()
         state = hook.lookup(tokens, completion)
         if state is None:
@@ -516,11 +525,23 @@ class PrefixStore:
         from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
 
         completion = calling_completion(1)
+        if completion is not None and self._is_closed("dropped:closed"):
+            return
         # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
         if self._hook is not None:
             self._bound(completion).completed()
         else:
             self._unbound().save(state, completion)
+
+    def _is_closed(self, count: str) -> bool:
+        """Whether a completion uses the store after it was closed, which is counted, and logged once."""
+        if self._finalizer.alive:
+            return False
+        self._engine.counters.count(count)
+        if not self._warned_closed:
+            self._warned_closed = True
+            log.warning("a completion uses a store that is closed; call llm.set_cache(None), or open a new store")
+        return True
 
     def _bound(self, completion: Any) -> Hook:
         """The hook of the attached Llama, which must be the one that asks."""

@@ -49,6 +49,18 @@ def test_a_pool_without_a_limit_gives_out_any_number_of_buffers():
     assert pool.in_use == (2 << 20) + 100
 
 
+def test_a_buffer_that_was_lost_is_not_in_use_and_its_memory_is_not_given_out_again():
+    pool = BufferPool(100)
+    buffer = pool.acquire(60)
+    view = buffer.view
+    view[:] = bytes(60)
+    del buffer  # by Ctrl-C between two lines, say
+    assert pool.in_use == 0
+    again = pool.acquire(60)
+    again.view[:] = b"x" * 60
+    assert bytes(view) == bytes(60)
+
+
 def test_memory_is_reused_smallest_fit_first():
     pool = BufferPool(1000)
     held = [pool.acquire(size) for size in (50, 200, 100)]

@@ -11,6 +11,7 @@ import pytest
 import prefixstore
 from prefixstore.engine.catalog import DropReason
 from prefixstore.llama.kv_memory import Missing
+from prefixstore.llama.lineage import Unknown
 from prefixstore.stats import Kind, Stats
 
 
@@ -34,6 +35,8 @@ def test_a_kind_tells_what_is_stored():
 
 def test_the_documentation_of_stats_names_every_reason_for_a_dropped_page():
     source = "".join(path.read_text() for path in Path(prefixstore.__file__).parent.rglob("*.py"))
-    counted = set(re.findall(r'"dropped:(\w+)"', source)) | {reason.value for reason in (*DropReason, *Missing)}
+    counted = set(re.findall(r'"dropped:(\w+)"', source)) | {
+        reason.value for reason in (*DropReason, *Missing, *Unknown)
+    }
     text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    evictions")[0]
     assert set(re.findall(r'``"(\w+)"``', text)) == counted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import llama_cpp
@@ -13,12 +14,13 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import MisuseError
+from prefixstore.errors import MisuseError, StorageError
 from prefixstore.format.keys import PAGE, Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.compute_rate import ComputeRate
-from prefixstore.llama.kv_memory import ContextMemory, kind_of
-from prefixstore.llama.lineage import Lineage
+from prefixstore.llama.kv_memory import ContextMemory, is_closed, kind_of, pointer_of
+from prefixstore.llama.lineage import Lineage, Unknown
+from prefixstore.llama.watch import Watch
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
@@ -54,6 +56,8 @@ class Context(Generic[M_co]):
         The tokens that are known to be in it.
     rate
         How fast it computes, and how fast pages are restored.
+    watch
+        Notices what else reaches the context; None unless the store is attached.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Context(Generic[M_co]):
         self.kind: Kind = kind_of(llm)
         self.lineage = Lineage(namespace.key, parameters.page_tokens, llm.n_ctx())
         self.rate = ComputeRate()
+        self.watch: Watch | None = None
         self._settings = namespace.canonical
 
     @property
@@ -90,16 +95,64 @@ class Context(Generic[M_co]):
 
     def bypass_reason(self) -> str | None:
         """Why the context is neither stored nor restored at the moment; None if it is."""
-        return bypass_reason(self.llm, self.kind)
+        llm = self.llm
+        reason = "closed" if is_closed(llm) else bypass_reason(llm, self.kind)
+        if reason is None and self.watch is not None and not self.watch.is_current(llm):
+            reason = "context_replaced"
+        if reason is None and self.memory.is_shared():
+            reason = "sequence_in_use"
+        return reason
 
     def catch_up(self) -> bool:
         """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
-        return self.lineage.catch_up(self.llm, self.memory)
+        lineage = self.lineage
+        if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
+            if lineage.unknown is None:
+                lineage.lose(Unknown.CHANGED)
+            self.watch.note_decoded()
+        return lineage.catch_up(self.llm, self.memory)
 
     def adopt(self) -> None:
         """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens."""
         llm = self.llm
         self.lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
+
+    def empty(self) -> None:
+        """Make the context empty, as ``Llama.reset`` does, and known to be."""
+        llm, before = self.llm, self.lineage.begin()
+        llm.n_tokens = 0
+        llm._requires_eval = True
+        if self.memory.empty():
+            self.lineage.replace(())
+        else:
+            self.lineage.end(before or Unknown.INTERRUPTED)
+
+    def settle(self) -> bool:
+        """Undo what an interrupted change of the store has left; whether the context had to be cleared.
+
+        Called at the beginning of everything that uses the context. Raises `ContextError` if the ``Llama`` is closed.
+        """
+        pointer_of(self.llm)
+        self.lineage.settle()
+        if not self.memory.settle():
+            return False
+        self.lineage.lose(Unknown.INTERRUPTED)
+        return True
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A restore, or a load: if it is interrupted, or does not handle its failure itself, the context is cleared."""
+        self.memory.unverified = True
+        try:
+            yield
+        except StorageError:
+            # the location failed: what was loaded before is verified
+            self.memory.unverified = False
+            raise
+        except BaseException:
+            self.settle()
+            raise
+        self.memory.unverified = False
 
     def submit(self, start: int, end: int, buffer: PooledBuffer, form: int = PAGE) -> bool:
         """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over.
@@ -164,7 +217,9 @@ def live_prefix_length(llm: llama_cpp.Llama, tokens: Tokens) -> int:
     return common_prefix(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"), tokens)
 
 
-def reusable_prefix(llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens) -> int:
+def reusable_prefix(
+    llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens, reset: Callable[[], None] | None = None
+) -> int:
     """How many tokens of a prompt the context holds and can continue from; it is reset if it would have to step back.
 
     llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter stored
@@ -172,6 +227,6 @@ def reusable_prefix(llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens)
     """
     live = live_prefix_length(llm, tokens)
     if 0 < live < llm.n_tokens and not memory.holds(live):
-        llm.reset()
+        (reset or llm.reset)()
         return 0
     return live

@@ -12,11 +12,13 @@ A fault of the store never breaks a completion: it costs a miss or a page, and i
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,17 +28,21 @@ from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
-from prefixstore.errors import MisuseError
+from prefixstore.errors import ContextError, PrefixStoreError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
+from prefixstore.llama.attachment import Attachment, own_method
+from prefixstore.llama.context import live_prefix_length
 from prefixstore.llama.guard import Guard
+from prefixstore.llama.inactivity import Inactivity
+from prefixstore.llama.kv_memory import is_closed
+from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.strategy import strategy_for
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["Hook", "calling_completion", "register_cache"]
 
-REPLACED = ("eval", "reset", "save_state", "load_state")
 COMPLETION = llama_cpp.Llama._create_completion.__code__
 
 
@@ -86,11 +92,12 @@ class Hook:
         self.context = self.strategy.context
         # a lookup asked for logprobs: the batches must be the same as without a store
         self._exact = False
-        self._originals: dict[str, Callable[..., Any] | None] = {}
-        # the cache through which a completion saves for this store; weak, so that its store can be collected
-        self._cache: Callable[[], object | None] = _no_cache
-        # states that the user saved, and the tokens that they are known to hold
-        self._saved: weakref.WeakKeyDictionary[LlamaState, Tokens] = weakref.WeakKeyDictionary()
+        self._attachment: Attachment | None = None
+        # states that the user saved, and what they are known to hold
+        self._saved: weakref.WeakKeyDictionary[LlamaState, _Saved] = weakref.WeakKeyDictionary()
+        self._inactivity = Inactivity(engine.counters, read_only=parameters.read_only)
+        # whether the prompt that is evaluated next was looked up
+        self._is_looked_up = False
         # where rows are overwritten, pages are captured after each micro-batch
         self._step = min(llm.n_batch, llm.context_params.n_ubatch) if self.overwrites_window else llm.n_batch
 
@@ -122,62 +129,102 @@ class Hook:
     # -- attaching ----------------------------------------------------------------------------------------------------
 
     def attach(self, cache: object) -> None:
-        """Replace the Llama's methods by the hook's. A completion that saves to `cache` saves for this store."""
-        methods = self.llm.__dict__
-        if any(isinstance(methods.get(name), _Replacement) for name in REPLACED):
-            raise MisuseError("llm is attached to another PrefixStore; detach() that one first")
-        for name in REPLACED:
-            self._originals[name] = methods.get(name)
-            methods[name] = _Replacement(self, name)
-        self._cache = weakref.ref(cache)
+        """Replace the Llama's methods by the hook's. A completion that saves to `cache` saves for this store.
+
+        Raises
+        ------
+        MisuseError
+            If another store is attached.
+        """
+        self._attachment = Attachment(self, cache)
+        self._attachment.install()
 
     def detach(self, cache: object) -> None:
         """Restore the Llama's own methods, and remove `cache` if the Llama uses it."""
+        with contextlib.suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
+            self.context.settle()
+        if self._attachment is not None:
+            self._attachment.remove()
         llm = self.context.llm_or_none
         if llm is not None and llm.cache is cache:
             llm.set_cache(None)
-        methods = llm.__dict__ if llm is not None else {}
-        for name, original in self._originals.items():
-            if methods.get(name) == _Replacement(self, name):
-                if original is None:
-                    del methods[name]
-                else:
-                    methods[name] = original
-        self._originals = {}
-        self._cache = _no_cache
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._attachment is not None and self._attachment.is_alive
 
     def _original(self, name: str) -> Callable[..., Any]:
-        llm = self.llm
-        bound: Callable[..., Any] = self._originals.get(name) or getattr(type(llm), name).__get__(llm)
-        return bound
+        return self._attachment.original(name) if self._attachment is not None else own_method(self.llm, name)
 
     # -- what replaces the Llama's methods ----------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
         """``Llama.eval`` in the same batches, with pages captured in between; it stops where a snapshot is taken."""
         context = self.context
-        lineage, counters = context.lineage, context.engine.counters
+        llm, lineage, counters = context.llm, context.lineage, context.engine.counters
+        was_cleared = context.settle()
+        if not len(tokens):
+            if was_cleared:
+                # a generation that samples from logits which are gone would never end
+                raise ContextError("an interrupted restore has emptied the context; evaluate the prompt again")
+            return
+        self._note_evaluated_prompt(len(tokens))
         original = self._original("eval")
-        known = context.bypass_reason() is None and context.catch_up()
-        if not known:
-            lineage.rewind(0)
+        bypassed = context.bypass_reason()
+        known = bypassed is None and context.catch_up()
+        if bypassed is not None:
+            lineage.lose(Unknown.CHANGED)
         # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
-        is_drafted = self.llm.draft_model is not None
-        step = self.llm.n_batch if is_drafted else self._step
+        is_drafted = llm.draft_model is not None
+        step = llm.n_batch if is_drafted else self._step
         stops = self._stops(tokens, step, keep_batches=self._exact or is_drafted) if known else []
+        start = llm.n_tokens
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
-            original(batch)
+            known = self._evaluate(original, batch)
             context.rate.computed(len(batch), time.perf_counter() - started)
             counters.count("tokens_computed", len(batch))
-            if known:
-                before = lineage.n
-                lineage.extend(batch)
-                if self.strategy.is_due(before, stops):
-                    self._capture(tail=False)
+            if known and self.strategy.is_due(lineage.n - len(batch), stops):
+                self._note_decoded()
+                self._capture(tail=False)
+        self._note_decoded()
         if known and len(tokens) > 1:
             with self._guard("dropped:error"):
                 self.strategy.prompt_evaluated()
+        if not known and bypassed is None:
+            self._count_unknown(llm.n_tokens // self.page_tokens - start // self.page_tokens)
+
+    def _evaluate(self, original: Callable[[Sequence[int]], None], batch: Sequence[int]) -> bool:
+        """Evaluate a batch; whether everything in the context is known after that."""
+        llm, lineage = self.context.llm, self.context.lineage
+        before = lineage.begin()
+        # if this is interrupted, the logits may be those of a token that does not count; generate() would sample them
+        llm._requires_eval = True
+        original(batch)
+        if before is None:
+            lineage.extend(batch)
+            if not lineage.agrees(llm, self.context.memory, len(batch)):
+                before = Unknown.CHANGED
+        lineage.end(before)
+        return before is None
+
+    def _note_decoded(self) -> None:
+        """What was decoded up to now was decoded by the store."""
+        watch = self.context.watch
+        if watch is not None:
+            watch.note_decoded()
+
+    def _note_evaluated_prompt(self, n: int) -> None:
+        """Count a prompt that was not looked up before."""
+        if n >= max(self.context.parameters.min_tokens, 2) and not self._is_looked_up:
+            self._inactivity.prompt()
+        self._is_looked_up = False
+
+    def _count_unknown(self, n_pages: int) -> None:
+        """Count pages that are not stored because it is not known what the context holds."""
+        unknown = self.context.lineage.unknown
+        if n_pages and unknown is not None and not self.context.parameters.read_only:
+            self.context.engine.counters.count(f"dropped:{unknown.value}", n_pages)
 
     def _stops(self, tokens: Sequence[int], step: int, *, keep_batches: bool) -> list[int]:
         """Where to stop while these tokens are evaluated; only between batches if these must stay as they are."""
@@ -190,27 +237,47 @@ class Hook:
 
     def reset(self) -> None:
         """``Llama.reset``; what enters the context next may not be tokens."""
+        context = self.context
+        context.settle()
         self._before_leaving()
-        self.context.lineage.rewind(0)
+        unknown = context.lineage.begin()
         self._original("reset")()
+        if context.llm.n_tokens == 0:
+            context.lineage.replace(())
+        else:
+            context.lineage.end(unknown or Unknown.CHANGED)
 
     def save_state(self) -> LlamaState:
         """``Llama.save_state``; inside a completion that saves for this store, an empty state."""
         llm = self.llm
-        if calling_completion(2) is not None and llm.cache is not None and llm.cache is self._cache():
+        self.context.settle()
+        if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
             return live_state(llm)
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
-            self._saved[state] = self.context.lineage.tokens.copy()
+            self._saved[state] = _Saved(self.context.lineage.tokens.copy(), state.llama_state)
         return state
 
     def load_state(self, state: LlamaState) -> None:
-        """``Llama.load_state``; a state that a lookup returned is in the context already."""
+        """``Llama.load_state``; a state that a lookup returned is in the context already.
+
+        If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
+        whatever of it llama.cpp has taken.
+        """
+        context = self.context
+        context.settle()
         if isinstance(state, _LiveState):
             return
         self._before_leaving()
-        self._original("load_state")(state)
-        self.context.lineage.replace(self._saved.get(state, np.empty(0, "<i4")))
+        saved = self._saved.get(state)
+        context.lineage.begin()
+        with context.restoring():
+            self._original("load_state")(state)
+        if saved is not None and saved.is_still(state):
+            context.lineage.replace(saved.tokens)
+        else:
+            context.lineage.lose(Unknown.LOADED_STATE)
+            context.lineage.end(Unknown.LOADED_STATE)
 
     # -- what the store calls -----------------------------------------------------------------------------------------
 
@@ -231,13 +298,16 @@ class Hook:
         """
         llm = self.llm
         tokens = as_tokens(prompt)
+        if not is_closed(llm):
+            self.context.settle()
         limit, multiple_of = len(tokens) - 1, 1
+        self._note_prompt(len(tokens))
         asked = completion.f_locals if completion is not None else {}
         self._exact = asked.get("logprobs") is not None
         if self._exact:
             if asked.get("echo"):
                 # the logits of the prompt itself are asked for; they are not stored
-                if self.context.lineage.unscored:
+                if self.context.lineage.unscored or self.context.lineage.unknown is not None:
                     llm.reset()
                 self.context.engine.counters.count("miss:logprobs")
                 return None
@@ -248,6 +318,11 @@ class Hook:
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
         llm = self.llm
+        self.context.settle()
+        if not self._is_attached:
+            # nothing is captured here: what llama-cpp-python would reuse is kept
+            self.context.adopt()
+        self._note_prompt(len(tokens))
         # the caller evaluates at least one token: of the prompt, or, if that is too long, the last that has a place
         limit = max(min(len(tokens), len(llm.input_ids)) - 1, 0)
         if llm.n_tokens > limit:
@@ -260,22 +335,30 @@ class Hook:
             if not self.context.memory.holds(live):
                 live = 0
             if live == 0:
-                llm.reset()
+                self.context.empty()
             llm.n_tokens = live
             llm._requires_eval = True
         return live
 
     def completed(self) -> None:
         """Capture the tail of a completion that has ended."""
+        if not is_closed(self.llm):
+            self.context.settle()
+        # whatever was prepared for this completion has been used
+        self.context.lineage.is_fresh = False
         self._capture(tail=True)
 
     def capture(self) -> int:
         """Capture all of the context that is not stored, waiting for space in the queue; the number of pages."""
+        self.context.settle()
         if self.context.parameters.read_only or self.context.bypass_reason() is not None:
             return 0
-        if not self._originals:
+        if not self._is_attached:
             # not attached: the store never saw these tokens, so the caller vouches for them
             self.context.adopt()
+        elif not self.context.catch_up():
+            self._count_unknown(1)
+            return 0
         return self.strategy.capture(tail=True, wait=True)
 
     # -- guarded ------------------------------------------------------------------------------------------------------
@@ -284,22 +367,61 @@ class Hook:
         return Guard(self.context.engine.counters, fault, unavailable)
 
     def _restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        reason = self.context.bypass_reason()
+        context, counters = self.context, self.context.engine.counters
+        reason = context.bypass_reason()
         if reason is not None:
-            self.context.engine.counters.count(f"miss:{reason}")
+            counters.count(f"miss:{reason}")
             return False
         with self._guard("dropped:error"):
             self.strategy.before_leaving()
         # of a prompt that is longer than the context, the next token needs a place
         limit = min(limit, len(self.llm.input_ids) - 1)
         with self._guard("miss:error", "miss:unavailable"):
+            context.catch_up()
+            unknown = context.lineage.unknown
+            if unknown is not None and self._is_kept(unknown, tokens, limit):
+                counters.count(f"miss:{unknown.value}")
+                return False
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
         return False
+
+    def _is_kept(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
+        """Whether an unknown context stays for this prompt; if not, it is emptied.
+
+        It stays if somebody has prepared it since the last completion, and it has more of the prompt than the store.
+        llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
+        nothing that is computed after it can be stored.
+        """
+        context = self.context
+        lineage = context.lineage
+        is_fresh, lineage.is_fresh = lineage.is_fresh, False
+        if unknown.is_deliberate and is_fresh:
+            llm = context.llm
+            live = live_prefix_length(llm, tokens)
+            # a loaded state may be continued from its middle; what a handler has put together, from its end
+            is_continued = unknown is Unknown.LOADED_STATE or live == llm.n_tokens == context.memory.end()
+            if (
+                is_continued
+                and live >= context.parameters.min_tokens
+                and context.memory.holds(live)
+                and live > self.strategy.stored(tokens, limit)
+            ):
+                return True
+        context.empty()
+        return False
+
+    def _note_prompt(self, n: int) -> None:
+        self._is_looked_up = True
+        if n >= self.context.parameters.min_tokens:
+            self._inactivity.prompt()
 
     def _capture(self, *, tail: bool) -> None:
         if not self.context.parameters.read_only and self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
-                self.strategy.capture(tail=tail)
+                if self.context.catch_up():
+                    self.strategy.capture(tail=tail)
+                else:
+                    self._count_unknown(1)
 
     def _before_leaving(self) -> None:
         if self.context.bypass_reason() is None:
@@ -307,34 +429,29 @@ class Hook:
                 self.strategy.before_leaving()
 
 
-def _no_cache() -> None:
-    """Not attached."""
-
-
 def _batches(tokens: Sequence[int], stops: Sequence[int], step: int) -> Iterator[Sequence[int]]:
     """The tokens in batches of `step`, counted from their start and from each of the `stops`."""
     for start, end in itertools.pairwise([0, *stops, len(tokens)]):
         for i in range(start, end, step):
             yield tokens[i : min(i + step, end)]
-    if not tokens:
-        yield tokens
 
 
-class _Replacement:
-    """A method of the hook that replaces a method of the Llama."""
+@dataclass(frozen=True)
+class _Saved:
+    """What a state that the user saved is known to hold."""
 
-    def __init__(self, hook: Hook, name: str) -> None:
-        self._hook = hook
-        self._name = name
+    tokens: Tokens
+    state: bytes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._hook, self._name)(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Replacement) and (self._hook, self._name) == (other._hook, other._name)
-
-    def __hash__(self) -> int:
-        return hash((id(self._hook), self._name))
+    def is_still(self, state: LlamaState) -> bool:
+        """Whether nobody has put something else into the state since."""
+        n = len(self.tokens)
+        return (
+            state.llama_state is self.state
+            and state.llama_state_size == len(self.state)
+            and state.n_tokens == n
+            and np.array_equal(state.input_ids[:n], self.tokens)
+        )
 
 
 class _LiveState(LlamaState):

@@ -10,6 +10,9 @@ given to sequence 0. Tags change, tensors do not.
 Tags do not work on memory that cannot step back: with ``n_seq_max == 1`` its recurrent half knows no sequence 1. But
 the recurrent part can be copied alone (``LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY``), and rows of attention can be cut out of
 a whole state if its layout is understood.
+
+A change that is interrupted half-way is undone later: the `Journal` says how. It belongs to the ``Llama``, since the
+store that began the change may be gone by then.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import contextlib
 import ctypes
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
@@ -39,12 +43,15 @@ __all__ = [
     "WHOLE",
     "Acquire",
     "ContextMemory",
+    "Journal",
     "Missing",
     "MissingPage",
     "PagedMemory",
     "SnapshotMemory",
+    "is_closed",
     "kind_of",
     "page_tokens_for",
+    "pointer_of",
 ]
 
 SHORT_PAGE = 64
@@ -62,12 +69,37 @@ Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
 _u8_p = ctypes.POINTER(ctypes.c_uint8)
 
 
+def pointer_of(llm: llama_cpp.Llama | None) -> int:
+    """The ``llama_context`` of a ``Llama``, read past the attribute that a store watches.
+
+    Raises
+    ------
+    ContextError
+        If the ``Llama`` is closed or gone.
+    """
+    if llm is None or is_closed(llm):
+        raise ContextError("the Llama is closed; load it again, and open a store for the new one")
+    return int(vars(llm._ctx)["ctx"])
+
+
+def is_closed(llm: llama_cpp.Llama) -> bool:
+    """Whether the model or the context of a ``Llama`` is freed, so that no function of llama.cpp may be called."""
+    return llm._model.model is None or vars(llm._ctx).get("ctx") is None
+
+
 def kind_of(llm: llama_cpp.Llama) -> Kind:
-    """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why."""
+    """What can be stored of a context: pages, snapshots (recurrent), both (hybrid), or nothing, and why.
+
+    Raises
+    ------
+    ContextError
+        If the ``Llama`` is closed.
+    """
+    pointer = pointer_of(llm)
     model = llm._model.model
     if llama_cpp.llama_model_has_encoder(model):
         return Kind.ENCODER
-    if not llama_cpp.llama_get_memory(llm._ctx.ctx):
+    if not llama_cpp.llama_get_memory(pointer):
         return Kind.NO_MEMORY
     if llama_cpp.llama_model_is_recurrent(model):
         return Kind.SNAPSHOTS
@@ -114,6 +146,33 @@ class MissingPage:
     reason: Missing
 
 
+@dataclass(slots=True)
+class Journal:
+    """What has to be undone if a change of the memory of a ``Llama`` is interrupted. Written before the change.
+
+    Attributes
+    ----------
+    lent
+        Cells of sequence 0 may be in sequence 1 only: they are given back.
+    scratch
+        Sequence 1 may hold copies or samples: it is emptied.
+    unverified
+        The context may hold something that was not verified, or only a part of a state: it is cleared with its data.
+    """
+
+    lent: bool = False
+    scratch: bool = False
+    unverified: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to undo, or a change is being made."""
+        return self.lent or self.scratch or self.unverified
+
+
+_journals: weakref.WeakKeyDictionary[llama_cpp.Llama, Journal] = weakref.WeakKeyDictionary()
+
+
 class ContextMemory(ABC):
     """Sequence 0 of a context.
 
@@ -134,12 +193,21 @@ class ContextMemory(ABC):
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
+        self.journal = _journals.setdefault(llm, Journal())
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
         self.shape: StateShape | None = None
         self.shape_is_own = False
-        self.unverified = False
         self._size_limit = size_limit(llm)
+
+    @property
+    def unverified(self) -> bool:
+        """Whether the context may hold something that was not verified; see `Journal`."""
+        return self.journal.unverified
+
+    @unverified.setter
+    def unverified(self, value: bool) -> None:
+        self.journal.unverified = value
 
     @abstractmethod
     def holds(self, n: int) -> bool:
@@ -151,6 +219,22 @@ class ContextMemory(ABC):
             return self.shape.size(n_tokens)
         return self._size_limit.of(n_tokens)
 
+    def end(self) -> int:
+        """The position after the last that the context holds."""
+        _, mem = self._pointers()
+        return int(llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)) + 1
+
+    def empty(self) -> bool:
+        """Remove everything from sequence 0; whether it is empty."""
+        ctx, mem = self._pointers()
+        others = range(SCRATCH, max(llama_cpp.llama_n_seq_max(ctx), SCRATCH + 1))
+        if all(llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others):
+            # a shift of positions that llama.cpp has not carried out yet goes with it
+            llama_cpp.llama_memory_clear(mem, False)
+        else:
+            llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+        return self.end() == 0
+
     def discard(self) -> None:
         """Empty the context, its data too, and have the Llama know that it is empty.
 
@@ -160,11 +244,38 @@ class ContextMemory(ABC):
         _, mem = self._pointers()
         llm = self._llm()
         assert llm is not None  # it has a context
-        # first: after an interrupt in between, nothing is continued from what is being cleared
+        # first the count: whatever happens next, nobody takes the context for more than it holds
         llm.n_tokens = 0
         llm._requires_eval = True
         llama_cpp.llama_memory_clear(mem, True)
         self.unverified = False
+
+    def is_shared(self) -> bool:
+        """Whether somebody else uses the sequence that the store needs for its copies."""
+        _, mem = self._pointers()
+        return bool(llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1)
+
+    def settle(self) -> bool:
+        """Undo what was interrupted; whether the context was cleared."""
+        journal = self.journal
+        if not journal.is_open:
+            return False
+        _, mem = self._pointers()
+        was_cleared = journal.unverified
+        if was_cleared:
+            self.discard()
+        elif journal.lent:
+            self._give_back(mem)
+        else:
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        journal.lent = journal.scratch = False
+        return was_cleared
+
+    @staticmethod
+    def _give_back(mem: Any) -> None:
+        """Give sequence 0 all cells of sequence 1, and empty that. Doing it twice, or in part, does no harm."""
+        llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
+        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
 
     def fits(self, state: Buffer, start: int, n_tokens: int) -> bool:
         """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
@@ -193,9 +304,10 @@ class ContextMemory(ABC):
         if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
             return False
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, _u8_p)
-        taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
-        ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
-        llama_cpp.llama_memory_clear(mem, True)
+        with self._journaled("unverified"):
+            taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
+            ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
+            llama_cpp.llama_memory_clear(mem, True)
         return bool(taken == len(state) and ends_at_n)
 
     def _accepts(self, page: bytes) -> bool:
@@ -204,15 +316,25 @@ class ContextMemory(ABC):
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
             return False
         source = (ctypes.c_uint8 * len(page)).from_buffer_copy(page)
-        taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(page), SCRATCH)
-        llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        with self._journaled("scratch"):
+            taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(page), SCRATCH)
+            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         return bool(taken == len(page))
 
+    @contextmanager
+    def _journaled(self, name: str) -> Iterator[None]:
+        """A change that is undone if it does not end: at once, or by `settle` if that is interrupted as well."""
+        before = getattr(self.journal, name)
+        setattr(self.journal, name, True)
+        try:
+            yield
+        except BaseException:
+            self.settle()
+            raise
+        setattr(self.journal, name, before)
+
     def _pointers(self) -> tuple[Any, Any]:
-        llm = self._llm()
-        ctx = llm._ctx.ctx if llm is not None else None
-        if ctx is None:
-            raise ContextError("the Llama is closed; detach() the store before llm.close()")
+        ctx = pointer_of(self._llm())
         return ctx, llama_cpp.llama_get_memory(ctx)
 
 
@@ -270,7 +392,8 @@ class PagedMemory(ContextMemory):
             The first page that could not be taken; None if all were.
         """
         ctx, mem = self._pointers()
-        if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
+        self.settle()
+        if self.is_shared():
             raise ContextError("sequence 1 of the context is in use; the store needs it")
         if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
             for start, end in ranges:
@@ -281,24 +404,32 @@ class PagedMemory(ContextMemory):
                     self.shape_is_own = self.shape.fits(taken.view, start, end - start)
                 accept(start, end, taken)
             return None
-        llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
-        llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
-        try:
-            for start, end in ranges:
-                llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
-                taken = self._copy(ctx, mem, start, end, acquire)
-                if isinstance(taken, Missing):
-                    return MissingPage(start, end, taken)
-                if self.shape is None:
-                    with contextlib.suppress(CorruptError):
-                        self.shape, self.shape_is_own = shape_of_sequence(taken.view), True
-                accept(start, end, taken)
-                llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
-            return None
-        finally:
+        with self._journaled("lent"):
+            llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
+            missing = self._take_one_by_one(ctx, mem, ranges, acquire, accept)
+            self._give_back(mem)
+        return missing
+
+    def _take_one_by_one(
+        self,
+        ctx: Any,
+        mem: Any,
+        ranges: Sequence[tuple[int, int]],
+        acquire: Acquire,
+        accept: Callable[[int, int, PooledBuffer], object],
+    ) -> MissingPage | None:
+        """Copy pages while sequence 1 holds all cells, and sequence 0 those of one page."""
+        for start, end in ranges:
             llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
-            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
-            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
+            taken = self._copy(ctx, mem, start, end, acquire)
+            if isinstance(taken, Missing):
+                return MissingPage(start, end, taken)
+            if self.shape is None:
+                with contextlib.suppress(CorruptError):
+                    self.shape, self.shape_is_own = shape_of_sequence(taken.view), True
+            accept(start, end, taken)
+        return None
 
     @staticmethod
     def _copy(ctx: Any, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
@@ -311,37 +442,45 @@ class PagedMemory(ContextMemory):
         buffer = acquire(size)
         if buffer is None:
             return Missing.QUEUE_FULL
-        target = ctypes.cast(buffer.address, _u8_p)
-        if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
-            buffer.release()
-            raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
+        with _released_on_error(buffer):
+            target = ctypes.cast(buffer.address, _u8_p)
+            if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
+                raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
         return buffer
 
-    @staticmethod
     def _copy_beside(
-        ctx: Any, mem: Any, start: int, end: int, shape: StateShape, acquire: Acquire
+        self, ctx: Any, mem: Any, start: int, end: int, shape: StateShape, acquire: Acquire
     ) -> PooledBuffer | Missing:
         """The page written as sequence 1, which needs no other cell to change."""
         n = end - start
         size, missing = shape.size(n), n * U32.size
-        llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
-        try:
+        with self._journaled("scratch"):
+            llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
             first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
             last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
-            if (first, last) != (start, end - 1):
-                return Missing.INCOMPLETE
-            buffer = acquire(size)
-            if buffer is None:
-                return Missing.QUEUE_FULL
-            target = ctypes.cast(buffer.address + missing, _u8_p)
-            written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
-        finally:
-            llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        if written != size - missing:
-            buffer.release()
-            raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
-        complete_cells(buffer.view, n)
+            is_complete = (first, last) == (start, end - 1)
+            buffer = acquire(size) if is_complete else None
+            with _released_on_error(buffer):
+                if buffer is not None:
+                    target = ctypes.cast(buffer.address + missing, _u8_p)
+                    written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
+                    if written != size - missing:
+                        raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
+                    complete_cells(buffer.view, n)
+                llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
+        if buffer is None:
+            return Missing.QUEUE_FULL if is_complete else Missing.INCOMPLETE
         return buffer
+
+
+@contextmanager
+def _released_on_error(buffer: PooledBuffer | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if buffer is not None:
+            buffer.release()
+        raise
 
 
 class SnapshotMemory(ContextMemory):
@@ -357,6 +496,10 @@ class SnapshotMemory(ContextMemory):
         super().__init__(llm)
         self.scratch = BufferPool(limit=None)
 
+    def is_shared(self) -> bool:
+        """False: nothing is copied through another sequence."""
+        return False
+
     def holds(self, n: int) -> bool:
         """Whether the context can continue from position `n`: it must be exactly there."""
         _, mem = self._pointers()
@@ -369,10 +512,10 @@ class SnapshotMemory(ContextMemory):
         buffer = acquire(size)
         if buffer is None:
             return None
-        target = ctypes.cast(buffer.address, _u8_p)
-        if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, SEQUENCE, flags) != size:
-            buffer.release()
-            raise ContextError("llama.cpp did not write the state of the context")
+        with _released_on_error(buffer):
+            target = ctypes.cast(buffer.address, _u8_p)
+            if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, SEQUENCE, flags) != size:
+                raise ContextError("llama.cpp did not write the state of the context")
         return buffer
 
     def put(self, state: memoryview, n: int) -> bool:

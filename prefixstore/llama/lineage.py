@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import llama_cpp
 import numpy as np
@@ -10,7 +11,27 @@ import numpy as np
 from prefixstore.format.keys import Tokens, page_key
 from prefixstore.llama.kv_memory import ContextMemory
 
-__all__ = ["Lineage"]
+__all__ = ["Lineage", "Unknown"]
+
+
+class Unknown(str, Enum):
+    """Why it is not known what a context holds. The value is the reason in ``stats()``."""
+
+    ATTACHED_LATE = "attached_late"
+    """The ``Llama`` had evaluated something before the store was attached."""
+    LOADED_STATE = "loaded_state"
+    """``load_state`` brought in a state whose tokens are not known."""
+    CHANGED = "changed"
+    """Something other than the store reached the context."""
+    INTERRUPTED = "interrupted"
+    """An evaluation, a load or a restore did not come to its end."""
+    STEPPED_BACK = "stepped_back"
+    """The context was rewound to a position from which it cannot continue."""
+
+    @property
+    def is_deliberate(self) -> bool:
+        """Whether a caller put something into the context, which the next prompt may be meant to continue."""
+        return self in (Unknown.LOADED_STATE, Unknown.CHANGED)
 
 
 class Lineage:
@@ -18,6 +39,9 @@ class Lineage:
 
     Only tokens that were seen to enter are trusted: a state that a user loaded, or an image that a chat handler
     evaluated, is in the context without being in the lineage, and no page is taken after it.
+
+    While something of the store's own changes the context, the lineage is unknown as well, so that whatever ends the
+    change early leaves an unknown context and never a wrong one.
 
     Parameters
     ----------
@@ -38,6 +62,12 @@ class Lineage:
         Keys of pages that the context no longer holds completely.
     generation
         Changes whenever tokens leave the lineage.
+    unknown
+        Why nothing is known; None if the context holds exactly the known tokens.
+    in_flight
+        Whether the store itself is changing the context. It stays true if that was interrupted, until `settle`.
+    is_fresh
+        Whether the context became unknown after the last completion: somebody may have prepared it for the next one.
     """
 
     def __init__(self, namespace: bytes, page_tokens: int, capacity: int) -> None:
@@ -47,6 +77,9 @@ class Lineage:
         self.unscored = 0
         self.generation = 0
         self.gone: set[bytes] = set()
+        self.unknown: Unknown | None = Unknown.ATTACHED_LATE
+        self.in_flight = False
+        self.is_fresh = False
         self._tokens: Tokens = np.empty(capacity, "<i4")
         self._keys: list[bytes] = []
 
@@ -70,26 +103,66 @@ class Lineage:
         self._tokens[self.n : end] = tokens
         self.n = end
 
-    def replace(self, tokens: Tokens) -> None:
+    def replace(self, tokens: Sequence[int] | Tokens) -> None:
         """Note that the context holds exactly these tokens."""
         self.rewind(0)
         self.extend(tokens)
+        self.in_flight = False
+        self.unknown = None
 
     def restored(self, tokens: Tokens) -> None:
         """Note that the context holds exactly these tokens, and that their logits were never computed."""
         self.replace(tokens)
         self.unscored = len(tokens)
 
+    def lose(self, reason: Unknown) -> None:
+        """Note that it is no longer known what the context holds."""
+        self.unknown = reason
+        self.is_fresh = True
+        self.rewind(0)
+
+    def begin(self) -> Unknown | None:
+        """Note that the store itself is about to change the context: unknown until `end`. What it was before."""
+        before = self.unknown
+        self.unknown = before or Unknown.INTERRUPTED
+        self.in_flight = True
+        return before
+
+    def end(self, unknown: Unknown | None) -> None:
+        """Note that the change came to its end, and whether the context is unknown after it."""
+        if unknown is not None and unknown is not self.unknown:
+            self.lose(unknown)
+        self.in_flight = False
+        self.unknown = unknown
+
+    def settle(self) -> None:
+        """Note that a change which is still in flight was interrupted."""
+        if self.in_flight:
+            self.lose(Unknown.INTERRUPTED)
+            self.in_flight = False
+
     def catch_up(self, llm: llama_cpp.Llama, memory: ContextMemory) -> bool:
         """Follow a context that was rewound; whether everything that it holds is known."""
         n = llm.n_tokens
-        if n == self.n:
-            return True
-        if n > self.n or not np.array_equal(self._tokens[:n], llm.input_ids[:n]) or not memory.holds(n):
-            self.rewind(0)
-            return n == 0
-        self.rewind(n)
-        return True
+        if self.unknown is not None:
+            if n == 0 and memory.empty():
+                self.replace(())
+            return self.unknown is None
+        if n > self.n or (n < self.n and not np.array_equal(self._tokens[:n], llm.input_ids[:n])):
+            self.lose(Unknown.CHANGED)
+        elif not memory.holds(n):
+            self.lose(Unknown.STEPPED_BACK if n < self.n else Unknown.CHANGED)
+        else:
+            self.rewind(n)
+        return self.unknown is None or self.catch_up(llm, memory)
+
+    def agrees(self, llm: llama_cpp.Llama, memory: ContextMemory, n_evaluated: int) -> bool:
+        """Whether the ``Llama`` and its memory end at the known tokens, of which the last `n_evaluated` are new."""
+        n = self.n
+        new = slice(n - n_evaluated, n)
+        # this is done for each token: bytes compare ten times as fast as arrays
+        are_equal = self._tokens[new].tobytes() == llm.input_ids[new].tobytes()
+        return are_equal and llm.n_tokens == n and memory.end() == n
 
     def page_bytes(self, start: int, end: int) -> bytes:
         """The token bytes of a page."""

@@ -129,13 +129,20 @@ class PageStrategy:
         context.note_use(used)
         return True
 
+    def stored(self, tokens: Tokens, limit: int) -> int:
+        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+        lineage = self.context.lineage
+        return min(self.context.engine.match(lineage.namespace, tokens, lineage.page_tokens).n_tokens, limit)
+
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from."""
         return self._reusable(tokens, self.context.catch_up())
 
     def _reusable(self, tokens: Tokens, known: bool) -> int:
-        llm = self.context.llm
-        return reusable_prefix(llm, self.context.memory, tokens) if known else live_prefix_length(llm, tokens)
+        context = self.context
+        if not known:
+            return live_prefix_length(context.llm, tokens)
+        return reusable_prefix(context.llm, context.memory, tokens, context.empty)
 
     def _load(self, prompt: Tokens, live: int, path: Sequence[Page], first: int) -> bool:
         """Load the pages of a prompt from number `first` on; whether any was loaded.
@@ -226,7 +233,7 @@ class PageStrategy:
             # to be discarded, or interrupted
             if memory.unverified:
                 memory.discard()
-                context.lineage.rewind(0)
+                context.lineage.replace(())
 
     def _admits(self, page: Page) -> bool:
         memory = self.context.memory

@@ -71,6 +71,11 @@ class SnapshotStrategy:
         live = self.live_prefix(tokens)
         return resume(self.context, tokens, limit, live, always=always, multiple_of=multiple_of)
 
+    def stored(self, tokens: Tokens, limit: int) -> int:
+        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+        engine, lineage = self.context.engine, self.context.lineage
+        return engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit).n_tokens
+
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from.
 

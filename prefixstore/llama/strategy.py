@@ -75,6 +75,9 @@ class Strategy(Protocol):
             True if the context now holds at least as much of the prompt as the store can supply.
         """
 
+    def stored(self, tokens: Tokens, limit: int) -> int:
+        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from."""
 

@@ -45,9 +45,10 @@ def prompt(n: int, seed: int = 0) -> list[int]:
 
 def state_bytes(llm: llama_cpp.Llama) -> bytes:
     """What the context holds, as llama.cpp writes it."""
-    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    pointer = vars(llm._ctx)["ctx"]  # whoever reads llm.ctx has changed the context, for an attached store
+    size = llama_cpp.llama_state_seq_get_size(pointer, 0)
     buffer = (ctypes.c_uint8 * size)()
-    assert llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, size, 0) == size
+    assert llama_cpp.llama_state_seq_get_data(pointer, buffer, size, 0) == size
     return bytes(buffer)
 
 

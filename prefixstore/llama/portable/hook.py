@@ -116,6 +116,7 @@ class PortableHook:
             else:
                 target = self._last = self._target(llm)
                 assert target.memory is not None
+                target.memory.settle()
                 live = reusable_prefix(llm, target.memory, tokens)
                 # the last token is evaluated in any case; the seed stays as it is
                 state = self._builder.build(target, tokens[:-1], live, llm._seed)
@@ -155,10 +156,12 @@ class PortableHook:
                 f"a store keeps states of llm.save_state(), and cannot store a {type(state).__name__}"
             )
         llm = completion.f_locals["self"] if completion is not None else None
-        if self._parameters.read_only or (llm is not None and bypass_reason(llm, kind_of(llm)) is not None):
+        if self._parameters.read_only:
             return
         started = time.perf_counter()
         with Guard(self._engine.counters, "dropped:error"):
+            if llm is not None and bypass_reason(llm, kind_of(llm)) is not None:
+                return
             target = self._nameless
             if llm is not None:
                 target = self._last = self._target(llm)

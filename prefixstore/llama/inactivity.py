@@ -1,0 +1,84 @@
+"""Warns once if a store is asked for one prompt after another and never does anything."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from prefixstore.stats import Counters
+
+__all__ = ["PROMPTS", "Inactivity"]
+
+log = logging.getLogger("prefixstore")
+
+PROMPTS = 10
+
+# any of these says that the store works
+ACTIVITY = ("hits", "live_hits", "pages_captured", "snapshots_captured", "miss:slow")
+
+ADVICE = {
+    "attached_late": "call llm.reset() before the first prompt, or store.restore(tokens) before each",
+    "loaded_state": "llm.load_state() brings in states whose tokens are not known; the store makes it unnecessary",
+    "changed": "something uses llm.ctx, llm._ctx or the library directly, which makes the context unknown",
+    "stepped_back": "call store.restore(tokens) before llm.generate() or llm.eval(), so that the context fits",
+    "sequence_in_use": "sequence 1 of the context is in use, which the store needs; remove it",
+    "context_replaced": "llm has another context than when the store was attached; attach a new store",
+    "multimodal": "the chat handler brings in images or sound, which are not among the tokens",
+    "encoder": "states of this model cannot be stored",
+    "no_memory": "this model keeps no state that could be stored",
+    "read_only": "the store is open with read_only=True, and holds no beginning of these prompts",
+    "short": "the prompts share less than min_tokens with what is stored",
+    "logprobs": "echo with logprobs needs every token of the prompt to be evaluated",
+    "queue_full": "pages do not fit into queue_bytes; set a larger one",
+    "incomplete": "a sliding window moves past pages before they can be captured",
+}
+
+
+class Inactivity:
+    """Counts prompts in a row for which nothing was captured or restored.
+
+    Parameters
+    ----------
+    counters
+        Of the engine.
+    read_only
+        Whether the store never captures anything.
+    """
+
+    def __init__(self, counters: Counters, *, read_only: bool) -> None:
+        self._counters = counters
+        self._read_only = read_only
+        self._n_prompts = 0
+        self._activity = 0
+        self._reasons: Counter[str] = Counter()
+        self._warned = False
+
+    def prompt(self) -> None:
+        """A prompt begins; warn if nothing was done for the `PROMPTS` before it."""
+        if self._warned:
+            return
+        activity = sum(self._counters[name] for name in ACTIVITY)
+        if activity != self._activity or not self._n_prompts:
+            self._activity, self._n_prompts, self._reasons = activity, 0, self._counted()
+        self._n_prompts += 1
+        if self._n_prompts > PROMPTS:
+            self._warned = True
+            reason = self._reason()
+            log.warning(
+                "nothing of the last %d prompts was stored or restored; reason: %s (%s). stats() has all counts",
+                PROMPTS,
+                reason,
+                ADVICE.get(reason, "see Stats in the documentation"),
+            )
+
+    def _counted(self) -> Counter[str]:
+        return Counter(self._counters.group("miss")) + Counter(self._counters.group("dropped"))
+
+    def _reason(self) -> str:
+        """The reason that was counted most often since the last activity."""
+        if self._read_only:
+            return "read_only"
+        counted = self._counted() - self._reasons
+        # what is not found is only the consequence of what is not stored
+        del counted["not_found"]
+        return max(counted, key=lambda name: counted[name], default="unknown")
