@@ -113,6 +113,11 @@ class Catalog:
         self._deferred = Deferred()
         self._generation = -1
         self._trusted = False
+        # parents of pages that were taken for damaged: these may be stored, though the index does not have them
+        self._hiding: set[bytes] = set()
+        # transactions of this process take turns; while one is open, it alone brings the index up to date
+        self._turn = threading.Lock()
+        self._in_transaction = False
         # time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile
         self._latest = 0
 
@@ -129,15 +134,16 @@ class Catalog:
     def refresh(self, view: View, *, newest: bool = False) -> int:
         """Bring the index to the generation of the view, unless it is ahead of it.
 
-        Every transaction begins with this, so what a transaction changes in the index is never undone by what another
-        thread has read before.
+        Every transaction begins with this, and until it ends no other thread refreshes the index: a transaction deletes
+        only pages without children, so the index has to have every page that the transaction sees.
 
         Parameters
         ----------
         view
             Of the backend.
         newest
-            Whether the view is of the latest commit. An index that is ahead of it describes a store that was replaced.
+            Whether it is the transaction of this process, which sees the latest commit. An index that is ahead of it
+            describes a store that was replaced.
 
         Returns
         -------
@@ -150,8 +156,8 @@ class Catalog:
             with self._lock:
                 if newest and generation < self._generation:
                     self._generation, self._trusted = -1, False
-                known = self._generation if self._trusted else None
-                if generation < self._generation or generation == known:
+                known = self._generation if self._is_complete(newest) else None
+                if self._is_ahead_of(generation, known, newest):
                     # a view that was opened before the last refresh has nothing new
                     return n_records
             changed = view.changes(known) if known is not None else None
@@ -162,9 +168,10 @@ class Catalog:
                 found = view.records(changed)
             n_records += len(found)
             with self._lock:
-                if generation < self._generation or (generation == self._generation and self._trusted):
+                is_complete = self._is_complete(newest)
+                if self._is_ahead_of(generation, self._generation if is_complete else None, newest):
                     return n_records  # another thread was faster
-                if changed is not None and not self._trusted:
+                if changed is not None and not is_complete:
                     continue  # a transaction has failed meanwhile: the changes alone are not enough any more
                 if changed is None:
                     self._rebuild(found)
@@ -176,16 +183,42 @@ class Catalog:
                 self._generation, self._trusted = generation, True
                 return n_records
 
+    def _is_complete(self, newest: bool) -> bool:
+        """Whether the index had all pages at its generation; a transaction counts those that are hidden from lookups."""
+        return self._trusted and not (newest and self._hiding)
+
+    def _is_ahead_of(self, generation: int, known: int | None, newest: bool) -> bool:
+        """Whether a view of this generation must not change the index."""
+        return generation < self._generation or generation == known or (self._in_transaction and not newest)
+
     @contextmanager
-    def update(self, backend: Backend) -> Iterator[Transaction]:
-        """A transaction for which the index is up to date. If it fails, the index is rebuilt at the next refresh."""
-        try:
-            with backend.update() as transaction:
-                self.refresh(transaction, newest=True)
-                yield transaction
-        except BaseException:
-            self.distrust()
-            raise
+    def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
+        """A transaction for which the index is up to date. If it fails, the index is rebuilt at the next refresh.
+
+        Parameters
+        ----------
+        backend
+            The location.
+        on_commit
+            Called when the transaction is committed, before any other thread learns from the location what has happened
+            since.
+        """
+        with self._turn:
+            try:
+                with self._lock:
+                    self._in_transaction = True
+                with backend.update() as transaction:
+                    self.refresh(transaction, newest=True)
+                    yield transaction
+                if on_commit is not None:
+                    on_commit()
+            except BaseException:
+                # before another transaction begins, which would delete by an index that is wrong
+                self.distrust()
+                raise
+            finally:
+                with self._lock:
+                    self._in_transaction = False
 
     def distrust(self) -> None:
         """The index may know less than is stored: rebuild it at the next refresh."""
@@ -221,6 +254,7 @@ class Catalog:
             elif not isinstance(record, IncompatibleError):
                 raise record
         self._start_index()
+        self._hiding.clear()
         self._also_stored.clear()
         self._evictable.clear()
         # parents first; a page that is both pending and stored is the pending node
@@ -420,10 +454,11 @@ class Catalog:
         Until then it stays in the index, or the pages that it depends on would seem to be leaves.
         """
         with self._lock:
-            if page.key not in self._pending or page.key in self._writing:
+            is_stored = page.key not in self._pending or page.key in (self._writing | self._also_stored)
+            if page.key not in self._writing:
+                self._give_up(page.key)
+            if is_stored:
                 self._deferred.thinned.add(page.key)
-            else:
-                self._forget(page.key)
 
     def mark_damaged(self, key: bytes, fits: Fits | None = None) -> None:
         """Forget a damaged page and its descendants, and have them deleted with the next commit.
@@ -435,6 +470,10 @@ class Catalog:
             if fits is not None:
                 self._deferred.fits[key] = fits
             self._deferred.damaged.add(key)
+            page = self._index.get(key)
+            if page is not None:
+                # it is stored until a transaction deletes it: its parent must not be deleted before
+                self._hiding.add(page.parent)
             self._lose(key)
 
     # -- committing ---------------------------------------------------------------------------------------------------
@@ -524,12 +563,9 @@ class Catalog:
     def abandon(self, batch: Iterable[PendingPage]) -> None:
         """Give these pages up, uncounted; pending pages that depend on them are counted."""
         with self._lock:
-            # all of them first: their buffers go back to the pool now
             keys = [new.page.key for new in batch if self._is_pending(new)]
-            for key in keys:
-                del self._pending[key]
-            for key in keys:
-                self._lose(key)
+            if lost := sum(map(self._give_up, keys)) - len(keys):
+                self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
         """The transaction of these pages has ended, one way or the other."""
@@ -562,7 +598,7 @@ class Catalog:
         it.
         """
         with self._lock:
-            if self._index.get(page.key) is not page or not page.is_leaf:
+            if self._index.get(page.key) is not page or not self._may_delete(page):
                 return False
             if usage is not None and _is_newer(usage, page):
                 page.last_used = max(usage.last_used, page.last_used)
@@ -579,10 +615,14 @@ class Catalog:
         """Take a page out of the index if it is a leaf, pinned or not; the page."""
         with self._lock:
             page = self._index.get(key)
-            if page is None or not page.is_leaf:
+            if page is None or not self._may_delete(page):
                 return None
             self._forget(key)
             return page
+
+    def _may_delete(self, page: Page) -> bool:
+        """Whether nothing that is stored depends on a page."""
+        return page.is_leaf and page.key not in self._hiding
 
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
@@ -627,32 +667,48 @@ class Catalog:
             return changed
 
     def _forget(self, key: bytes) -> None:
-        """Take a page, and what depends on it, out of the index."""
+        """Take a page, and what depends on it, out of the index: it is not stored, or not any more."""
         page = self._index.get(key)
         lost_pages = self._index.remove(key)
         self._ram.drop(lost.key for lost in lost_pages)
         for lost in lost_pages:
             self._pending.pop(lost.key, None)
             self._deferred.uses.pop(lost.key, None)
-            if lost.key in self._also_stored:
-                # it is stored all the same, and its parent is not a leaf
-                self._also_stored.discard(lost.key)
-                self._trusted = False
+            self._also_stored.discard(lost.key)
         parent = self._index.get(page.parent) if page is not None else None
         if parent is not None and parent.is_leaf and self._is_stored(parent):
             self._candidates.add(parent)
 
+    def _give_up(self, key: bytes) -> int:
+        """Give up a pending page, and the pending pages that depend on it; how many.
+
+        Those that another process has stored stay in the index as stored ones: they have a parent, which an open
+        transaction would otherwise take for a leaf.
+        """
+        page = self._index.get(key)
+        if page is None:
+            return int(self._pending.pop(key, None) is not None)
+        given_up = [one for one in depth_first([page]) if one.key in self._pending]
+        for one in reversed(given_up):
+            del self._pending[one.key]
+            if one.key in self._also_stored:
+                self._also_stored.discard(one.key)
+                self._candidates.add(one)
+            else:
+                self._forget(one.key)
+        return len(given_up)
+
     def _drop(self, key: bytes, reason: DropReason) -> None:
         """Give a pending page up, with the pending pages that depend on it, and count them."""
-        pending = len(self._pending)
-        self._pending.pop(key, None)
-        self._forget(key)
-        if lost := pending - len(self._pending):
+        if lost := self._give_up(key):
             self._counters.count(f"dropped:{reason.value}", lost)
 
     def _lose(self, key: bytes) -> None:
         """A stored page is gone: forget it, and count the pending pages that depended on it."""
-        self._drop(key, DropReason.ORPHAN)
+        pending = len(self._pending)
+        self._forget(key)
+        if lost := pending - len(self._pending):
+            self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
 
 def roots(index: Index) -> list[Page]:

@@ -121,10 +121,22 @@ class Committer:
         written: list[PendingPage] = []
         put: set[bytes] = set()
         refused: list[tuple[PendingPage, DropReason]] = []
-        with catalog.update(self._backend) as transaction:
-            deferred = catalog.deferred() if self._housekeeping else Deferred()
+        deferred, n_damaged = Deferred(), 0
+
+        def committed() -> None:
+            # Keep states in RAM while their buffers are still here, then tell the catalog.
+            for new in written:
+                if new.buffer is not None:
+                    self._ram.keep(new.page, new.buffer.view)
+            catalog.committed(written, deferred)
+            for new, reason in refused:
+                catalog.refuse(new, reason)
+
+        with catalog.update(self._backend, committed) as transaction:
             # Delete what is damaged, expired, or no longer wanted.
-            n_damaged = self._clean_up(transaction, deferred) if self._housekeeping else 0
+            if self._housekeeping:
+                deferred = catalog.deferred()
+                n_damaged = self._clean_up(transaction, deferred)
             # Write the pages, parents first, making space for each.
             found = _stored(transaction, packed)
             for one in packed:
@@ -138,13 +150,6 @@ class Committer:
                 written.remove(new)
                 if new.page.key in put:
                     transaction.delete(new.page.key)
-        # Committed: keep states in RAM while their buffers are still here, then tell the catalog.
-        for new in written:
-            if new.buffer is not None:
-                self._ram.keep(new.page, new.buffer.view)
-        catalog.committed(written, deferred)
-        for new, reason in refused:
-            catalog.refuse(new, reason)
         self._counters.count("corrupt", n_damaged)
         return written
 
