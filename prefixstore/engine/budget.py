@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from prefixstore.backends.base import Transaction, Used
+from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.catalog import Catalog, DropReason
 from prefixstore.engine.index import Page
-from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.errors import CorruptError, FullError, InvalidParameterError
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record
 from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes
 
 __all__ = ["Budget", "Evictor", "Quota"]
+
+# other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
+PAGES_AT_ONCE = 512
+BYTES_AT_ONCE = 256 << 20
+# expired pages that a commit deletes beside its own work; the next one goes on
+EXPIRED_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -133,22 +140,45 @@ class Evictor:
             return None
         return None if self._evict(transaction, exceeded) else DropReason.BUDGET
 
-    def make_extra_space(self, transaction: Transaction, n_bytes: int) -> None:
-        """Evict `n_bytes` beyond what the budget requires."""
-        free = max(self._budget.max_bytes - transaction.used.bytes, 0)
-        adding = min(free + n_bytes, self._budget.max_bytes)
-        self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
+    def shrink(self, backend: Backend, max_bytes: int) -> int:
+        """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
-    def shrink_to(self, transaction: Transaction, max_bytes: int) -> bool:
-        """Evict until the location holds `max_bytes`; false if nothing is left to evict before that."""
-        return self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
+        Returns
+        -------
+        int
+            What the location holds now, in bytes.
+
+        Raises
+        ------
+        FullError
+            If the location has no space to delete even one page.
+        """
+        at_once = PAGES_AT_ONCE
+        while True:
+            try:
+                with self._catalog.update(backend) as transaction:
+                    enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
+                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
+                    used = transaction.used.bytes
+            except FullError:
+                if at_once == 1:
+                    raise
+                # to delete a page takes space as well, until the transaction is committed
+                at_once = max(at_once // 4, 1)
+                backend.reclaim()
+                continue
+            if used <= max_bytes or not is_left:
+                return used
 
     def delete_expired(self, transaction: Transaction) -> None:
-        """Delete leaves that have expired, and parents that become such leaves."""
+        """Delete leaves that have expired, and parents that become such leaves, up to a bounded number."""
         now = time.time_ns()
         expiring = self._catalog.expiring()
         try:
-            while (page := expiring.next()) is not None:
+            for _ in range(EXPIRED_AT_ONCE):
+                page = expiring.next()
+                if page is None:
+                    break
                 if page.expires > now:
                     self._catalog.put_back(page)
                     break
@@ -176,12 +206,20 @@ class Evictor:
         return self._evict(transaction, lambda: self._catalog.held_bytes(namespaces) > limit, namespaces)
 
     def _evict(
-        self, transaction: Transaction, exceeded: Callable[[], bool], namespaces: frozenset[bytes] | None = None
+        self,
+        transaction: Transaction,
+        exceeded: Callable[[], bool],
+        namespaces: frozenset[bytes] | None = None,
+        *,
+        at_most: int | None = None,
     ) -> bool:
-        """Delete leaves, first victim first, while there is too much; whether there is space now."""
+        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left."""
         victims = self._catalog.victims(namespaces)
+        turns = itertools.count() if at_most is None else range(at_most)
         try:
-            while exceeded():
+            for _ in turns:
+                if not exceeded():
+                    break
                 victim = victims.next()
                 if victim is None:
                     return False

@@ -102,19 +102,32 @@ class Committer:
             catalog.end_writing(batch)
 
     def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
-        """Write; if the location is full before its budget is, make more space and try again."""
-        size = sum(len(one.payload) for one in packed)
-        for attempt in range(ATTEMPTS - 1):
+        """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
+        written: list[PendingPage] = []
+        waiting, at_once, failures = packed, max(len(packed), 1), 0
+        while True:
+            some = waiting[:at_once]
             try:
-                return self._write(packed)
+                written += self._write(some)
             except FullError:
-                # Space freed in a transaction is reusable only by a later one.
-                with self._catalog.update(self._backend) as transaction:
-                    self._evictor.make_extra_space(transaction, size << attempt)
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise
+                # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
+                at_once = max(len(some) // 2, 1)
+                self._make_extra_space(sum(len(one.payload) for one in some) << (failures - 1))
                 # Give readers time: what they still see cannot be reused.
-                time.sleep(PAUSE * (attempt + 1))
+                time.sleep(PAUSE * failures)
                 self._backend.reclaim()
-        return self._write(packed)
+                continue
+            waiting = waiting[len(some) :]
+            if not waiting:
+                return written
+
+    def _make_extra_space(self, n_bytes: int) -> None:
+        with self._backend.view() as view:
+            used = view.used.bytes
+        self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
 
     def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         catalog = self._catalog

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
@@ -14,7 +13,7 @@ from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
 from prefixstore.format.record import Record
@@ -129,11 +128,20 @@ class Deleter:
         doomed = self._catalog.select(partial(in_common, choices=choices))
         # a page that is captured again is another one, and stays
         chosen = {page.key: page.created for page in doomed}
-        removed = Removed()
+        removed, at_once = Removed(), PAGES_AT_ONCE
         for _ in range(ROUNDS):
-            waiting = reversed(doomed)
-            while some := list(islice(waiting, PAGES_AT_ONCE)):
-                removed += self._delete_leaves(some)
+            waiting = doomed[::-1]
+            while waiting:
+                try:
+                    removed += self._delete_leaves(waiting[:at_once])
+                except FullError:
+                    if at_once == 1:
+                        raise
+                    # to delete a page takes space as well, until the transaction is committed
+                    at_once = max(at_once // 4, 1)
+                    self._backend.reclaim()
+                    continue
+                waiting = waiting[at_once:]
             with self._backend.view() as view:
                 self._catalog.refresh(view)
             doomed = self._catalog.select(partial(_left, chosen=chosen))
