@@ -184,7 +184,7 @@ class Catalog:
                 return n_records
 
     def _is_complete(self, newest: bool) -> bool:
-        """Whether the index had all pages at its generation; a transaction counts those that are hidden from lookups."""
+        """Whether the index had all pages at its generation, for a transaction also those hidden from lookups."""
         return self._trusted and not (newest and self._hiding)
 
     def _is_ahead_of(self, generation: int, known: int | None, newest: bool) -> bool:

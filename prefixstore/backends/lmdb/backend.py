@@ -4,9 +4,10 @@ A payload is one value, so it is contiguous in the memory map and a restore read
 what an open view can see, so the map is safe to read while others evict. The size of the map bounds the file: it never
 grows beyond `FILE_FACTOR` times the budget and `FILE_EXTRA`, whatever the churn.
 
-LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So to
-delete takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a number
-of pages of the file that the next one can use; those that put leave more than others, so what is left can be deleted.
+LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
+to delete takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a
+number of pages of the file that the next one can use; those that put leave more than others, so that what they have put
+can be deleted.
 """
 
 from __future__ import annotations
