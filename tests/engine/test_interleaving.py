@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -48,14 +49,15 @@ PROMPTS = [
 ]
 prompts = st.sampled_from(PROMPTS)
 engines = st.integers(0, ENGINES - 1)
-# at which call of the backend, and what happens there
+# at which call of the backend's operations, and what happens there
 interruptions = st.lists(
     st.tuples(
-        st.integers(0, 40),
+        st.sampled_from(["view", "update", "generation", "records", "usage", "cost", "delete", "put", "commit", "end"]),
+        st.integers(0, 2),
         st.sampled_from(
             ["match", "capture", "thin", "abandon", "drop", "suspect", "vanish", "look_back", "others", "fail"]
         ),
-        st.integers(0, 7),
+        st.integers(0, 3),
         prompts,
     ),
     max_size=3,
@@ -63,41 +65,30 @@ interruptions = st.lists(
 
 
 class Interrupted:
-    """A backend, view or transaction that calls `meanwhile` before and after each of its operations."""
+    """A backend, view or transaction that calls `meanwhile` with the name of each operation, before it."""
 
-    def __init__(self, inner, meanwhile: Callable[[], None], updating=nullcontext) -> None:
+    def __init__(self, inner, meanwhile: Callable[[str], None], updating=nullcontext) -> None:
         self._inner = inner
         self._meanwhile = meanwhile
         self._updating = updating
 
     def __getattr__(self, name):
-        self._meanwhile()
-        value = getattr(self._inner, name)
-        return self._called(value) if callable(value) else value
-
-    def _called(self, function):
-        def call(*arguments, **options):
-            result = function(*arguments, **options)
-            if isinstance(result, Iterator):
-                result = iter(list(result))
-            self._meanwhile()
-            return result
-
-        return call
+        self._meanwhile(name)
+        return getattr(self._inner, name)
 
     @contextmanager
     def view(self):
-        self._meanwhile()
         with self._inner.view() as view:
+            self._meanwhile("view")
             yield Interrupted(view, self._meanwhile)
 
     @contextmanager
     def update(self):
-        self._meanwhile()
         with self._updating(), self._inner.update() as transaction:
+            self._meanwhile("update")
             yield Interrupted(transaction, self._meanwhile)
-            self._meanwhile()
-        self._meanwhile()
+            self._meanwhile("commit")
+        self._meanwhile("end")
 
 
 class Member:
@@ -105,8 +96,8 @@ class Member:
 
     def __init__(self, backend, budget: Budget, ttl: float | None) -> None:
         self.backend = backend
-        self.due: list[tuple[int, Callable[[], None]]] = []
-        self.calls = 0
+        self.due: list[tuple[str, int, Callable[[], None]]] = []
+        self.calls: Counter[str] = Counter()
         self.is_updating = False
         wrapped = Interrupted(backend, self.meanwhile, self.updating)
         self.engine = Engine(
@@ -117,11 +108,14 @@ class Member:
         self.held = ExitStack()
         self.view = None
 
-    def meanwhile(self) -> None:
+    def meanwhile(self, operation: str) -> None:
         """Do what is due at this call of the backend."""
-        self.calls += 1
-        while self.due and self.due[0][0] <= self.calls:
-            self.due.pop(0)[1]()
+        now = operation, self.calls[operation]
+        self.calls[operation] += 1
+        due = [one for one in self.due if one[:2] == now]
+        self.due = [one for one in self.due if one[:2] != now]
+        for *_, work in due:
+            work()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -141,7 +135,7 @@ class Member:
 class Interleaving(RuleBasedStateMachine):
     """Engines with a small common budget. What is stored is checked after each step."""
 
-    budget = Budget(64 * MIB, max_entries=4)
+    budget = Budget(64 * MIB, max_entries=3)
 
     # -- the engines --------------------------------------------------------------------------------------------------
 
@@ -182,10 +176,10 @@ class Interleaving(RuleBasedStateMachine):
     def interrupted(self, which: int, interruptions) -> Iterator[Member]:
         """Let these things happen at these calls of the engine's backend, in the block."""
         member = self.members[which]
-        member.calls = 0
+        member.calls.clear()
         member.due = [
-            (at, partial(getattr(self, what), member, choice, tokens))
-            for at, what, choice, tokens in sorted(interruptions, key=lambda one: one[0])
+            (operation, at, partial(getattr(self, what), member, choice, tokens))
+            for operation, at, what, choice, tokens in interruptions
         ]
         try:
             yield member
@@ -300,29 +294,35 @@ class Interleaving(RuleBasedStateMachine):
             parent = key
 
     def thin(self, member, choice, tokens) -> None:
-        member.engine.thin(NS, as_tokens(tokens), P, 1, 4)
+        snapshots = [page for page in member.engine.pages() if page.form == SNAPSHOT]
+        if snapshots:
+            member.catalog.discard_snapshot(snapshots[choice % len(snapshots)])
 
     def abandon(self, member, choice, tokens) -> None:
         """A page is given up, as when the thread that submits it is interrupted."""
-        pending = list(member.catalog._pending.values())
-        member.catalog.abandon(pending[choice : choice + 1])
+        member.catalog.abandon(self.pending(member)[choice : choice + 1])
 
     def drop(self, member, choice, tokens) -> None:
         """A page is given up, as when another batch fails."""
-        pending = list(member.catalog._pending.values())
-        member.catalog.drop(pending[choice : choice + 1], DropReason.UNAVAILABLE)
+        member.catalog.drop(self.pending(member)[choice : choice + 1], DropReason.UNAVAILABLE)
+
+    def pending(self, member) -> list[PendingPage]:
+        """The pending pages, those first that another engine has stored."""
+        pending = member.catalog._pending
+        return sorted(pending.values(), key=lambda new: new.page.key not in member.catalog._also_stored)
 
     def suspect(self, member, choice, tokens) -> None:
         """A restore takes a page for damaged, though it is not."""
         pages = member.engine.pages()
-        if pages:
-            member.catalog.mark_damaged(pages[choice % len(pages)].key)
+        if pages and choice == 3:
+            member.catalog.mark_damaged(pages[-1].key)
 
     def vanish(self, member, choice, tokens) -> None:
-        """A restore does not find a page."""
-        pages = member.engine.pages()
+        """A restore does not find a page, and another thread goes on with a view that it opened earlier."""
+        pages = [page for page in member.engine.pages() if page.key not in member.catalog._pending]
         if pages:
-            member.catalog.contradict(pages[choice % len(pages)].key, member.catalog._generation)
+            member.catalog.contradict(pages[choice % len(pages)].key, 0)
+            self.look_back(member, choice, tokens)
 
     def look_back(self, member, choice, tokens) -> None:
         """Another thread goes on with a view that it opened earlier."""
