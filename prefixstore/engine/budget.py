@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from prefixstore.backends.base import Backend, Transaction, Used
@@ -165,7 +166,8 @@ class Evictor:
                     raise
                 # to delete a page takes space as well, until the transaction is committed
                 at_once = max(at_once // 4, 1)
-                backend.reclaim()
+                with suppress(FullError):
+                    backend.reclaim()
                 continue
             if used <= max_bytes or not is_left:
                 return used

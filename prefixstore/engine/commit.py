@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
@@ -25,9 +26,11 @@ __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
 
-ATTEMPTS = 4
+ATTEMPTS = 6
+# how often the extra space is doubled: a disk that is full for another reason should not cost the whole store
+MAX_DOUBLINGS = 2
 # seconds before the second attempt; each further pause is longer by as much
-PAUSE = 0.01
+PAUSE = 0.02
 
 
 class Committer:
@@ -115,10 +118,13 @@ class Committer:
                     raise
                 # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
                 at_once = max(len(some) // 2, 1)
-                self._make_extra_space(sum(len(one.payload) for one in some) << (failures - 1))
+                # If even that finds no space, readers hold what was freed: another attempt may find them gone.
+                with suppress(FullError):
+                    self._make_extra_space(sum(len(one.payload) for one in some) << min(failures - 1, MAX_DOUBLINGS))
                 # Give readers time: what they still see cannot be reused.
                 time.sleep(PAUSE * failures)
-                self._backend.reclaim()
+                with suppress(FullError):
+                    self._backend.reclaim()
                 continue
             waiting = waiting[len(some) :]
             if not waiting:

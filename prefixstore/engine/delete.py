@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -139,7 +140,8 @@ class Deleter:
                         raise
                     # to delete a page takes space as well, until the transaction is committed
                     at_once = max(at_once // 4, 1)
-                    self._backend.reclaim()
+                    with suppress(FullError):
+                        self._backend.reclaim()
                     continue
                 waiting = waiting[at_once:]
             with self._backend.view() as view:
