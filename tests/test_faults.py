@@ -169,4 +169,4 @@ def test_a_full_map_is_an_eviction(llama, tmp_path):
         assert set(stats.dropped) <= {"full", "budget", "orphan"}
         assert store.check() == []
         assert store.match(prompt(700, 24)).n_tokens == 700
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.25 * 3_000_000
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.25 * 3_000_000 + (1 << 20)

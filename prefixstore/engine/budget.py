@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from prefixstore.backends.base import Transaction, Used
+from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.catalog import Catalog, DropReason
 from prefixstore.engine.index import Page
 from prefixstore.engine.totals import Group, Total
-from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.errors import CorruptError, FullError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import CHECKSUM_BYTES, Record
@@ -23,6 +25,9 @@ __all__ = ["Budget", "Evictor", "Quota"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
+# other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
+PAGES_AT_ONCE = 512
+BYTES_AT_ONCE = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -164,15 +169,36 @@ class Evictor:
         left = used.bytes - _most_freed(transaction, total)
         return self._budget.exceeded(Used(max(left, 0), used.entries - total.evictable), adding=adding, entries=entries)
 
-    def make_extra_space(self, transaction: Transaction, n_bytes: int) -> None:
-        """Evict `n_bytes` beyond what the budget requires."""
-        free = max(self._budget.max_bytes - transaction.used.bytes, 0)
-        adding = min(free + n_bytes, self._budget.max_bytes)
-        self._evict(transaction, lambda: self._budget.exceeded(transaction.used, adding=adding))
+    def shrink(self, backend: Backend, max_bytes: int) -> int:
+        """Evict, in transactions of bounded length, until the location holds `max_bytes`, or nothing is left to evict.
 
-    def shrink_to(self, transaction: Transaction, max_bytes: int) -> bool:
-        """Evict until the location holds `max_bytes`; false if nothing is left to evict before that."""
-        return self._evict(transaction, lambda: transaction.used.bytes > max_bytes)
+        Returns
+        -------
+        int
+            What the location holds now, in bytes.
+
+        Raises
+        ------
+        FullError
+            If the location has no space to delete even one page.
+        """
+        at_once = PAGES_AT_ONCE
+        while True:
+            try:
+                with self._catalog.update(backend) as transaction:
+                    enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
+                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
+                    used = transaction.used.bytes
+            except FullError:
+                if at_once == 1:
+                    raise
+                # to delete a page takes space as well, until the transaction is committed
+                at_once = max(at_once // 4, 1)
+                with suppress(FullError):
+                    backend.reclaim()
+                continue
+            if used <= max_bytes or not is_left:
+                return used
 
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
         """Delete leaves that have expired, and parents that become such leaves; whether more are left."""
@@ -211,11 +237,21 @@ class Evictor:
         """Evict until this group holds at most `limit` bytes; whether it does."""
         return self._evict(transaction, lambda: self._catalog.total(group).bytes > limit, group)
 
-    def _evict(self, transaction: Transaction, exceeded: Callable[[], bool], group: Group = None) -> bool:
-        """Delete leaves, first victim first, while there is too much; whether there is space now."""
+    def _evict(
+        self,
+        transaction: Transaction,
+        exceeded: Callable[[], bool],
+        group: Group = None,
+        *,
+        at_most: int | None = None,
+    ) -> bool:
+        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left."""
         victims = self._catalog.victims(group)
+        turns = itertools.count() if at_most is None else range(at_most)
         try:
-            while exceeded():
+            for _ in turns:
+                if not exceeded():
+                    break
                 victim = victims.next()
                 if victim is None:
                     return False

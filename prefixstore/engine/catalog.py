@@ -196,10 +196,18 @@ class Catalog:
                 return n_records
 
     @contextmanager
-    def update(self, backend: Backend) -> Iterator[Transaction]:
+    def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
         """A transaction for which the index is up to date. If it fails, what it has changed in the index is undone.
 
         At its end it drops the settings of namespaces that it has left without pages.
+
+        Parameters
+        ----------
+        backend
+            The location.
+        on_commit
+            Called when the transaction is committed, before any other thread learns from the location what has happened
+            since.
         """
         has_turn = False
         try:
@@ -219,6 +227,8 @@ class Catalog:
             self._end_journal(error)
             raise
         else:
+            if on_commit is not None:
+                on_commit()
             self._end_journal(None)
         finally:
             if has_turn:
@@ -282,7 +292,7 @@ class Catalog:
             if not is_known and record.parent not in self._strays and key not in self._index:
                 self._deferred.damaged.add(key)
             return
-        self._strays.pages.pop(key, None)
+        self._remove_stray(key)
         if record is not None:
             log.warning("a page cannot be read: %s", record)
             self._strays.unreadable[key] = not isinstance(record, CorruptError)
@@ -331,10 +341,10 @@ class Catalog:
         now = time.time_ns()
         last_used = time_of_use(usage.last_used, now)
         self._latest = max(self._latest, last_used)
-        self._strays.pages.pop(key, None)
-        if record.parent in self._strays.pages:
+        self._remove_stray(key)
+        if self._strays.get(record.parent) is not None:
             # what it was computed after has no place in the index, even if a pending page has that key
-            self._strays.pages[key] = Page.stored(key, record, usage)
+            self._strays.add(Page.stored(key, record, usage))
             return False
         page = self._index.get(key)
         if page is not None and not (is_same(page, record) and page.start == record.start):
@@ -342,11 +352,11 @@ class Catalog:
             if key in self._pending:
                 # the stored one is deleted when the pending one is written
                 self._index.change(page, is_stored=False)
-                self._strays.pages[key] = Page.stored(key, record, usage)
+                self._strays.add(Page.stored(key, record, usage))
                 return False
             # another process has replaced it
             self._lose(key)
-            self._strays.pages.pop(key, None)
+            self._remove_stray(key)
             page = None
         if page is not None:
             page.last_used = max(page.last_used, last_used)
@@ -365,7 +375,7 @@ class Catalog:
             page = Page.stored(key, record, usage)
             page.last_used = last_used or now
             if not self._index.add(page):
-                self._strays.pages[key] = page
+                self._strays.add(page)
                 return False
         page.announced_expiry = usage.expires
         self._candidates.add(page)
@@ -375,17 +385,17 @@ class Catalog:
         """Put stored pages into the index that had no place, as far as they have one now."""
         for page in self._strays.parents_first():
             here = self._index.get(page.key)
-            if page.parent in self._strays.pages or (here is not None and not is_same(here, page)):
+            if self._strays.get(page.parent) is not None or (here is not None and not is_same(here, page)):
                 continue  # it follows, or is, another page than the one in the index
             if here is not None:
                 # captured again meanwhile
                 self._index.change(here, is_stored=True)
-                del self._strays.pages[page.key]
+                self._remove_stray(page.key)
             elif page.key not in self._deferred.damaged:
                 page.may_be_victim = True
                 page.drop_children()
                 if self._index.add(page):
-                    del self._strays.pages[page.key]
+                    self._remove_stray(page.key)
                     self._candidates.add(page)
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
@@ -592,10 +602,12 @@ class Catalog:
         Until then it stays in the index, or the pages that it depends on would seem to be leaves.
         """
         with self._lock:
-            if page.key not in self._pending or self._may_be_stored(page):
-                self._deferred.thinned.add(page.key)
-            else:
-                self._forget(page.key)
+            if page.key in self._pending and page.key not in self._writing:
+                if not page.is_stored:
+                    self._forget(page.key)
+                    return
+                self._is_only_stored(page)
+            self._deferred.thinned.add(page.key)
 
     def mark_damaged(self, key: bytes, suspicion: Suspicion | None = None) -> None:
         """Forget a damaged page and its descendants, and have them deleted with the next commit.
@@ -641,7 +653,7 @@ class Catalog:
             self._writing.add(page.key)
             older = self._index.superseded_by(page)
             # one that another thread is writing has been written: transactions take turns
-            if older is None or not older.is_leaf or not self._may_be_stored(older):
+            if older is None or not self._may_be_deleted(older) or not self._may_be_stored(older):
                 return Claim(None)
             if older.pinned and not page.pinned:
                 self._index.change(page, pinned=True)
@@ -671,9 +683,9 @@ class Catalog:
         """A page was not put after all."""
         self._uncommitted.discard(page.key)
         self._index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
-        if not is_stored and self._strays.pages.get(page.key) is page:
+        if not is_stored and self._strays.get(page.key) is page:
             # given up while it was written
-            del self._strays.pages[page.key]
+            self._remove_stray(page.key)
 
     def _undo(self, step: Callable[[], None]) -> None:
         if self._journal is not None:
@@ -762,7 +774,7 @@ class Catalog:
         it.
         """
         with self._lock:
-            if self._index.get(page.key) is not page or not page.is_leaf:
+            if self._index.get(page.key) is not page or not self._may_be_deleted(page):
                 return False
             last_used = time_of_use(usage.last_used, time.time_ns()) if usage is not None else 0
             if usage is not None and (last_used > page.last_used or usage.expires > page.expires or usage.pinned):
@@ -775,11 +787,24 @@ class Catalog:
             self._delete(page.key)
             return True
 
+    def _may_be_deleted(self, page: Page) -> bool:
+        """Whether nothing that is stored depends on a page, in the index or not."""
+        return page.is_leaf and not self._strays.follow(page.key)
+
+    def _remove_stray(self, key: bytes) -> Page | None:
+        """A stored page has a place in the index now, or is gone; the page."""
+        page = self._strays.remove(key)
+        parent = self._index.get(page.parent) if page is not None else None
+        if parent is not None:
+            # it may be a leaf now
+            self._candidates.add(parent)
+        return page
+
     def remove_leaf(self, key: bytes) -> Page | None:
         """Take a page out of the index if it is a leaf, pinned or not; the page."""
         with self._lock:
             page = self._index.get(key)
-            if page is None or not page.is_leaf:
+            if page is None or not self._may_be_deleted(page):
                 return None
             self._delete(key)
             return page
@@ -795,10 +820,10 @@ class Catalog:
     def lose(self, key: bytes) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            page, unreadable = self._strays.pages.pop(key, None), self._strays.unreadable.pop(key, None)
+            page, unreadable = self._remove_stray(key), self._strays.unreadable.pop(key, None)
             if page is not None:
                 self._deleted_from(page.namespace)
-                self._undo(partial(self._strays.pages.__setitem__, key, page))
+                self._undo(partial(self._strays.add, page))
             if unreadable is not None:
                 self._sweeps = True
                 self._undo(partial(self._strays.unreadable.__setitem__, key, unreadable))
@@ -828,7 +853,7 @@ class Catalog:
         while waiting:
             key, is_done = waiting.pop()
             with self._lock:
-                page = self._index.get(key) or self._strays.pages.get(key)
+                page = self._index.get(key) or self._strays.get(key)
                 if not is_done and key not in seen:
                     seen.add(key)
                     waiting.append((key, True))
@@ -912,7 +937,7 @@ class Catalog:
     def _put_back(self, taken: Sequence[_Taken]) -> None:
         """Put stored pages back into the index, because they are not deleted after all."""
         for page, new, n_uses in reversed(taken):
-            self._strays.pages.pop(page.key, None)
+            self._remove_stray(page.key)
             here = self._index.get(page.key)
             if not page.is_stored:
                 continue
@@ -924,7 +949,7 @@ class Catalog:
             page.may_be_victim = True
             page.drop_children()
             if not self._index.add(page):
-                self._strays.pages[page.key] = page
+                self._strays.add(page)
                 continue
             if new is not None and is_imported:
                 self._pending[page.key] = new
@@ -940,9 +965,9 @@ class Catalog:
         are_other = False
         for one in taken:
             if one.page.is_stored:
-                self._strays.pages[one.page.key] = one.page
+                self._strays.add(one.page)
             else:
-                are_other = are_other or one.page.key in self._strays.pages
+                are_other = are_other or self._strays.get(one.page.key) is not None
         if are_other:
             self._place_again()
 
@@ -953,9 +978,7 @@ class Catalog:
         """
         page = self._index.get(key)
         if page is not None and page.is_stored and key not in self._uncommitted:
-            self._pending.pop(key, None)
-            self._index.change(page, may_be_victim=True)
-            self._candidates.add(page)
+            self._is_only_stored(page)
             return
         lost = 1 if self._pending.pop(key, None) is not None else 0
         taken = self._forget(key)
@@ -963,6 +986,12 @@ class Catalog:
         lost += sum(1 for one in taken if one.new is not None)
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
+
+    def _is_only_stored(self, page: Page) -> None:
+        """A page that another process has stored is not pending here any more."""
+        self._pending.pop(page.key, None)
+        self._index.change(page, may_be_victim=True)
+        self._candidates.add(page)
 
     def _lose(self, key: bytes) -> None:
         """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, DropReason
-from prefixstore.engine.delete import PAGES_AT_ONCE, Deleter
+from prefixstore.engine.delete import Deleter
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
@@ -26,9 +27,13 @@ __all__ = ["Committer"]
 
 log = logging.getLogger("prefixstore")
 
-ATTEMPTS = 5
-# seconds before the third attempt; each further pause is longer by as much
-PAUSE = 0.01
+ATTEMPTS = 6
+# how often the extra space is doubled: a disk that is full for another reason should not cost the whole store
+MAX_DOUBLINGS = 2
+# seconds before the second attempt; each further pause is longer by as much
+PAUSE = 0.02
+# expired pages that a commit deletes beside its own work; the next one goes on
+EXPIRED_AT_ONCE = 128
 # how often in its time to live the expiry of a page that is in use is announced to other processes
 ANNOUNCED_PER_TTL = 4
 
@@ -105,31 +110,66 @@ class Committer:
             catalog.end_writing(batch)
 
     def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
-        """Write; if the location is full before its budget is, reclaim what is free, then make more space."""
-        size = sum(len(one.payload) for one in packed)
-        for attempt in range(ATTEMPTS - 1):
+        """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
+        written: list[PendingPage] = []
+        waiting, at_once, failures = packed, max(len(packed), 1), 0
+        while True:
+            some = waiting[:at_once]
             try:
-                return self._write(packed)
+                written += self._write(some)
             except FullError:
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise
+                # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
+                at_once = max(len(some) // 2, 1)
                 # Evict nothing for a location that cannot even reclaim: then evicting makes no space either.
-                if attempt > 0:
-                    # Space freed in a transaction is reusable only by a later one.
-                    with self._catalog.update(self._backend) as transaction:
-                        self._evictor.make_extra_space(transaction, size << (attempt - 1))
+                if self._reclaim() and failures > 1:
+                    size = sum(len(one.payload) for one in some)
+                    with suppress(FullError):
+                        self._make_extra_space(size << min(failures - 2, MAX_DOUBLINGS))
                     # Give readers time: what they still see cannot be reused.
-                    time.sleep(PAUSE * attempt)
-                self._backend.reclaim()
-        return self._write(packed)
+                    time.sleep(PAUSE * failures)
+                    self._reclaim()
+                continue
+            waiting = waiting[len(some) :]
+            if not waiting:
+                return written
+
+    def _reclaim(self) -> bool:
+        """Make what is free usable; whether there was space for that."""
+        try:
+            self._backend.reclaim()
+        except FullError:
+            return False
+        return True
+
+    def _make_extra_space(self, n_bytes: int) -> None:
+        with self._backend.view() as view:
+            used = view.used.bytes
+        self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
 
     def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         catalog = self._catalog
         written: list[PendingPage] = []
         put: set[bytes] = set()
         refused: list[tuple[PendingPage, DropReason]] = []
-        with catalog.update(self._backend) as transaction:
-            deferred = catalog.deferred() if self._housekeeping else Deferred()
+        deferred, n_damaged = Deferred(), 0
+
+        def committed() -> None:
+            # Keep states in RAM while their buffers are still here, then tell the catalog.
+            for new in written:
+                if new.buffer is not None:
+                    self._ram.keep(new.page, new.buffer.view)
+            catalog.committed(written, deferred)
+            for new, reason in refused:
+                catalog.refuse(new, reason)
+
+        with catalog.update(self._backend, committed) as transaction:
             # Delete what is damaged, expired, or no longer wanted.
-            n_damaged = self._clean_up(transaction, deferred) if self._housekeeping else 0
+            if self._housekeeping:
+                deferred = catalog.deferred()
+                n_damaged = self._clean_up(transaction, deferred)
             # Write the pages, parents first, making space for each.
             found = _stored(transaction, packed)
             for one in packed:
@@ -144,13 +184,6 @@ class Committer:
                 if new.page.key in put:
                     catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
-        # Committed: keep states in RAM while their buffers are still here, then tell the catalog.
-        for new in written:
-            if new.buffer is not None:
-                self._ram.keep(new.page, new.buffer.view)
-        catalog.committed(written, deferred)
-        for new, reason in refused:
-            catalog.refuse(new, reason)
         self._counters.count("corrupt", n_damaged)
         return written
 
@@ -167,7 +200,7 @@ class Committer:
             deferred.damaged -= left
             deferred.fits = {key: fits for key, fits in deferred.fits.items() if key not in left}
         # Expired leaves.
-        if self._evictor.delete_expired(transaction, PAGES_AT_ONCE):
+        if self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
 

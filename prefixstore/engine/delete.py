@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
+from prefixstore.engine.budget import PAGES_AT_ONCE
 from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Suspicion
-from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
 
@@ -28,8 +29,6 @@ __all__ = [
     "unused_since",
 ]
 
-# other processes wait while a transaction is open: it deletes so many pages and no more
-PAGES_AT_ONCE = 512
 # how often pages that others add after the deleted ones are deleted as well
 ROUNDS = 16
 
@@ -127,11 +126,16 @@ class Deleter:
         doomed = self._catalog.select(partial(in_common, choices=choices))
         # a page that is captured again is another one, and stays
         chosen = {page.key: page.created for page in doomed}
-        removed = Removed()
+        removed, at_once = Removed(), PAGES_AT_ONCE
         for _ in range(ROUNDS):
-            waiting = reversed(doomed)
-            while some := list(islice(waiting, PAGES_AT_ONCE)):
-                removed += self._delete_leaves(some)
+            waiting = doomed[::-1]
+            while waiting:
+                try:
+                    removed += self._delete_leaves(waiting[:at_once])
+                except FullError as error:
+                    at_once = self._fewer(at_once, error)
+                    continue
+                waiting = waiting[at_once:]
             with self._backend.view() as view:
                 self._catalog.refresh(view)
             doomed = self._catalog.select(partial(_left, chosen=chosen))
@@ -170,18 +174,35 @@ class Deleter:
 
         With `strays_only`, not those that have got a place in the index since they were found.
         """
-        removed = Removed()
+        removed, at_once = Removed(), PAGES_AT_ONCE
         doomed = sorted(keys)
         while doomed:
-            with self._catalog.update(self._backend) as transaction:
-                if strays_only:
-                    doomed = [key for key in doomed if self._catalog.get(key) is None]
-                deleted, left = self._delete_some(transaction, doomed)
+            try:
+                with self._catalog.update(self._backend) as transaction:
+                    if strays_only:
+                        doomed = [key for key in doomed if self._catalog.get(key) is None]
+                    deleted, left = self._delete_some(transaction, doomed, at_once)
+            except FullError as error:
+                at_once = self._fewer(at_once, error)
+                continue
             removed += Removed(len(deleted), sum(deleted.values()))
             doomed = [key for key in doomed if key in left]
         return removed
 
-    def _delete_some(self, transaction: Transaction, keys: Iterable[bytes]) -> tuple[dict[bytes, int], set[bytes]]:
+    def _fewer(self, at_once: int, error: FullError) -> int:
+        """How many pages to delete in one transaction, after a location had no space to delete `at_once`.
+
+        To delete a page takes space as well, until the transaction is committed. Raises `error` if it was only one.
+        """
+        if at_once == 1:
+            raise error
+        with suppress(FullError):
+            self._backend.reclaim()
+        return max(at_once // 4, 1)
+
+    def _delete_some(
+        self, transaction: Transaction, keys: Iterable[bytes], at_once: int = PAGES_AT_ONCE
+    ) -> tuple[dict[bytes, int], set[bytes]]:
         """Delete pages and what is stored after them, children first, as many as one transaction may.
 
         Returns
@@ -192,7 +213,7 @@ class Deleter:
         left = dict.fromkeys(keys)
         deleted: dict[bytes, int] = {}
         for key, size in self._catalog.with_descendants(list(left)[::-1]):
-            if len(deleted) == PAGES_AT_ONCE:
+            if len(deleted) == at_once:
                 break
             self._catalog.lose(key)
             if transaction.delete(key):

@@ -42,8 +42,6 @@ __all__ = ["Engine", "Imported"]
 log = logging.getLogger("prefixstore")
 
 QUEUE_BYTES = 256 << 20
-# other processes wait while a transaction is open: it evicts so many bytes and no more
-EVICTED_AT_ONCE = 256 << 20
 
 
 class Imported(NamedTuple):
@@ -576,11 +574,7 @@ class Engine:
         """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned."""
         evictor = Evictor(self._catalog, self._budget, self.counters)
         before, evicted = self.used()[0].bytes, self.counters["evictions"]
-        used, has_victims = before, True
-        while used > max_bytes and has_victims:
-            with self._catalog.update(self._backend) as transaction:
-                has_victims = evictor.shrink_to(transaction, max(max_bytes, transaction.used.bytes - EVICTED_AT_ONCE))
-                used = transaction.used.bytes
+        used = evictor.shrink(self._backend, max_bytes)
         self._backend.reclaim()
         return Removed(self.counters["evictions"] - evicted, max(before - used, 0))
 

@@ -47,7 +47,7 @@ def look_at(location: str) -> str:
             data = Path(location.removeprefix("lmdb://")) / "data.mdb"
             # each page of the file is in use or free
             read_layout(data)
-            assert data.stat().st_size <= max(1.25 * BUDGET.max_bytes, 1 << 20)
+            assert data.stat().st_size <= 1.25 * BUDGET.max_bytes + (1 << 20)
         else:
             with backend.database.connection() as connection:
                 entries, n_bytes, counted, summed, orphans = connection.execute(text(COUNTED)).one()

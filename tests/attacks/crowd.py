@@ -23,6 +23,7 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
+from tests.support.timeouts import disable_timeouts
 
 P = 4
 SIZES = (0, 1, 900, 20_000, 90_000)
@@ -265,4 +266,5 @@ def crowd(  # noqa: C901 - one thing after the other
 
 
 if __name__ == "__main__":
+    disable_timeouts()
     print(json.dumps(crowd(**json.loads(sys.argv[1]))))

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,24 +94,44 @@ class KillableProcess:
 
     def __init__(self, directory: Path, *, shim: Path | None = None) -> None:
         self._errors = (directory / "errors").open("w+")
-        environment = os.environ | ({"LD_PRELOAD": str(shim)} if shim is not None else {})
+        self._environment = os.environ | ({"LD_PRELOAD": str(shim)} if shim is not None else {})
+        self._start()
+
+    def _start(self) -> None:
+        self._is_busy = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.attacks.killed_process"],
             cwd=ROOT,
-            env=environment,
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            # with its children it is a group, which can be killed as one
+            start_new_session=True,
         )
+
+    def _stop(self) -> None:
+        """End the process, and a child that is still at work."""
+        self._process.stdin.close()
+        self._process.stdout.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def begin(self, task: str, **order: Any) -> None:
         """Have a child begin; `end` waits for it."""
+        if self._is_busy:
+            # a test has failed before it waited for its child
+            self._stop()
+            self._start()
+        self._is_busy = True
         print(json.dumps({"task": task, **order}), file=self._process.stdin, flush=True)
 
     def end(self) -> bool:
         """Whether the child was killed. If it failed instead, the test does."""
         code = self._process.stdout.readline().strip()
+        self._is_busy = False
         if code not in ("0", "-9"):
             raise AssertionError(f"exit code {code}: {self.errors()}")
         return code == "-9"
@@ -128,14 +149,7 @@ class KillableProcess:
         return self.end()
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.stdout.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            # in the middle of an order, because a test has failed
-            self._process.kill()
-            self._process.wait()
+        self._stop()
         self._errors.close()
 
 

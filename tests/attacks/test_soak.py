@@ -29,7 +29,7 @@ def collections_of(store):
     catalog, queue = engine._catalog, engine._queue
     index, candidates, policy, deferred = catalog._index, catalog._candidates, catalog._policy, catalog._deferred
     named = {"pending": catalog._pending, "writing": catalog._writing, "refused": catalog._refused}
-    named |= {"unplaced": catalog._strays.pages, "unreadable": catalog._strays.unreadable}
+    named |= {"unplaced": catalog._strays._pages, "unreadable": catalog._strays.unreadable}
     named |= {"uses": deferred.uses, "damaged": deferred.damaged, "fits": deferred.fits, "thinned": deferred.thinned}
     named |= {"pages": index.pages, "roots": index._roots, "namespaces": index.totals._namespaces}
     named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}
@@ -101,7 +101,7 @@ def test_after_many_completions_nothing_grows(scheme, llama, tmp_path):
     assert last_memory <= factor * memory
     assert last_disk <= factor * disk
     if scheme == "lmdb":
-        assert last_disk <= 1.25 * MAX_BYTES + (1 << 16)
+        assert last_disk <= 1.25 * MAX_BYTES + (1 << 20) + (1 << 16)
     for name, size in last_sizes.items():
         # what holds a few may hold a few more by chance
         assert size <= max(1.3 * sizes[name] + 40, BOUNDS.get(name, 0)), name

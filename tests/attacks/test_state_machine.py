@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.engine.test_interleaving import Interleaving, interleave
 from tests.engine.test_state_machine import (
     LMDB,
     NAMESPACES,
@@ -11,11 +12,14 @@ from tests.engine.test_state_machine import (
     TwoSmallOnLMDB,
     bounded,
 )
+from tests.support.models import TORTURE
+from tests.support.places import place
 
 
 def longer(machine, examples):
-    # of its own, because a machine keeps the settings of its test
-    return bounded(type(machine.__name__, (machine,), {}), examples)
+    # A class of its own, because a machine keeps the settings of its test. At length five times as many examples:
+    # twenty times would be a third of the whole torture.
+    return bounded(type(machine.__name__, (machine,), {}), examples // 4 if TORTURE > 1 else examples)
 
 
 TestMemoryWithoutLimit = longer(Machine, 200)
@@ -23,6 +27,14 @@ TestMemoryWithinABudget = longer(SmallMemory, 200)
 TestLMDBWithoutLimit = longer(LMDB, 100)
 TestTwoEnginesOnOneLocation = longer(TwoOnLMDB, 100)
 TestTwoEnginesWithinABudget = longer(TwoSmallOnLMDB, 100)
+
+
+def test_engines_whose_steps_are_interleaved_leave_a_sound_store(request):
+    class OnLMDB(Interleaving):
+        def location(self, directory):
+            return place("lmdb", directory, request)
+
+    interleave(OnLMDB, 50 * TORTURE)
 
 
 def test_a_page_evicted_by_its_own_commit_is_not_counted():

@@ -533,7 +533,7 @@ def test_under_churn_the_file_stays_within_its_bound_and_uses_the_budget(tmp_pat
                 fills.append(engine.used()[0].bytes / max_bytes)
                 assert fills[-1] <= 1
         assert engine.check() == []
-    assert (tmp_path / "data.mdb").stat().st_size <= 1.25 * max_bytes
+    assert (tmp_path / "data.mdb").stat().st_size <= 1.25 * max_bytes + (1 << 20)
     print(f"fill level: least {min(fills):.3f}, mean {sum(fills) / len(fills):.3f}, at the end {fills[-1]:.3f}")
     record_property("fill", fills[-1])
     assert fills[-1] > 0.7

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.engine.catalog import DropReason
+from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import MIB, NS, A, B, C, P, Store, store_of, two_stores
+from tests.support import in_thread
+from tests.support.engines import MIB, NS, A, B, C, P, Store, snapshot_of, store_of, two_stores
 
 
 def test_each_engine_sees_at_its_next_match_what_the_other_has_committed(tmp_path):
@@ -187,3 +191,141 @@ def test_not_each_use_of_a_page_is_a_change_for_other_engines(tmp_path, clock):
             one.fetch(A)
             one.engine.commit([])
         assert 3 <= generation() - before <= 5
+
+
+# -- other threads, while a transaction is open ------------------------------------------------------------------------
+
+
+def while_space_is_made(store, work):
+    """Run `work` in the next transaction of the store, just before it makes space for a page."""
+    update = store.backend.update
+
+    @contextmanager
+    def updating():
+        with update() as transaction:
+            cost = transaction.cost
+
+            def asked(*arguments):
+                transaction.cost, store.backend.update = cost, update
+                work()
+                return cost(*arguments)
+
+            transaction.cost = asked
+            yield transaction
+
+    store.backend.update = updating
+
+
+def test_a_page_that_is_given_up_in_a_transaction_and_that_another_process_has_stored_keeps_its_parent(tmp_path):
+    with two_stores(tmp_path, max_entries=2) as (one, two):
+        one.put(A[:4])
+        two.match(A)
+        ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
+        assert one.engine.announce(ours)
+        assert two.engine.announce(theirs)
+        assert two.engine.commit([theirs]) == 1
+        batch = one.announce(B[:4])
+        while_space_is_made(one, lambda: one.engine._catalog.drop([ours], DropReason.UNAVAILABLE))
+        one.engine.commit(batch)
+        assert one.engine.check() == []
+        assert one.match_snapshot(A[:6]) in (0, 6)
+
+
+def test_a_snapshot_that_is_pending_here_and_stored_by_another_process_can_be_thinned(tmp_path):
+    with two_stores(tmp_path) as (one, two):
+        one.put(A[:4])
+        two.match(A)
+        ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
+        assert one.engine.announce(ours)
+        assert two.engine.announce(theirs)
+        assert two.engine.commit([theirs]) == 1
+        one.match(A)
+        one.engine._catalog.discard_snapshot(ours.page)
+        one.engine.commit([ours])
+        assert one.stored_keys() == {ours.page.parent}
+
+
+def test_an_older_view_does_not_set_the_index_back_while_a_transaction_is_open(tmp_path):
+    with two_stores(tmp_path, max_entries=2) as (one, two):
+        one.put(A[:4])
+        two.match(A)
+        catalog = one.engine._catalog
+        with one.backend.view() as old:
+            assert old.generation == 1
+            in_thread(two.put, A[:8]).join()
+            assert one.match(A) == 8
+            batch = one.announce(B[:4])
+
+            def read_an_old_state():
+                # a restore did not find a page, so the index is to be rebuilt, by whichever thread comes first
+                catalog.contradict(catalog.get(page_keys(NS, as_tokens(A), P)[0]), 0)
+                catalog.refresh(old)
+
+            while_space_is_made(one, read_an_old_state)
+            in_thread(one.engine.commit, batch).join()
+        assert one.engine.check() == []
+
+
+def test_a_page_that_is_taken_for_damaged_in_a_transaction_keeps_its_parent(tmp_path):
+    with two_stores(tmp_path, max_entries=2) as (one, _):
+        one.put(A[:8])
+        batch = one.announce(B[:4])
+        while_space_is_made(one, lambda: one.engine._catalog.mark_damaged(page_keys(NS, as_tokens(A), P)[1]))
+        one.engine.commit(batch)
+        assert one.engine.check() == []
+
+
+def test_a_page_that_is_taken_for_damaged_before_a_transaction_keeps_its_parent(tmp_path):
+    with two_stores(tmp_path) as (one, _):
+        one.put(A[:8])
+        assert one.match(A) == 8
+        first, second = page_keys(NS, as_tokens(A[:8]), P)
+        one.engine._catalog.mark_damaged(second)
+        assert one.match(A) == 4
+        with one.engine._catalog.update(one.backend) as transaction:
+            page = one.engine._catalog.remove_leaf(first)
+            assert page is None or transaction.delete(first)
+        assert one.engine.check() == []
+        assert one.stored_keys() == {first, second}
+
+
+def test_a_page_that_is_deleted_before_its_engine_knows_that_it_is_stored_leaves_the_index(tmp_path):
+    with two_stores(tmp_path, max_entries=3) as (one, two):
+        batch = one.announce(A)
+        keep = one.engine._ram.keep
+
+        def evicted(*_):
+            # the transaction has ended, and the catalog does not know it yet
+            one.engine._ram.keep = keep
+            two.put(B)
+            one.match(A)
+
+        one.engine._ram.keep = evicted
+        assert one.engine.commit(batch) == 3
+        assert one.match(A) == 0
+        assert {*one.engine._catalog._index.pages} == one.stored_keys()
+
+
+def test_no_transaction_begins_between_a_failed_one_and_the_distrust_of_its_index(tmp_path):
+    with two_stores(tmp_path) as (one, _):
+        one.put(A[:8])
+        update, next_one = one.backend.update, []
+
+        @contextmanager
+        def failing():
+            one.backend.update = update
+            try:
+                with update() as transaction:
+                    yield transaction
+                    raise UnavailableError("the location does not answer")
+            finally:
+                # the lock of the location is free
+                next_one.append(in_thread(one.engine._deleter._delete_leaves, one.engine.pages()[:1]))
+                next_one[0].join(0.2)
+
+        one.backend.update = failing
+        with pytest.raises(UnavailableError):
+            one.engine._deleter._delete_leaves(one.engine.pages()[-1:])
+        next_one[0].join()
+        assert one.engine.check() == []
+        assert len(one.stored_keys()) == 2

@@ -114,6 +114,9 @@ class Machine(RuleBasedStateMachine):
     @rule(which=whose, namespace=namespaces, tokens=prompts)
     def put(self, which, namespace, tokens):
         which %= len(self.engines)
+        if any(new.page.namespace == namespace for new in self.waiting):
+            # a page that is committed before its parent is an orphan; the queue keeps them in order
+            self.flush()
         news = self.capture(which, namespace, tokens)
         assert self.engines[which].commit(news) <= len(news)
         for new in news:

@@ -104,7 +104,7 @@ def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]
         "expires": {page.key: page.expires for page in index if page.key not in without},
         "victims": {page.key for page in index if page.may_be_victim},
         "fixed": {page.key for page in index if page.is_fixed},
-        "unplaced": set(catalog._strays.pages),
+        "unplaced": set(catalog._strays._pages),
         "unreadable": dict(catalog._strays.unreadable),
         "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
         "bytes": catalog.payload_bytes,

@@ -2,7 +2,12 @@
 
 A payload is one value, so it is contiguous in the memory map and a restore reads it from there. LMDB never overwrites
 what an open view can see, so the map is safe to read while others evict. The size of the map bounds the file: it never
-grows beyond `FILE_FACTOR` times the budget, whatever the churn.
+grows beyond `FILE_FACTOR` times the budget and `FILE_EXTRA`, whatever the churn.
+
+LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
+to delete takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a
+number of pages of the file that the next one can use; those that put leave more than others, so that what they have put
+can be deleted.
 """
 
 from __future__ import annotations
@@ -31,6 +36,12 @@ from prefixstore.format.record import Buffer, Record, Usage
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
+FILE_EXTRA = 1 << 20
+
+# Pages of the file that a transaction leaves. To delete one of ours takes some 30 of them at most, a commit some 10.
+LEFT_BY_PUTS = 160
+LEFT_BY_OTHERS = 80
+LEFT_BY_RECLAIM = 32
 
 META_GENERATION = struct.Struct("<Q")
 NOTE = b"note:"
@@ -112,6 +123,8 @@ class _Change(_View, Transaction):
         super().__init__(txn, databases)
         self._page_size = txn.stat(databases[b"meta"])["psize"]
         self._changed: list[bytes] = []
+        # pages of the file that it has to leave; none if it has written nothing
+        self.to_leave = 0
 
     def cost(self, record: Record, n_bytes: int) -> int:
         # a payload has pages of its own; each of the four trees may split a leaf and the branch above it
@@ -120,6 +133,7 @@ class _Change(_View, Transaction):
         return (payload + tokens + 8) * self._page_size
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        self.to_leave = LEFT_BY_PUTS
         # the bytes first, then the record that makes them visible
         self._txn.put(key, payload, db=self._db[b"payloads"])
         self._txn.put(key, usage.pack(), db=self._db[b"usage"])
@@ -127,24 +141,29 @@ class _Change(_View, Transaction):
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
+        self.to_leave = self.to_leave or LEFT_BY_OTHERS
         found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
         if any(found):
             self._changed.append(key)
         return any(found)
 
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
+        self.to_leave = self.to_leave or LEFT_BY_OTHERS
         if self._txn.get(key, db=self._db[b"records"]) is not None:
             self._txn.put(key, usage.pack(), db=self._db[b"usage"])
             self._changed += [key] * announce
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:
+        self.to_leave = self.to_leave or LEFT_BY_OTHERS
         if self._txn.get(key, db=self._db[b"namespaces"]) != settings:
             self._txn.put(key, settings, db=self._db[b"namespaces"])
 
     def drop_namespace(self, key: bytes) -> None:
+        self.to_leave = self.to_leave or LEFT_BY_OTHERS
         self._txn.delete(key, db=self._db[b"namespaces"])
 
     def put_note(self, name: bytes, value: bytes | None) -> None:
+        self.to_leave = self.to_leave or LEFT_BY_OTHERS
         if value is None:
             self._txn.delete(NOTE + name, db=self._db[b"meta"])
         else:
@@ -170,7 +189,7 @@ class LMDBBackend(Backend):
     path
         A directory; created if missing, readable by its owner only.
     max_bytes
-        The budget; the file stays within `FILE_FACTOR` times this.
+        The budget; the file stays within `FILE_FACTOR` times this, and `FILE_EXTRA`.
     read_only
         Open an existing store and never write to it.
 
@@ -184,7 +203,7 @@ class LMDBBackend(Backend):
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int, *, read_only: bool = False) -> None:
         self._path = absolute(path)
-        self._map_size = int(max_bytes * FILE_FACTOR) // 4096 * 4096
+        self._map_size = (int(max_bytes * FILE_FACTOR) + FILE_EXTRA) // 4096 * 4096
         self._read_only = read_only
         self._closed = False
         self._start()
@@ -250,6 +269,7 @@ class LMDBBackend(Backend):
             change = _Change(txn, environment.databases)
             yield change
             change.finish()
+            environment.require_free(txn, change.to_leave)
 
     def sync(self) -> None:
         environment = self._open()
@@ -265,6 +285,7 @@ class LMDBBackend(Backend):
             with environment.begin(write=True) as txn:
                 passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
                 txn.put(b"passed", bytes([passed[0] ^ 1]), db=environment.databases[b"meta"])
+                environment.require_free(txn, LEFT_BY_RECLAIM)
 
     def scrub(self) -> None:
         """Overwrite all free bytes of the file with zeros: free pages, and the gaps inside pages.

@@ -42,6 +42,8 @@ SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
 # how long opening a store waits for another process that writes to it
 OPEN_SECONDS = 10.0
+# a value that takes a page of the file of its own
+ONE_PAGE = bytes(4000)
 # how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
@@ -219,6 +221,19 @@ class Environment:
                         raise
                     continue
             repair()
+
+    def require_free(self, txn: lmdb.Transaction, n_pages: int) -> None:
+        """Raise `lmdb.MapFullError` unless a transaction could take so many more pages of the file.
+
+        LMDB does not say how many are free for it, so they are taken, in a transaction inside this one that is undone.
+        """
+        if n_pages:
+            trial = self.env.begin(write=True, parent=txn, db=self.databases[b"meta"])
+            try:
+                for number in range(n_pages):
+                    trial.put(b"trial:%d" % number, ONE_PAGE)
+            finally:
+                trial.abort()
 
     def _check_size(self) -> None:
         """Check that the file, which never shrinks, was not truncated: reading beyond its end would end the process."""

@@ -1,0 +1,96 @@
+"""An LMDB file within its limit: while the budget has space, pages can be written and deleted."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.lmdb.backend import FILE_EXTRA, FILE_FACTOR, LMDBBackend
+from prefixstore.errors import FullError
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+from tests.support.engines import MIB, P, store_of
+
+
+def tokens_of(seed, n_pages):
+    return np.random.default_rng(seed).integers(0, 1 << 30, P * n_pages).tolist()
+
+
+def size_of_file(path):
+    return (path / "data.mdb").stat().st_size
+
+
+@pytest.mark.parametrize(("size", "n_pages"), [(1000, 64), (100_000, 4), (700_000, 1)])
+def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n_pages):
+    with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
+        for seed in range(40):
+            assert store.put(tokens_of(seed, n_pages), size) == n_pages
+        assert store.counters.group("dropped") == {}
+        assert store.engine.used()[0].bytes > MIB
+    assert size_of_file(tmp_path) <= FILE_FACTOR * 2 * MIB + FILE_EXTRA
+
+
+def test_pages_of_many_sizes_find_space_in_the_file(tmp_path):
+    sizes = [1000, 20_000, 90_000, 300_000, 700_000]
+    with store_of(LMDBBackend(tmp_path, 6 * MIB), max_bytes=6 * MIB) as store:
+        for seed in range(100):
+            assert store.put(tokens_of(seed, 2), sizes[seed * 7 % 5]) == 2
+        assert store.counters.group("dropped") == {}
+
+
+def fill(backend, number):
+    """One more page, in a transaction of its own."""
+    payload = np.random.default_rng(number).bytes(1000)
+    key, record = make_page(payload, [number] * P)
+    with backend.update() as transaction:
+        transaction.put(key, record, Usage(1), payload)
+    return key
+
+
+def until_full(step):
+    """Repeat something until the map is full; how often it succeeded."""
+    n_done = 0
+    with suppress(FullError):
+        for n_done in itertools.count():
+            step(n_done)
+    return n_done
+
+
+def test_a_file_that_a_reader_keeps_full_has_space_to_delete_and_recovers(tmp_path):
+    backend = LMDBBackend(tmp_path, MIB)
+    keys = [fill(backend, number) for number in range(50)]
+
+    def delete(key):
+        with backend.update() as transaction:
+            assert transaction.delete(key)
+
+    with backend.view() as reader:
+        assert reader.generation == 50
+        # nothing that is freed from here on can be reused
+        assert until_full(lambda number: keys.append(fill(backend, 50 + number))) > 20
+        # what puts leave is enough to delete
+        n_deleted = until_full(lambda number: delete(keys[number]))
+        assert n_deleted > 2
+        assert until_full(lambda _: backend.reclaim()) < 100
+    # no transaction has taken the last free pages
+    backend.reclaim()
+    for key in keys[-5:]:
+        delete(key)
+    fill(backend, 200_000)
+    backend.close()
+
+
+def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(tmp_path):
+    with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
+        for seed in range(20):
+            store.put(tokens_of(seed, 64), 1000)
+        before = store.engine.used()[0].entries
+        assert before > 200
+        assert store.engine.clear(None) == before
+        for seed in range(20):
+            store.put(tokens_of(seed, 64), 1000)
+        store.engine.evict_to(MIB // 2)
+        assert store.engine.used()[0].bytes <= MIB // 2
