@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import queue
 import sys
 from contextlib import closing
@@ -14,12 +13,13 @@ import pytest
 from prefixstore.backends import open_backend
 from tests.support import in_thread, keys_of, python
 from tests.support.interrupts import interrupted_at, moments_of
+from tests.support.models import TORTURE_OF_LONG
 from tests.support.places import MIB, fill, place, space
 
 pytestmark = pytest.mark.attack
 PATIENCE = 30
-LENGTH = 20 if os.environ.get("PREFIXSTORE_TORTURE") else 1
-SAMPLES = 150 * LENGTH
+
+SAMPLES = 150 * TORTURE_OF_LONG
 
 OTHER_PROCESS = """
 import sys

@@ -18,7 +18,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.format.codec import PACKINGS, decode
 from tests.support.garbage import Case, Victim, rows_replaced
-from tests.support.models import TORTURE, forget, load, prompt
+from tests.support.models import TORTURE_OF_LONG, forget, load, prompt
 
 F16, F32 = llama_cpp.GGML_TYPE_F16, llama_cpp.GGML_TYPE_F32
 BF16 = 30  # of ggml; llama-cpp-python does not name it
@@ -126,7 +126,7 @@ def attack(setting: Setting, models, tmp_path, *, rounds: int) -> tuple[int, lis
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_no_answer_is_computed_with_garbage(setting, models, tmp_path, capsys):
-    n, wrong = attack(setting, models, tmp_path, rounds=TORTURE)
+    n, wrong = attack(setting, models, tmp_path, rounds=TORTURE_OF_LONG)
     assert wrong == []
     with capsys.disabled():
         print(f" {n} garbage pages, {len(wrong)} wrong answers ", end="")

@@ -12,7 +12,7 @@ from tests.engine.test_state_machine import (
     TwoSmallOnLMDB,
     bounded,
 )
-from tests.support.models import TORTURE
+from tests.support.models import TORTURE, TORTURE_OF_LONG
 from tests.support.places import place
 
 
@@ -34,7 +34,7 @@ def test_engines_whose_steps_are_interleaved_leave_a_sound_store(request):
         def location(self, directory):
             return place("lmdb", directory, request)
 
-    interleave(OnLMDB, 50 * TORTURE)
+    interleave(OnLMDB, 50 * TORTURE_OF_LONG)
 
 
 def test_a_page_evicted_by_its_own_commit_is_not_counted():
