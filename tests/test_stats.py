@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore.engine.catalog import DropReason
+from prefixstore.engine.contents import DropReason
 from prefixstore.llama.kv_memory import Missing
 from prefixstore.llama.lineage import Unknown
 from prefixstore.stats import Kind, Stats

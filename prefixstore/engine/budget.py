@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from prefixstore.backends.base import Backend, Transaction, Used
-from prefixstore.engine.catalog import Catalog, DropReason
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.contents import DropReason
 from prefixstore.engine.index import Page
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
-from prefixstore.engine.catalog import Catalog, DropReason
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage

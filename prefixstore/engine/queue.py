@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from prefixstore.buffers import BufferPool, PooledBuffer
-from prefixstore.engine.catalog import DropReason
+from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters

@@ -133,7 +133,7 @@ class Member:
         stats = store.stats()
         if stats.bytes_used > self.max_bytes:
             raise AssertionError(f"{stats.bytes_used} bytes of {self.max_bytes}")
-        if len(store.engine._catalog._index.pages) > 20_000:
+        if len(store.engine._catalog._contents.index.pages) > 20_000:
             raise AssertionError("the index grows")
 
     def note(self, store: PrefixStore) -> None:
@@ -242,7 +242,11 @@ def crowd(  # noqa: C901 - one thing after the other
         if store.engine.queued_bytes:
             problems.append(f"{store.engine.queued_bytes} bytes are leased and not queued")
         catalog = store.engine._catalog
-        left = {"pending": len(catalog._pending), "writing": len(catalog._writing), "deferred": catalog.deferred()}
+        left = {
+            "pending": len(catalog._contents.pending),
+            "writing": len(catalog._contents.writing),
+            "deferred": catalog.deferred(),
+        }
         if any(left.values()):
             problems.append(f"left in the catalog: {left}")
         counters = store.engine.counters

@@ -27,9 +27,10 @@ def collections_of(store):
     """All that could grow, by name."""
     engine, hook = store.engine, store._hook
     catalog, queue = engine._catalog, engine._queue
-    index, candidates, policy, deferred = catalog._index, catalog._candidates, catalog._policy, catalog._deferred
-    named = {"pending": catalog._pending, "writing": catalog._writing, "refused": catalog._refused}
-    named |= {"unplaced": catalog._strays._pages, "unreadable": catalog._strays.unreadable}
+    contents, policy = catalog._contents, catalog._policy
+    index, candidates, deferred = contents.index, contents.candidates, contents.deferred
+    named = {"pending": contents.pending, "writing": contents.writing, "refused": catalog._refused}
+    named |= {"unplaced": contents.strays._pages, "unreadable": contents.strays.unreadable}
     named |= {"uses": deferred.uses, "damaged": deferred.damaged, "fits": deferred.fits, "thinned": deferred.thinned}
     named |= {"pages": index.pages, "roots": index._roots, "namespaces": index.totals._namespaces}
     named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}

@@ -9,7 +9,7 @@ import pytest
 
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.budget import Quota
-from prefixstore.engine.catalog import DropReason
+from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
@@ -60,8 +60,8 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.match([1, 2, 3]) == 3
         assert store.engine.commit(longer) == 1
         assert store.stored_keys() == {longer[0].page.key}
-        assert {*store.engine._catalog._index.pages} == store.stored_keys()
-        assert store.engine._catalog._writing == set()
+        assert {*store.engine._catalog._contents.index.pages} == store.stored_keys()
+        assert store.engine._catalog._contents.writing == set()
 
 
 @pytest.mark.parametrize("limit", [{"max_entries": 2}, {"quota": Quota(2 * entry())}])
@@ -80,7 +80,7 @@ def test_a_tail_stays_if_there_is_no_space_for_the_page_that_continues_it(limit)
 
 
 def assert_same_as_stored(store):
-    assert {*store.engine._catalog._index.pages} == store.stored_keys()
+    assert {*store.engine._catalog._contents.index.pages} == store.stored_keys()
 
 
 def test_the_space_of_a_tail_is_that_of_the_page_that_continues_it():

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
-from prefixstore.engine.catalog import DropReason
+from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import beginning_with
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -197,7 +197,7 @@ class Interleaving(RuleBasedStateMachine):
         with self.interrupted(which, steps) as member:
             batch, member.waiting = member.waiting, []
             member.engine.commit(batch)
-            assert not member.catalog._writing
+            assert not member.catalog._contents.writing
 
     @rule(which=engines, tokens=prompts, form=st.sampled_from([PAGE, SNAPSHOT]), steps=interruptions)
     def put(self, which, tokens, form, steps):
@@ -308,7 +308,7 @@ class Interleaving(RuleBasedStateMachine):
 
     def pending(self, member) -> list[PendingPage]:
         """The pending pages, those first that another engine has stored."""
-        pending = member.catalog._pending
+        pending = member.catalog._contents.pending
         return sorted(pending.values(), key=lambda new: not new.page.is_stored)
 
     def suspect(self, member, choice, tokens) -> None:
@@ -319,7 +319,7 @@ class Interleaving(RuleBasedStateMachine):
 
     def vanish(self, member, choice, tokens) -> None:
         """A restore does not find a page, and another thread goes on with a view that it opened earlier."""
-        pages = [page for page in member.engine.pages() if page.key not in member.catalog._pending]
+        pages = [page for page in member.engine.pages() if page.key not in member.catalog._contents.pending]
         if pages:
             member.catalog.contradict(pages[choice % len(pages)], 0)
             self.look_back(member, choice, tokens)
@@ -358,10 +358,10 @@ class Interleaving(RuleBasedStateMachine):
         member.engine.match(NS, as_tokens([]), P)
         with member.backend.view() as view:
             stored = {key for key, _, _ in view.scan()}
-        indexed, pending = set(member.catalog._index.pages), set(member.catalog._pending)
+        indexed, pending = set(member.catalog._contents.index.pages), set(member.catalog._contents.pending)
         assert pending <= indexed <= stored | pending
         # what was taken for damaged is hidden until the next commit
-        if not member.catalog._deferred.damaged:
+        if not member.catalog._contents.deferred.damaged:
             assert indexed == stored | pending
 
 

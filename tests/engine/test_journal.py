@@ -51,7 +51,7 @@ def a_commit_of_everything(store):
     store.put([9] * 4, namespace=OTHER)
     expiring = store.announce([7] * 8)
     for new in expiring:
-        store.engine._catalog._index.change(new.page, expires=1)
+        store.engine._catalog._contents.index.change(new.page, expires=1)
     store.engine.commit(expiring)
     store.put(C)
     store.engine._catalog.mark_damaged(page_keys(NS, as_tokens(C), P)[1], Suspicion(lambda *_: False))
@@ -242,7 +242,7 @@ def test_a_page_that_is_given_up_while_it_is_written_leaves_nothing_behind(how, 
 
 def assert_complete_beside(store, more):
     store.match(A)
-    if not more and not store.engine._catalog._deferred.damaged:
+    if not more and not store.engine._catalog._contents.deferred.damaged:
         assert_complete(store.engine)
 
 
@@ -356,7 +356,7 @@ class Machine(RuleBasedStateMachine):
         for store, waiting in zip(self.stores, self.waiting, strict=True):
             store.match(A)
             assert store.backend.calls["scan"] <= 1
-            if not store.engine._catalog._deferred.damaged and not waiting:
+            if not store.engine._catalog._contents.deferred.damaged and not waiting:
                 assert_complete(store.engine)
             with store.backend.inner.view() as view:
                 assert violations(view, store.engine._budget) == []

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine.catalog import DropReason
+from prefixstore.engine.contents import DropReason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support import in_thread
@@ -37,7 +37,8 @@ def test_two_engines_share_one_budget(tmp_path):
             assert used.entries <= 40
         assert used == two.engine.used()[0]
         assert used.bytes > 0.5 * MIB
-        assert {*one.engine._catalog._index.pages} == {*two.engine._catalog._index.pages} == one.stored_keys()
+        for engine in (one.engine, two.engine):
+            assert {*engine._catalog._contents.index.pages} == one.stored_keys()
 
 
 def test_a_use_is_written_with_the_next_batch_and_respected_by_the_other_engine(tmp_path):
@@ -125,7 +126,7 @@ def test_a_tail_that_another_process_has_stored_is_not_forgotten_with_the_pendin
         for number in range(10, 20):
             one.put([number] * 4)
             assert one.engine.check() == []
-        assert {*one.engine._catalog._index.pages} == one.stored_keys()
+        assert {*one.engine._catalog._contents.index.pages} == one.stored_keys()
 
 
 def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch):
@@ -138,7 +139,7 @@ def test_an_index_that_missed_too_many_changes_is_rebuilt(tmp_path, monkeypatch)
             two.put([number] * 4)
             two.fetch(A)
         assert one.match([*A, 5]) == 13
-        assert {*one.engine._catalog._index.pages} == one.stored_keys() | {pending[0].page.key}
+        assert {*one.engine._catalog._contents.index.pages} == one.stored_keys() | {pending[0].page.key}
         assert one.engine.commit(pending) == 1
         assert two.match([*A, 5]) == 13
 
@@ -303,7 +304,7 @@ def test_a_page_that_is_deleted_before_its_engine_knows_that_it_is_stored_leaves
         one.engine._ram.keep = evicted
         assert one.engine.commit(batch) == 3
         assert one.match(A) == 0
-        assert {*one.engine._catalog._index.pages} == one.stored_keys()
+        assert {*one.engine._catalog._contents.index.pages} == one.stored_keys()
 
 
 def test_no_transaction_begins_between_a_failed_one_and_the_distrust_of_its_index(tmp_path):

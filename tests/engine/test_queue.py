@@ -232,8 +232,8 @@ def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
         assert writer.queued_bytes == 0
         assert store.engine.check() == []
         store.match([0])
-        assert {*store.engine._catalog._index.pages} == store.stored_keys()
-        assert store.engine._catalog._pending == {}
+        assert {*store.engine._catalog._contents.index.pages} == store.stored_keys()
+        assert store.engine._catalog._contents.pending == {}
         assert next(restored) > 0
         assert "error" not in store.counters.group("dropped")
         assert "corrupt" not in store.counters.group("unreadable")

@@ -196,10 +196,10 @@ class Machine(RuleBasedStateMachine):
             engine.match(NAMESPACES[0], as_tokens([]), P)
             with engine._backend.view() as view:
                 keys = {key for key, _, _ in view.scan()}
-            assert set(engine._catalog._index.pages) == keys | set(engine._catalog._pending)
+            assert set(engine._catalog._contents.index.pages) == keys | set(engine._catalog._contents.pending)
             used, stored, raw = engine.used()
             assert used.entries == len(keys)
-            if not engine._catalog._pending:
+            if not engine._catalog._contents.pending:
                 sizes = [len(state_of(key)) for key in keys]
                 assert raw == sum(sizes)
                 assert stored <= raw

@@ -94,7 +94,7 @@ class Fragile:
 def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]:
     """What the catalog of an engine says about what is stored; without the expiry of these pages."""
     catalog = engine._catalog
-    index = catalog._index
+    index = catalog._contents.index
     return {
         "pages": {
             page.key: (page.parent, page.start, page.tokens, page.form, page.stored_bytes, page.pinned, page.priority)
@@ -104,8 +104,8 @@ def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]
         "expires": {page.key: page.expires for page in index if page.key not in without},
         "victims": {page.key for page in index if page.may_be_victim},
         "fixed": {page.key for page in index if page.is_fixed},
-        "unplaced": set(catalog._strays._pages),
-        "unreadable": dict(catalog._strays.unreadable),
+        "unplaced": set(catalog._contents.strays._pages),
+        "unreadable": dict(catalog._contents.strays.unreadable),
         "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
         "bytes": catalog.payload_bytes,
     }
@@ -119,11 +119,11 @@ def assert_complete(engine: Engine) -> None:
         with fresh.view():
             pass
         # uses that are still to be written have moved the expiry
-        used = set(catalog._deferred.uses)
+        used = set(catalog._contents.deferred.uses)
         assert knowledge(engine, used) == knowledge(fresh, used)
-    index = catalog._index
-    queued = {key for _, key in catalog._candidates._victims._heap}
-    expiring = {key for _, key in catalog._candidates._expiring._heap}
+    index = catalog._contents.index
+    queued = {key for _, key in catalog._contents.candidates._victims._heap}
+    expiring = {key for _, key in catalog._contents.candidates._expiring._heap}
     for page in index:
         assert page.n_fixed == sum(child.is_fixed for child in page.dependents)
         assert page.kept_until == max([page.own_expiry, *(child.kept_until for child in page.dependents)])
@@ -131,7 +131,7 @@ def assert_complete(engine: Engine) -> None:
             assert page.key in queued
             assert not page.expires or page.key in expiring
     assert all(page.kept_until <= NEVER for page in index)
-    assert catalog._journal is None
+    assert catalog._contents.journal is None
 
 
 class _Lent:

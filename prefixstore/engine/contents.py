@@ -1,0 +1,352 @@
+"""What a location contains, as far as this process knows, and the pages that are still to be written.
+
+Used by the catalog, under its lock: nothing here takes a lock, or asks the backend.
+
+In the index are the pages that lookups find: stored ones, and pending ones, whose bytes wait in a buffer. Strays are
+stored pages that have no place in the index. What the open transaction changes is noted in its journal, so that a
+failure takes back exactly that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import NamedTuple
+
+from prefixstore.engine.eviction import Candidates, Policy
+from prefixstore.engine.index import Index, Page, is_same
+from prefixstore.engine.journal import Journal
+from prefixstore.engine.pending import Deferred, PendingPage
+from prefixstore.engine.ram import RamTier
+from prefixstore.engine.strays import Strays
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.format.record import Record, Usage, time_of_use
+from prefixstore.stats import Counters
+
+__all__ = ["Contents", "DropReason", "Taken"]
+
+log = logging.getLogger("prefixstore")
+
+
+class DropReason(str, Enum):
+    """Why a captured page is not stored: the names in ``Stats.dropped``."""
+
+    BUDGET = "budget"
+    QUOTA = "quota"
+    FULL = "full"
+    ORPHAN = "orphan"
+    UNAVAILABLE = "unavailable"
+    ERROR = "error"
+
+
+class Taken(NamedTuple):
+    """A page that was taken out of the index, and what else it takes to put it back."""
+
+    page: Page
+    new: PendingPage | None
+    n_uses: int
+
+
+class Contents:
+    """The index, the pages that wait for a commit, and the stored pages without a place.
+
+    Parameters
+    ----------
+    policy
+        The order of eviction.
+    counters
+        Counts what is dropped.
+    ram
+        Is told which pages have left the location.
+
+    Attributes
+    ----------
+    index
+        The pages that lookups find.
+    candidates
+        Those of them that may be deleted.
+    strays
+        Stored pages that have no place in the index.
+    pending
+        Pages that wait for a commit, by key.
+    writing
+        Keys of pending pages that are in a transaction, or were until just now: they may be stored already.
+    uncommitted
+        Keys of those that the open transaction has put.
+    deferred
+        What waits for the next commit, beside pages.
+    journal
+        What the open transaction of this process has changed; None if there is none.
+    sweeps
+        Whether there may be settings of namespaces without pages.
+    latest
+        Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
+    """
+
+    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
+        self._policy = policy
+        self._counters = counters
+        self._ram = ram
+        self.start()
+        self.pending: dict[bytes, PendingPage] = {}
+        self.writing: set[bytes] = set()
+        self.uncommitted: set[bytes] = set()
+        self.deferred = Deferred()
+        self.journal: Journal | None = None
+        self.latest = 0
+
+    def start(self) -> None:
+        self.index = Index()
+        self.candidates = Candidates(self.index, self._policy)
+        self.strays = Strays()
+        self.sweeps = True
+
+    def refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
+        self.strays.unreadable.pop(key, None)
+        if isinstance(record, Record) and usage is not None:
+            is_known = self.know(key, record, usage)
+            if not is_known and record.parent not in self.strays and key not in self.index:
+                self.deferred.damaged.add(key)
+            return
+        self.remove_stray(key)
+        if record is not None:
+            log.warning("a page cannot be read: %s", record)
+            self.strays.unreadable[key] = not isinstance(record, CorruptError)
+        if isinstance(record, CorruptError):
+            self.deferred.damaged.add(key)
+        page = self.index.get(key)
+        if page is not None:
+            self.index.change(page, is_stored=False)
+        if key not in self.pending:
+            self.lose(key)
+
+    def rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
+        stored: dict[bytes, tuple[Record, Usage]] = {}
+        unreadable: dict[bytes, bool] = {}
+        for key, (record, usage) in found.items():
+            if isinstance(record, Record):
+                stored[key] = record, usage
+            elif isinstance(record, (CorruptError, IncompatibleError)):
+                unreadable[key] = isinstance(record, IncompatibleError)
+            else:
+                raise record
+        self.start()
+        self.strays.unreadable = unreadable
+        self.deferred.damaged |= {key for key, is_newer in unreadable.items() if not is_newer}
+        # parents first; a page that is both pending and stored is the pending node
+        places = [(new.page.start, 0, key) for key, new in self.pending.items()]
+        places += [(record.start, 1, key) for key, (record, _) in stored.items()]
+        with self.index.adding_many():
+            for _, is_stored, key in sorted(places):
+                if is_stored:
+                    record, usage = stored[key]
+                    parent, _ = found.get(record.parent, (None, None))
+                    is_known = self.know(key, record, usage)
+                    if not is_known and not isinstance(parent, StorageError) and not record.follows(parent):
+                        self.deferred.damaged.add(key)
+                elif key in self.pending:
+                    # a node of the old index: its children are added again, if they are still there
+                    page = self.pending[key].page
+                    page.drop_children()
+                    page.is_stored = page.may_be_victim = False
+                    if not self.index.add(page):
+                        self.drop(key, DropReason.ORPHAN)
+
+    def know(self, key: bytes, record: Record, usage: Usage) -> bool:
+        """Note a stored page; whether it has its place in the index."""
+        now = time.time_ns()
+        last_used = time_of_use(usage.last_used, now)
+        self.latest = max(self.latest, last_used)
+        self.remove_stray(key)
+        if self.strays.get(record.parent) is not None:
+            # what it was computed after has no place in the index, even if a pending page has that key
+            self.strays.add(Page.stored(key, record, usage))
+            return False
+        page = self.index.get(key)
+        if page is not None and not (is_same(page, record) and page.start == record.start):
+            log.warning("two different pages have the key %s", key.hex())
+            if key in self.pending:
+                # the stored one is deleted when the pending one is written
+                self.index.change(page, is_stored=False)
+                self.strays.add(Page.stored(key, record, usage))
+                return False
+            # another process has replaced it
+            self.lose(key)
+            self.remove_stray(key)
+            page = None
+        if page is not None:
+            page.last_used = max(page.last_used, last_used)
+            page.priority = usage.priority
+            # one that is to be written with the next uses is later than the stored one
+            expires = max(page.expires, usage.expires) if page.expires and usage.expires else usage.expires
+            self.index.change(
+                page,
+                stored_bytes=record.stored_bytes,
+                pinned=usage.pinned,
+                expires=expires,
+                is_stored=True,
+                may_be_victim=key not in self.pending,
+            )
+        else:
+            page = Page.stored(key, record, usage)
+            page.last_used = last_used or now
+            if not self.index.add(page):
+                self.strays.add(page)
+                return False
+        page.announced_expiry = usage.expires
+        self.candidates.add(page)
+        return True
+
+    def place_again(self) -> None:
+        """Put stored pages into the index that had no place, as far as they have one now."""
+        for page in self.strays.parents_first():
+            here = self.index.get(page.key)
+            if self.strays.get(page.parent) is not None or (here is not None and not is_same(here, page)):
+                continue  # it follows, or is, another page than the one in the index
+            if here is not None:
+                # captured again meanwhile
+                self.index.change(here, is_stored=True)
+                self.remove_stray(page.key)
+            elif page.key not in self.deferred.damaged:
+                page.may_be_victim = True
+                page.drop_children()
+                if self.index.add(page):
+                    self.remove_stray(page.key)
+                    self.candidates.add(page)
+
+    def remove_stray(self, key: bytes) -> Page | None:
+        """A stored page has a place in the index now, or is gone; the page."""
+        page = self.strays.remove(key)
+        parent = self.index.get(page.parent) if page is not None else None
+        if parent is not None:
+            # it may be a leaf now
+            self.candidates.add(parent)
+        return page
+
+    def is_pending(self, new: PendingPage) -> bool:
+        return self.pending.get(new.page.key) is new
+
+    def may_be_stored(self, page: Page) -> bool:
+        return page.is_stored or page.key in self.writing
+
+    def may_be_deleted(self, page: Page) -> bool:
+        """Whether nothing that is stored depends on a page, in the index or not."""
+        return page.is_leaf and not self.strays.follow(page.key)
+
+    def take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
+        """A page was not put after all."""
+        self.uncommitted.discard(page.key)
+        self.index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
+        if not is_stored and self.strays.get(page.key) is page:
+            # given up while it was written
+            self.remove_stray(page.key)
+
+    def undo(self, step: Callable[[], None]) -> None:
+        if self.journal is not None:
+            self.journal.undo(step)
+
+    def note_deleted_from(self, namespace: bytes) -> None:
+        if self.journal is not None:
+            self.journal.deleted_from.add(namespace)
+
+    def forget(self, key: bytes) -> list[Taken]:
+        """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
+        page = self.index.get(key)
+        lost_pages = self.index.remove(key)
+        self._ram.drop(lost.key for lost in lost_pages)
+        taken = [
+            Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
+        ]
+        parent = self.index.get(page.parent) if page is not None else None
+        if parent is not None:
+            self.candidates.add(parent)
+        for namespace in {lost.namespace for lost in lost_pages}:
+            salt = self.index.totals.salt_of(namespace)
+            if self.index.totals.forget_if_empty(namespace):
+                self.candidates.forget(namespace)
+                if salt is not None and not self.index.totals.namespaces(salt):
+                    self.candidates.forget(salt)
+        return taken
+
+    def delete(self, key: bytes) -> list[Taken]:
+        """The open transaction deletes a page: take it out of the index; what was taken."""
+        taken = self.forget(key)
+        for one in taken:
+            self.note_deleted_from(one.page.namespace)
+        self.undo(partial(self.put_back, taken))
+        self._leave_as_strays(one for one in taken if one.page.key != key)
+        return taken
+
+    def put_back(self, taken: Sequence[Taken]) -> None:
+        """Put stored pages back into the index, because they are not deleted after all."""
+        for page, new, n_uses in reversed(taken):
+            self.remove_stray(page.key)
+            here = self.index.get(page.key)
+            if not page.is_stored:
+                continue
+            if here is not None:
+                # captured again meanwhile
+                self.index.change(here, is_stored=True, pinned=here.pinned or page.pinned)
+                continue
+            is_imported = new is not None and page.may_be_victim
+            page.may_be_victim = True
+            page.drop_children()
+            if not self.index.add(page):
+                self.strays.add(page)
+                continue
+            if new is not None and is_imported:
+                self.pending[page.key] = new
+            if n_uses:
+                self.deferred.uses[page.key] = self.deferred.uses.get(page.key, 0) + n_uses
+            self.candidates.add(page)
+
+    def _leave_as_strays(self, taken: Iterable[Taken]) -> None:
+        """Remember pages that are not in the index any more, but still stored.
+
+        Where another page is stored under the key of one that was given up, that one takes its place.
+        """
+        are_other = False
+        for one in taken:
+            if one.page.is_stored:
+                self.strays.add(one.page)
+            else:
+                are_other = are_other or self.strays.get(one.page.key) is not None
+        if are_other:
+            self.place_again()
+
+    def drop(self, key: bytes, reason: DropReason) -> None:
+        """Give a pending page up, with the pending pages that depend on it, and count them.
+
+        One that another process has stored meanwhile stays in the index.
+        """
+        page = self.index.get(key)
+        if page is not None and page.is_stored and key not in self.uncommitted:
+            self.keep_as_stored(page)
+            return
+        lost = 1 if self.pending.pop(key, None) is not None else 0
+        taken = self.forget(key)
+        self._leave_as_strays(taken)
+        lost += sum(1 for one in taken if one.new is not None)
+        if lost:
+            self._counters.count(f"dropped:{reason.value}", lost)
+
+    def keep_as_stored(self, page: Page) -> None:
+        """A page that another process has stored is not pending here any more."""
+        self.pending.pop(page.key, None)
+        self.index.change(page, may_be_victim=True)
+        self.candidates.add(page)
+
+    def lose(self, key: bytes) -> None:
+        """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
+        taken = self.forget(key)
+        self._leave_as_strays(taken)
+        if lost := sum(1 for one in taken if one.new is not None):
+            self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
+
+    def time_of_use(self) -> int:
+        """The time of a use: nanoseconds since the epoch, and later than every other."""
+        self.latest = max(self.latest + 1, time.time_ns())
+        return self.latest
