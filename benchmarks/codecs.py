@@ -30,7 +30,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import AutoCodec, pick
 from prefixstore.format.codec import CODECS, PACKINGS
 from prefixstore.format.keys import as_tokens
-from prefixstore.llama.kv_memory import PagedMemory
+from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.stats import Counters
 
 PAGE_TOKENS = 256

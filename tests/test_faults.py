@@ -12,7 +12,7 @@ import llama_cpp
 import pytest
 
 from prefixstore import PrefixStore, UnavailableError
-from prefixstore.llama.kv_memory import PagedMemory
+from prefixstore.llama.paged_memory import PagedMemory
 from tests.support.models import answer, prompt
 
 TOKENS = prompt(700)

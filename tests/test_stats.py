@@ -10,8 +10,8 @@ import pytest
 
 import prefixstore
 from prefixstore.engine.contents import DropReason
-from prefixstore.llama.kv_memory import Missing
 from prefixstore.llama.lineage import Unknown
+from prefixstore.llama.paged_memory import Missing
 from prefixstore.stats import Kind, Stats
 
 

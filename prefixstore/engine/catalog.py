@@ -187,12 +187,12 @@ class Catalog:
                     self._contents.journal = Journal()
                 yield transaction
                 self._drop_empty_namespaces(transaction)
+            if on_commit is not None:
+                on_commit()
         except BaseException as error:
             self._end_journal(error)
             raise
         else:
-            if on_commit is not None:
-                on_commit()
             self._end_journal(None)
         finally:
             if has_turn:

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
-from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
-from prefixstore.errors import FullError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
@@ -230,17 +230,9 @@ class Committer:
         tail = claim.superseded
         is_stored = self._is_stored(transaction, page, found)
         if not is_stored:
-            size = len(one.payload)
-            reason = self._evictor.make_space(transaction, record, size, new.settings, tail)
+            reason = self._make_space(transaction, one, claim)
             if reason is not None:
-                self._catalog.keep_superseded(claim)
                 return reason
-            if tail is not None:
-                # What it frees is exactly known only now.
-                transaction.delete(tail.key)
-                reason = self._evictor.make_space(transaction, record, size, new.settings)
-                if reason is not None:
-                    return reason
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
@@ -252,6 +244,22 @@ class Committer:
         self._catalog.put(new, stored_bytes, may_be_victim=not is_stored and one.usage is not None)
         written.append(new)
         return None
+
+    def _make_space(self, transaction: Transaction, one: PackedPage, claim: Claim) -> DropReason | None:
+        """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""
+        size, settings, tail = len(one.payload), one.pending.settings, claim.superseded
+        reason = self._evictor.make_space(transaction, one.record, size, settings, tail)
+        if reason is None and tail is not None:
+            # What it frees is exactly known only when it is gone.
+            copy = _copy_of(transaction, tail.key)
+            transaction.delete(tail.key)
+            reason = self._evictor.make_space(transaction, one.record, size, settings)
+            if reason is None or copy is None:
+                return reason
+            transaction.put(tail.key, *copy)
+        if reason is not None:
+            self._catalog.keep_superseded(claim)
+        return reason
 
     def _is_stored(self, transaction: Transaction, page: Page, found: dict[bytes, Record | StorageError]) -> bool:
         """Whether a page is stored already. Another page under its key is deleted, with all that is stored after it."""
@@ -290,6 +298,17 @@ def _usage_of(one: PackedPage) -> Usage:
     if one.usage is not None:
         return replace(one.usage, pinned=page.pinned)
     return Usage(page.last_used, 0, page.pinned, page.priority, page.expires)
+
+
+def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes] | None:
+    """A stored page, to be put again; None if it is damaged."""
+    try:
+        record, usage, payload = transaction.record(key), transaction.usage(key), transaction.payload(key)
+    except (CorruptError, IncompatibleError):
+        return None
+    if record is None or usage is None or payload is None:
+        return None
+    return record, usage, bytes(payload)
 
 
 def _stored(transaction: Transaction, packed: Sequence[PackedPage]) -> dict[bytes, Record | StorageError]:

@@ -14,7 +14,7 @@ from prefixstore.engine.index import Page
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context, live_prefix_length, reusable_prefix
-from prefixstore.llama.kv_memory import Missing, MissingPage, PagedMemory
+from prefixstore.llama.paged_memory import Missing, MissingPage, PagedMemory
 from prefixstore.stats import Kind
 
 __all__ = ["PageStrategy", "missing_ranges"]

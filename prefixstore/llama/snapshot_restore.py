@@ -13,7 +13,7 @@ from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context
-from prefixstore.llama.kv_memory import SnapshotMemory
+from prefixstore.llama.snapshot_memory import SnapshotMemory
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.view import Assembly, StateView
 

@@ -19,7 +19,8 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import SNAPSHOT, Tokens, page_key
 from prefixstore.llama.context import Context, live_prefix_length
-from prefixstore.llama.kv_memory import PARTIAL, WHOLE, Acquire, SnapshotMemory
+from prefixstore.llama.kv_memory import Acquire
+from prefixstore.llama.snapshot_memory import PARTIAL, WHOLE, SnapshotMemory
 from prefixstore.llama.snapshot_restore import resume
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.view import Assembly, StateView

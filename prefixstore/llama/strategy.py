@@ -12,8 +12,10 @@ from prefixstore.engine.engine import Engine
 from prefixstore.format.keys import Tokens
 from prefixstore.llama.context import Context
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.kv_memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.llama.kv_memory import ContextMemory, kind_of, page_tokens_for
+from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.pages import PageStrategy
+from prefixstore.llama.snapshot_memory import SnapshotMemory
 from prefixstore.llama.snapshots import SnapshotStrategy
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind

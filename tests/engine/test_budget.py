@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends import open_backend
+from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget, Quota
@@ -21,8 +22,8 @@ from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 from prefixstore.units import parse_seconds
+from tests.support.engines import MIB, store_of
 
-MIB = 1 << 20
 P = 4  # tokens in a page
 SIZE = 10_000  # bytes of a page
 PAGE = SIZE + 4 * P  # as a quota counts it
@@ -328,3 +329,17 @@ def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
         assert view.usage(key).priority == -3
         assert view.usage(key).expires == usage.expires
         assert view.usage(key).hits == 1
+
+
+def test_a_tail_stays_if_the_page_that_continues_it_is_refused_at_any_budget(tmp_path):
+    refused = 0
+    for kib in range(120, 260, 4):
+        with store_of(LMDBBackend(tmp_path / str(kib), 64 * MIB), max_bytes=kib * 1024) as store:
+            if store.put([1] * 10, 30_000) != 3:
+                continue
+            store.put([1] * 12, 30_000)
+            assert store.match([1] * 12) >= 10
+            assert len(store.stored_keys()) == 3
+            assert store.engine.check() == []
+            refused += bool(store.counters.group("dropped"))
+    assert refused

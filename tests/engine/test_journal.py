@@ -20,7 +20,21 @@ from prefixstore.errors import FullError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
-from tests.support.engines import MIB, NS, OTHER, A, B, C, P, Store, entry, put_snapshots, snapshot_of, state_of
+from tests.support.engines import (
+    MIB,
+    NS,
+    OTHER,
+    A,
+    B,
+    C,
+    P,
+    Store,
+    entry,
+    put_snapshots,
+    snapshot_of,
+    state_of,
+    two_stores,
+)
 from tests.support.fragile import Fragile, assert_complete
 from tests.support.models import TORTURE
 
@@ -364,3 +378,20 @@ class Machine(RuleBasedStateMachine):
 
 TestFailuresAtRandom = Machine.TestCase
 TestFailuresAtRandom.settings = settings(max_examples=60 * TORTURE, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_after_the_commit_leaves_a_catalog_that_finds_what_was_stored(tmp_path, monkeypatch, error):
+    with two_stores(tmp_path) as (one, two):
+        waiting = one.announce(A)
+
+        def keep(*_):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(one.engine._ram, "keep", keep)
+            with pytest.raises(error):
+                one.engine.commit(waiting)
+        two.put(B)
+        assert (one.match(A), one.match(B)) == (12, 12)
+        assert one.engine.check() == []

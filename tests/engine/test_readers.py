@@ -15,7 +15,7 @@ from prefixstore.engine import readers
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
-from prefixstore.llama.kv_memory import PagedMemory
+from prefixstore.llama.paged_memory import PagedMemory
 from tests.support import in_thread
 from tests.support.fetching import P, forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest

@@ -6,8 +6,9 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.llama.context import bypass_reason, is_multimodal, live_prefix_length
-from prefixstore.llama.kv_memory import Missing, PagedMemory, SnapshotMemory
 from prefixstore.llama.lineage import Lineage
+from prefixstore.llama.paged_memory import Missing, PagedMemory
+from prefixstore.llama.snapshot_memory import SnapshotMemory
 from prefixstore.stats import Kind
 from tests.support.models import prompt
 

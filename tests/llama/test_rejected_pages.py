@@ -16,7 +16,8 @@ from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
-from prefixstore.llama.kv_memory import PagedMemory, SnapshotMemory
+from prefixstore.llama.paged_memory import PagedMemory
+from prefixstore.llama.snapshot_memory import SnapshotMemory
 from tests.support import in_thread
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
 from tests.support.models import answer, forget, load, logits, prompt, state_digest

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from prefixstore import CorruptError
 from prefixstore.buffers import BufferPool
-from prefixstore.llama.kv_memory import PagedMemory, page_tokens_for
+from prefixstore.llama.kv_memory import page_tokens_for
+from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.state.parse import parse_context, parse_sequence
 from prefixstore.llama.state.view import Assembly, assemble
 from tests.support.models import TORTURE, load, logits, prompt, state_bytes, write

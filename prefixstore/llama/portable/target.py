@@ -9,7 +9,9 @@ import llama_cpp
 
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.fingerprint import llama_cpp_build, namespace_of
-from prefixstore.llama.kv_memory import ContextMemory, PagedMemory, SnapshotMemory, kind_of, page_tokens_for
+from prefixstore.llama.kv_memory import ContextMemory, kind_of, page_tokens_for
+from prefixstore.llama.paged_memory import PagedMemory
+from prefixstore.llama.snapshot_memory import SnapshotMemory
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
