@@ -138,5 +138,7 @@ def _text(value: str | None, parameter: str) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidParameterError(f"{parameter}={shown(value)} is not valid text: it has half a character") from None
+        raise InvalidParameterError(
+            f"{parameter}={shown(value)} is not valid text: it has an unpaired surrogate"
+        ) from None
     return value

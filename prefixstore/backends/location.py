@@ -106,7 +106,7 @@ def require_plain_password(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidParameterError("location is not valid text: it has half a character") from None
+        raise InvalidParameterError("location is not valid text: it has an unpaired surrogate") from None
     rest = text.partition("://")[2]
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if rest.count("@") > 1 or rest.count("@") != authority.count("@"):

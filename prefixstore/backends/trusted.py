@@ -29,7 +29,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
     Raises
     ------
     LocationError
-        With the command that mends it.
+        With the command that fixes it.
     """
     try:
         found = path.stat()
@@ -46,7 +46,7 @@ def require_trusted_files(*paths: Path) -> None:
     Raises
     ------
     LocationError
-        With the command that mends it.
+        With the command that fixes it.
     """
     for path in paths:
         try:
@@ -54,7 +54,7 @@ def require_trusted_files(*paths: Path) -> None:
         except OSError:
             continue
         if stat.S_ISLNK(found.st_mode):
-            raise LocationError(f"{path} is a symbolic link, which is not followed; name the directory it points to")
+            raise LocationError(f"{path} is a symbolic link, which is not followed; name what it points to")
         _require(path, found)
 
 
@@ -71,6 +71,7 @@ def _require(path: Path, found: os.stat_result) -> None:
     if found.st_gid in {os.getegid(), *os.getgroups()} and found.st_mode & stat.S_IRGRP:
         return  # shared by a group
     raise LocationError(
-        f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user, or share it "
-        "with a group that this user is in"
+        f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user (a container: "
+        f"docker run --user {found.st_uid}), or run: chown {os.geteuid()} '{path}'. A group of this user may share it, "
+        "after: chmod g+rw"
     )

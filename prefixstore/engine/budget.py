@@ -22,7 +22,7 @@ from prefixstore.format.record import CHECKSUM_BYTES, Record
 from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes
 
-__all__ = ["Budget", "Evictor", "Quota"]
+__all__ = ["PAGES_AT_ONCE", "Budget", "Evictor", "Quota", "fewer"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
@@ -89,6 +89,18 @@ class Budget:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""
         too_many = self.max_entries is not None and used.entries + entries > self.max_entries
         return too_many or used.bytes + adding > self.max_bytes
+
+
+def fewer(backend: Backend, at_once: int, error: FullError) -> int:
+    """How many pages to delete in one transaction, after a location had no space to delete `at_once`.
+
+    Deleting a page takes space as well, until the transaction is committed. Raises `error` if it was only one.
+    """
+    if at_once == 1:
+        raise error
+    with suppress(FullError):
+        backend.reclaim()
+    return max(at_once // 4, 1)
 
 
 class Evictor:
@@ -190,13 +202,8 @@ class Evictor:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
                     is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
                     used = transaction.used.bytes
-            except FullError:
-                if at_once == 1:
-                    raise
-                # to delete a page takes space as well, until the transaction is committed
-                at_once = max(at_once // 4, 1)
-                with suppress(FullError):
-                    backend.reclaim()
+            except FullError as error:
+                at_once = fewer(backend, at_once, error)
                 continue
             if used <= max_bytes or not is_left:
                 return used

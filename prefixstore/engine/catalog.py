@@ -3,8 +3,9 @@
 Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer. Both are matched
 and restored alike.
 
-Each method takes the catalog's lock for a moment. The lock is never held while the backend is asked, or while bytes are
-copied or packed: a completion may wait for it. A thread in a transaction may use the catalog, not the other way round.
+Each method takes the catalog's lock for a moment, `Catalog.update` at its steps. The lock is never held while the
+backend is asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use
+the catalog, not the other way round.
 """
 
 from __future__ import annotations
@@ -460,7 +461,7 @@ class Catalog:
         """
         with self._lock:
             if suspicion is not None:
-                self._contents.deferred.fits[key] = suspicion
+                self._contents.deferred.suspicions[key] = suspicion
             self._contents.deferred.damaged.add(key)
             self._contents.lose(key)
 

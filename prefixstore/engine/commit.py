@@ -197,9 +197,9 @@ class Committer:
         # Damaged pages, and what depends on them. Those that are too many for one transaction stay deferred.
         n_damaged = 0
         if deferred.damaged:
-            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.fits)
+            n_damaged, left = self._deleter.delete_damaged(transaction, deferred.damaged, deferred.suspicions)
             deferred.damaged -= left
-            deferred.fits = {key: fits for key, fits in deferred.fits.items() if key not in left}
+            deferred.suspicions = {key: one for key, one in deferred.suspicions.items() if key not in left}
         # Expired leaves.
         if self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
             deferred.expired = False

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Transaction
-from prefixstore.engine.budget import PAGES_AT_ONCE
+from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
 from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
@@ -133,7 +132,7 @@ class Deleter:
                 try:
                     removed += self._delete_leaves(waiting[:at_once])
                 except FullError as error:
-                    at_once = self._fewer(at_once, error)
+                    at_once = fewer(self._backend, at_once, error)
                     continue
                 waiting = waiting[at_once:]
             with self._backend.view() as view:
@@ -183,22 +182,11 @@ class Deleter:
                         doomed = [key for key in doomed if self._catalog.get(key) is None]
                     deleted, left = self._delete_some(transaction, doomed, at_once)
             except FullError as error:
-                at_once = self._fewer(at_once, error)
+                at_once = fewer(self._backend, at_once, error)
                 continue
             removed += Removed(len(deleted), sum(deleted.values()))
             doomed = [key for key in doomed if key in left]
         return removed
-
-    def _fewer(self, at_once: int, error: FullError) -> int:
-        """How many pages to delete in one transaction, after a location had no space to delete `at_once`.
-
-        To delete a page takes space as well, until the transaction is committed. Raises `error` if it was only one.
-        """
-        if at_once == 1:
-            raise error
-        with suppress(FullError):
-            self._backend.reclaim()
-        return max(at_once // 4, 1)
 
     def _delete_some(
         self, transaction: Transaction, keys: Iterable[bytes], at_once: int = PAGES_AT_ONCE
@@ -222,7 +210,7 @@ class Deleter:
         return deleted, set(left)
 
     def delete_damaged(
-        self, transaction: Transaction, suspects: Iterable[bytes], fits: Mapping[bytes, Suspicion]
+        self, transaction: Transaction, suspects: Iterable[bytes], suspicions: Mapping[bytes, Suspicion]
     ) -> tuple[int, set[bytes]]:
         """Delete those suspects that are damaged indeed, and their descendants.
 
@@ -235,7 +223,7 @@ class Deleter:
         """
         suspects = sorted(suspects)
         now, later = suspects[:PAGES_AT_ONCE], set(suspects[PAGES_AT_ONCE:])
-        doomed = [key for key in now if _is_damaged(transaction, key, fits.get(key))]
+        doomed = [key for key in now if _is_damaged(transaction, key, suspicions.get(key))]
         deleted, left = self._delete_some(transaction, doomed)
         return len(deleted), left | later
 

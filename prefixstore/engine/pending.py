@@ -144,8 +144,8 @@ class Deferred:
         How often pages were used, by key.
     damaged
         Keys of pages to be deleted if they are indeed damaged.
-    fits
-        For some of those keys: a test of whether a state fits.
+    suspicions
+        For some of those keys: what the stored page is judged by.
     thinned
         Keys of snapshots that are no longer wanted.
     expired
@@ -154,7 +154,7 @@ class Deferred:
 
     uses: dict[bytes, int] = field(default_factory=dict)
     damaged: set[bytes] = field(default_factory=set)
-    fits: dict[bytes, Suspicion] = field(default_factory=dict)
+    suspicions: dict[bytes, Suspicion] = field(default_factory=dict)
     thinned: set[bytes] = field(default_factory=set)
     expired: bool = False
 
@@ -163,7 +163,7 @@ class Deferred:
 
     def copy(self) -> Deferred:
         """What there is now; more may be added to the original meanwhile."""
-        return Deferred(dict(self.uses), set(self.damaged), dict(self.fits), set(self.thinned), self.expired)
+        return Deferred(dict(self.uses), set(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
         """Remove what was written; what was added since stays."""
@@ -172,7 +172,7 @@ class Deferred:
             if left > 0:
                 self.uses[key] = left
         self.damaged -= done.damaged
-        for key in done.fits:
-            self.fits.pop(key, None)
+        for key in done.suspicions:
+            self.suspicions.pop(key, None)
         self.thinned -= done.thinned
         self.expired = self.expired and not done.expired

@@ -153,8 +153,8 @@ def _parts(model_path: str) -> list[str]:
 def file_digest(path: str | os.PathLike[str]) -> str:
     """The SHA-256 of a file's whole content, as 64 hexadecimal digits: what Hugging Face shows for it.
 
-    It is cached in the user's cache directory by path, inode, size and times, so that a file is read once and not at
-    every start.
+    It is cached in the user's cache directory by path, device, inode, size and times, so that a file is read once and
+    not at every start.
 
     Raises
     ------

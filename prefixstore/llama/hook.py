@@ -236,7 +236,7 @@ class Hook:
         return []
 
     def reset(self) -> None:
-        """``Llama.reset``; what enters the context next may not be tokens."""
+        """``Llama.reset``, after pending snapshots were captured."""
         context = self.context
         context.settle()
         self._before_leaving()

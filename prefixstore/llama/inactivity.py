@@ -25,6 +25,7 @@ ADVICE = {
     "context_replaced": "llm has another context than when the store was attached; attach a new store",
     "multimodal": "the chat handler brings in images or sound, which are not among the tokens",
     "encoder": "states of this model cannot be stored",
+    "streams": "n_seq_max is above 1 without kv_unified; set kv_unified=True",
     "no_memory": "this model keeps no state that could be stored",
     "read_only": "the store is open with read_only=True, and holds no beginning of these prompts",
     "short": "the prompts share less than min_tokens with what is stored",
@@ -68,7 +69,7 @@ class Inactivity:
                 "nothing of the last %d prompts was stored or restored; reason: %s (%s). stats() has all counts",
                 PROMPTS,
                 reason,
-                ADVICE.get(reason, "see Stats in the documentation"),
+                ADVICE.get(reason, "see docs/operations.md"),
             )
 
     def _counted(self) -> Counter[str]:

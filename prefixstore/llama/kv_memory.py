@@ -1,6 +1,6 @@
 """The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how it is emptied.
 
-A change that is interrupted half-way is undone later: the `Journal` says how. It belongs to the ``Llama``, since the
+A change that is interrupted half-way is undone later: the `Unfinished` says how. It belongs to the ``Llama``, since the
 store that began the change may be gone by then.
 """
 
@@ -31,7 +31,7 @@ __all__ = [
     "SEQUENCE",
     "Acquire",
     "ContextMemory",
-    "Journal",
+    "Unfinished",
     "is_closed",
     "kind_of",
     "page_tokens_for",
@@ -111,7 +111,7 @@ def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
 
 
 @dataclass(slots=True)
-class Journal:
+class Unfinished:
     """What has to be undone if a change of the memory of a ``Llama`` is interrupted. Written before the change.
 
     Attributes
@@ -134,7 +134,7 @@ class Journal:
         return self.lent or self.scratch or self.unverified
 
 
-_journals: weakref.WeakKeyDictionary[llama_cpp.Llama, Journal] = weakref.WeakKeyDictionary()
+_unfinished: weakref.WeakKeyDictionary[llama_cpp.Llama, Unfinished] = weakref.WeakKeyDictionary()
 
 
 class ContextMemory(ABC):
@@ -157,7 +157,7 @@ class ContextMemory(ABC):
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
-        self.journal = _journals.setdefault(llm, Journal())
+        self.unfinished = _unfinished.setdefault(llm, Unfinished())
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
         self.shape: StateShape | None = None
@@ -166,12 +166,12 @@ class ContextMemory(ABC):
 
     @property
     def unverified(self) -> bool:
-        """Whether the context may hold something that was not verified; see `Journal`."""
-        return self.journal.unverified
+        """Whether the context may hold something that was not verified; see `Unfinished`."""
+        return self.unfinished.unverified
 
     @unverified.setter
     def unverified(self, value: bool) -> None:
-        self.journal.unverified = value
+        self.unfinished.unverified = value
 
     @abstractmethod
     def holds(self, n: int) -> bool:
@@ -221,18 +221,18 @@ class ContextMemory(ABC):
 
     def settle(self) -> bool:
         """Undo what was interrupted; whether the context was cleared."""
-        journal = self.journal
-        if not journal.is_open:
+        unfinished = self.unfinished
+        if not unfinished.is_open:
             return False
         _, mem = self._pointers()
-        was_cleared = journal.unverified
+        was_cleared = unfinished.unverified
         if was_cleared:
             self.discard()
-        elif journal.lent:
+        elif unfinished.lent:
             self._give_back(mem)
         else:
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        journal.lent = journal.scratch = False
+        unfinished.lent = unfinished.scratch = False
         return was_cleared
 
     @staticmethod
@@ -268,7 +268,7 @@ class ContextMemory(ABC):
         if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
             return False
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
-        with self._journaled("unverified"):
+        with self._noted("unverified"):
             taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
             ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
             llama_cpp.llama_memory_clear(mem, True)
@@ -280,22 +280,22 @@ class ContextMemory(ABC):
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
             return False
         source = (ctypes.c_uint8 * len(page)).from_buffer_copy(page)
-        with self._journaled("scratch"):
+        with self._noted("scratch"):
             taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(page), SCRATCH)
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         return bool(taken == len(page))
 
     @contextmanager
-    def _journaled(self, name: str) -> Iterator[None]:
+    def _noted(self, name: str) -> Iterator[None]:
         """A change that is undone if it does not end: at once, or by `settle` if that is interrupted as well."""
-        before = getattr(self.journal, name)
-        setattr(self.journal, name, True)
+        before = getattr(self.unfinished, name)
+        setattr(self.unfinished, name, True)
         try:
             yield
         except BaseException:
             self.settle()
             raise
-        setattr(self.journal, name, before)
+        setattr(self.unfinished, name, before)
 
     def _pointers(self) -> tuple[Any, Any]:
         ctx = pointer_of(self._llm())

@@ -113,7 +113,7 @@ class PagedMemory(ContextMemory):
                     self.shape_is_own = self.shape.fits(taken.view, start, end - start)
                 accept(start, end, taken)
             return None
-        with self._journaled("lent"):
+        with self._noted("lent"):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
             missing = self._take_one_by_one(ctx, mem, ranges, acquire, accept)
             self._give_back(mem)
@@ -163,7 +163,7 @@ class PagedMemory(ContextMemory):
         """The page written as sequence 1, which needs no other cell to change."""
         n = end - start
         size, missing = shape.size(n), n * U32.size
-        with self._journaled("scratch"):
+        with self._noted("scratch"):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
             first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
             last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)

@@ -98,7 +98,7 @@ class Watch:
     lineage
         What is known about its context.
     memory
-        Its memory, with the journal of what may have been interrupted.
+        Its memory, with the note of what may have been interrupted.
     settle
         Undoes what was interrupted; called before anybody else reaches the context, and true if it was cleared.
 
@@ -183,7 +183,7 @@ class Watch:
     @property
     def _is_own_call(self) -> bool:
         """Whether the store itself is at work, and was not interrupted with something left to undo."""
-        return self._lineage.in_flight and not self._memory.journal.is_open
+        return self._lineage.in_flight and not self._memory.unfinished.is_open
 
     def truncate(self, n: int, truncate: Callable[[], bool]) -> bool:
         """``kv_cache_seq_rm`` of everything from position `n` on: what is known before it stays known."""

@@ -133,7 +133,7 @@ SETTINGS = {
     "UTF-16": '{"salt":"a"}'.encode("utf-16"),
     "not canonical": b'{"salt": "a"}',
     "twice": b'{"salt":"a","salt":"b"}',
-    "half a character": b'{"salt":"\\ud800"}',
+    "an unpaired surrogate": b'{"salt":"\\ud800"}',
     "no scalar": b'{"salt":{"a":1}}',
     "deep": b'{"salt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
 }

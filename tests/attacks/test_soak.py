@@ -31,7 +31,12 @@ def collections_of(store):
     index, candidates, deferred = contents.index, contents.candidates, contents.deferred
     named = {"pending": contents.pending, "writing": contents.writing, "refused": catalog._refused}
     named |= {"unplaced": contents.strays._pages, "unreadable": contents.strays.unreadable}
-    named |= {"uses": deferred.uses, "damaged": deferred.damaged, "fits": deferred.fits, "thinned": deferred.thinned}
+    named |= {
+        "uses": deferred.uses,
+        "damaged": deferred.damaged,
+        "fits": deferred.suspicions,
+        "thinned": deferred.thinned,
+    }
     named |= {"pages": index.pages, "roots": index._roots, "namespaces": index.totals._namespaces}
     named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}
     named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._ghosts._table}

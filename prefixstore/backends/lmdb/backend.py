@@ -2,16 +2,17 @@
 
 A payload is one value, so it is contiguous in the memory map and a restore reads it from there. LMDB never overwrites
 what an open view can see, so the map is safe to read while others evict. The size of the map bounds the file: it never
-grows beyond `FILE_FACTOR` times the budget and `FILE_EXTRA`, whatever the churn.
+grows beyond `FILE_FACTOR` times the budget plus `FILE_EXTRA`, whatever the churn.
 
 LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
-to delete takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a
+deleting takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a
 number of pages of the file that the next one can use; those that put leave more than others, so that what they have put
 can be deleted.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 import threading
@@ -36,7 +37,7 @@ from prefixstore.format.record import Buffer, Record, Usage
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
-FILE_EXTRA = 1 << 20
+FILE_EXTRA = 256 * mmap.PAGESIZE
 
 # Pages of the file that a transaction leaves. To delete one of ours takes some 30 of them at most, a commit some 10.
 LEFT_BY_PUTS = 160
@@ -189,7 +190,7 @@ class LMDBBackend(Backend):
     path
         A directory; created if missing, readable by its owner only.
     max_bytes
-        The budget; the file stays within `FILE_FACTOR` times this, and `FILE_EXTRA`.
+        The budget; the file stays within `FILE_FACTOR` times this plus `FILE_EXTRA`.
     read_only
         Open an existing store and never write to it.
 

@@ -42,8 +42,6 @@ SMALLEST_DISK = 32 << 20
 MAX_READERS = 512
 # how long opening a store waits for another process that writes to it
 OPEN_SECONDS = 10.0
-# a value that takes a page of the file of its own
-ONE_PAGE = bytes(4000)
 # how often the check of a file is repeated while others write to it
 CHECKS = 10
 MAGIC = b"prefixstore"
@@ -228,10 +226,12 @@ class Environment:
         LMDB does not say how many are free for it, so they are taken, in a transaction inside this one that is undone.
         """
         if n_pages:
+            # a value that takes a page of the file of its own
+            page = bytes(self.env.stat()["psize"] - 96)
             trial = self.env.begin(write=True, parent=txn, db=self.databases[b"meta"])
             try:
                 for number in range(n_pages):
-                    trial.put(b"trial:%d" % number, ONE_PAGE)
+                    trial.put(b"trial:%d" % number, page)
             finally:
                 trial.abort()
 
