@@ -47,6 +47,8 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
             model = _write_model(folder / "demo.gguf")
         elif not model.is_file():
             raise ContextError(f"model file not found: {model}; leave it out for a generated model")
+        elif not _is_gguf(model):
+            raise ContextError(f"{model} is not a GGUF file; leave it out for a generated model")
         location = f"lmdb://{folder / 'kv'}"
         cold = _process("A", "computes the prompt and exits", model, location)
         warm = _process("B", "starts with the same prompt", model, location)
@@ -64,6 +66,11 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
 def _say(text: str) -> None:
     """Print progress to stderr, apart from the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _is_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _write_model(path: Path) -> Path:

@@ -223,7 +223,7 @@ def purge(
         done = "deleted and overwritten" if scrubbed else "deleted"
         typer.echo(f"{where}: {removed.pages:,} pages {done}, {format_bytes(removed.bytes)}")
     if not is_known:
-        say(f"{where}: there is no tenant {salt!r}")
+        say(f"{where}: there is no tenant {salt!r}; prefixstore ls shows those that there are")
     for key in unknown:
         say(f"{where}: the settings of namespace {key} are damaged, so its tenant is not known; see --namespace")
     return FAILED if (scrub and not scrubbed) or not is_known or unknown else 0

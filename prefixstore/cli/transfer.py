@@ -34,7 +34,7 @@ from prefixstore.cli.arguments import (
 from prefixstore.cli.output import FAILED, emit, say
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
-from prefixstore.format.export import ExportReader
+from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
 from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
@@ -88,6 +88,17 @@ def _selected(
     return namespaces, archive.with_ancestors(archive.select(namespaces=namespaces, tokens=prefix, page=page))
 
 
+def _require_replaceable(target: Path) -> None:
+    """Refuse a file that is not an export: it was named by mistake."""
+    try:
+        with target.open("rb") as file:
+            begin = file.read(len(MAGIC))
+    except OSError:
+        return  # there is none, or writing it says why
+    if begin and begin != MAGIC:
+        raise LocationError(f"{target} exists and is not an export of prefixstore; choose another name, or delete it")
+
+
 @contextmanager
 def _writing(out: str) -> Iterator[BinaryIO]:
     """A file that gets its name when it is complete. Only its owner can read it, since it contains prompts."""
@@ -96,6 +107,7 @@ def _writing(out: str) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     target = Path(out)
+    _require_replaceable(target)
     part = target.with_name(target.name + ".part")
     try:
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

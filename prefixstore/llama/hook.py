@@ -217,7 +217,7 @@ class Hook:
     def _note_evaluated_prompt(self, n: int) -> None:
         """Count a prompt that was not looked up before."""
         if n >= max(self.context.parameters.min_tokens, 2) and not self._is_looked_up:
-            self._inactivity.prompt()
+            self._inactivity.prompt(is_looked_up=False)
         self._is_looked_up = False
 
     def _count_unknown(self, n_pages: int) -> None:
@@ -413,7 +413,7 @@ class Hook:
     def _note_prompt(self, n: int) -> None:
         self._is_looked_up = True
         if n >= self.context.parameters.min_tokens:
-            self._inactivity.prompt()
+            self._inactivity.prompt(is_looked_up=True)
 
     def _capture(self, *, tail: bool) -> None:
         if not self.context.parameters.read_only and self.context.bypass_reason() is None:

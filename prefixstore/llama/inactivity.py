@@ -15,6 +15,8 @@ PROMPTS = 10
 
 # any of these says that the store works
 ACTIVITY = ("hits", "live_hits", "pages_captured", "snapshots_captured", "miss:slow")
+# of the captured ones, what was given up later
+GIVEN_UP = ("dropped:budget", "dropped:quota", "dropped:full", "dropped:unavailable")
 
 ADVICE = {
     "attached_late": "call llm.reset() before the first prompt, or store.restore(tokens) before each",
@@ -30,6 +32,9 @@ ADVICE = {
     "read_only": "the store is open with read_only=True, and holds no beginning of these prompts",
     "short": "the prompts share less than min_tokens with what is stored",
     "logprobs": "echo with logprobs needs every token of the prompt to be evaluated",
+    "budget": "a page is larger than max_bytes, or the rest is pinned; raise max_bytes",
+    "quota": "a page is larger than the tenant's quota, or the rest is pinned; raise quota",
+    "not_asked": "no prompt is looked up: call llm.set_cache(store), or store.restore(tokens) before llm.generate()",
     "queue_full": "pages do not fit into queue_bytes; set a larger one",
     "incomplete": "a sliding window moves past pages before they can be captured",
 }
@@ -52,15 +57,19 @@ class Inactivity:
         self._n_prompts = 0
         self._activity = 0
         self._reasons: Counter[str] = Counter()
+        # whether any of these prompts was looked up
+        self._is_asked = False
         self._warned = False
 
-    def prompt(self) -> None:
+    def prompt(self, *, is_looked_up: bool) -> None:
         """A prompt begins; warn if nothing was done for the `PROMPTS` before it."""
         if self._warned:
             return
-        activity = sum(self._counters[name] for name in ACTIVITY)
+        activity = sum(self._counters[name] for name in ACTIVITY) - sum(self._counters[name] for name in GIVEN_UP)
         if activity != self._activity or not self._n_prompts:
             self._activity, self._n_prompts, self._reasons = activity, 0, self._counted()
+            self._is_asked = False
+        self._is_asked = self._is_asked or is_looked_up
         self._n_prompts += 1
         if self._n_prompts > PROMPTS:
             self._warned = True
@@ -77,6 +86,8 @@ class Inactivity:
 
     def _reason(self) -> str:
         """The reason that was counted most often since the last activity."""
+        if not self._is_asked:
+            return "not_asked"
         if self._read_only:
             return "read_only"
         counted = self._counted() - self._reasons

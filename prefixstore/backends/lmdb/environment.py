@@ -58,7 +58,10 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")
     if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
-        return IncompatibleError(f"{path} is not an LMDB environment that this version can read: {error}")
+        return IncompatibleError(
+            f"{path} is not an LMDB environment that this version can read: {error}; choose another "
+            "location, or, if it is a store, delete data.mdb and lock.mdb there"
+        )
     return UnavailableError(f"{path}: {error}")
 
 
@@ -247,7 +250,7 @@ class Environment:
         elif found.st_size < before[1]:
             raise CorruptError(
                 f"{self.path} was truncated from {before[1]} to {found.st_size} bytes while it was open; stop all "
-                "processes using it and delete the directory"
+                "processes using it, and delete data.mdb and lock.mdb there"
             )
         else:
             self._bytes = (found.st_ino, found.st_size)
@@ -266,7 +269,7 @@ class Environment:
             return False  # being opened
         try:
             found = os.stat(self._file)  # noqa: PTH116 - with a str: a microsecond for each transaction
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False  # the open handle still works
@@ -333,7 +336,7 @@ def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool)
     if read_only and _is_denied(error, path / LOCK):
         return LocationError(
             f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
-            "overwrites it; permit that, or read a copy of the directory"
+            f"overwrites it; have its owner run: chmod g+rw '{path / LOCK}', or read a copy of the directory"
         )
     if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
         return translate(error, path)

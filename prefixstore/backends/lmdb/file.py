@@ -139,7 +139,7 @@ def read_layout(path: Path) -> Layout:
         if len(metas) < META_PAGES:
             raise UnavailableError(
                 f"{path} has a layout that this prefixstore does not know (version {walk.version}) and cannot be "
-                "scrubbed; copy what you keep into a new store and delete the directory"
+                "scrubbed; copy what you keep into a new store, and delete data.mdb and lock.mdb"
             )
         return walk.layout(max(metas, key=lambda meta: meta.transaction))
 
@@ -155,8 +155,8 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _damaged(path: Path, why: str) -> CorruptError:
     return CorruptError(
-        f"{path} is damaged: {why}; stop all processes using it and delete the directory: its contents will be "
-        "recomputed"
+        f"{path} is damaged: {why}; stop all processes using it, and delete data.mdb and lock.mdb there: its pages "
+        "will be computed again"
     )
 
 
