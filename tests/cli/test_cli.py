@@ -384,6 +384,17 @@ def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
     assert as_json("stats", tmp_path / "fourth")[1]["pages"] == 2
 
 
+def test_an_export_replaces_an_export_and_nothing_else(store, tmp_path, run):
+    mine = tmp_path / "prompts.jsonl"
+    mine.write_text('{"prompt": "hello"}')
+    code, _, message = run("export", store, "--out", str(mine))
+    assert code == 3
+    assert "is not an export of prefixstore; choose another name" in message
+    assert mine.read_text() == '{"prompt": "hello"}'
+    for _ in range(2):
+        assert run("export", store, "--out", str(tmp_path / "f.pstore"))[0] == 0
+
+
 def test_export_and_import_work_through_a_pipe(store, tmp_path, as_json):
     with process("export", store, "--out", "-") as one:
         command = [sys.executable, "-m", "prefixstore", "import", str(tmp_path / "other"), "-", "--json"]

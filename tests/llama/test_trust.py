@@ -505,6 +505,30 @@ def test_a_store_that_works_says_nothing(contexts, caplog):
     assert caplog.records == []
 
 
+def test_a_store_that_is_never_asked_says_so(contexts, caplog):
+    llm, *_ = contexts()
+    with PrefixStore("memory:", llm, **PAGES) as store, caplog.at_level(logging.WARNING, "prefixstore"):
+        llm.eval(TEXT)
+        store.flush()
+        for _ in range(PROMPTS + 1):
+            llm.reset()
+            llm.eval(TEXT)  # stored already
+    assert len(caplog.records) == 1
+    assert "reason: not_asked (no prompt is looked up: call llm.set_cache(store)" in caplog.records[0].message
+
+
+def test_a_store_whose_pages_all_are_given_up_says_so(contexts, caplog):
+    llm, *_ = contexts()
+    with PrefixStore("memory:", llm, max_bytes=10_000, **PAGES) as store:
+        llm.set_cache(store)
+        with caplog.at_level(logging.WARNING, "prefixstore"):
+            for i in range(2 * PROMPTS):
+                answer(llm, prompt(100, seed=i), 1)
+                store.engine.drain()
+        assert store.stats().entries == 0
+    assert ["reason: budget (a page is larger than max_bytes" in record.message for record in caplog.records] == [True]
+
+
 def test_attached_contexts_share_nothing(llama):
     one, two = llama(**SMALL), llama(**SMALL)
     with PrefixStore("memory:") as first, PrefixStore("memory:") as second:
