@@ -127,7 +127,7 @@ class PrefixStore:
     LocationError, IncompatibleError
         If the location cannot be opened.
     ContextError
-        If the file of the model cannot be read.
+        If a file of the model cannot be read, or is not the one that was loaded.
 
     Examples
     --------

@@ -10,8 +10,11 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import llama_cpp
 
@@ -19,6 +22,7 @@ from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.kv_memory import kind_of, streams_of
+from prefixstore.llama.loaded_file import Loaded, adapter_is_from, changed_since_start, model_is_from
 from prefixstore.stats import Kind
 
 __all__ = ["file_digest", "llama_cpp_build", "namespace_of"]
@@ -26,6 +30,8 @@ __all__ = ["file_digest", "llama_cpp_build", "namespace_of"]
 log = logging.getLogger("prefixstore")
 
 BLOCK = 8 << 20
+# by Llama: what its files were when it was first seen
+_KNOWN: WeakKeyDictionary[llama_cpp.Llama, tuple[str, str | None]] = WeakKeyDictionary()
 SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf")
 
 # Fields of llama_context_params that change the content or the layout of a state. Embeddings and pooling are not among
@@ -63,14 +69,15 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
     Raises
     ------
     ContextError
-        If a file of the model cannot be read.
+        If a file of the model cannot be read, or is not the one that was loaded.
     """
     params = llm.context_params
     kind = kind_of(llm)
     settings: dict[str, str | int | float | bool | None] = {name: getattr(params, name) for name in CONTEXT_SETTINGS}
+    model, lora = _digests(llm)
     settings |= {
-        "model": "+".join(file_digest(part) for part in _parts(llm.model_path)),
-        "lora": file_digest(llm.lora_path) if llm.lora_path else None,
+        "model": model,
+        "lora": lora,
         "lora_scale": llm.lora_scale if llm.lora_path else None,
         "kv_overrides": _kv_overrides(llm),
         "swa_full": params.swa_full if llama_cpp.llama_model_n_swa(llm._model.model) else None,
@@ -139,6 +146,46 @@ def _is_longrope(llm: llama_cpp.Llama) -> bool:
         return _rope_scaling(llm, "original_context_length") is not None
     is_asked_for = llm.context_params.rope_scaling_type == llama_cpp.LLAMA_ROPE_SCALING_TYPE_LONGROPE
     return scaling == "longrope" or bool(is_asked_for)
+
+
+def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
+    """The digests of the model and of its LoRA adapter, of the files that were loaded.
+
+    They are taken once: what is in memory does not change when a file does.
+    """
+    known = _KNOWN.get(llm)
+    if known is None:
+        parts = _parts(llm.model_path)
+        model = "+".join(
+            _digest_of_loaded(part, partial(model_is_from, llm, is_first=part == parts[0])) for part in parts
+        )
+        lora = _digest_of_loaded(llm.lora_path, partial(adapter_is_from, llm)) if llm.lora_path else None
+        known = _KNOWN[llm] = model, lora
+    return known
+
+
+def _digest_of_loaded(path: str, is_loaded: Callable[[Path], Loaded]) -> str:
+    """The digest of a file, if it is the one that was loaded."""
+    try:
+        real = Path(path).resolve(strict=True)
+        before = _identity(real.stat())
+        found = is_loaded(real)  # before gigabytes are read in vain
+        is_same = found is Loaded.SAME or (found is Loaded.UNKNOWN and not changed_since_start(path))
+        digest = file_digest(real) if is_same else ""
+        is_same = is_same and _identity(real.stat()) == before
+    except OSError as error:
+        raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
+    if not is_same:
+        if found is Loaded.UNKNOWN:
+            raise ContextError(
+                f"{path} changed after this process began, and llama.cpp does not say whether it was loaded before. "
+                "Restart the process"
+            )
+        raise ContextError(
+            f"{path} is not the file that was loaded: it was replaced, or a link or the working directory changed. "
+            "Load the model again, by an absolute path, and attach the store right after"
+        )
+    return digest
 
 
 def _parts(model_path: str) -> list[str]:

@@ -84,7 +84,7 @@ class Hook:
     Raises
     ------
     ContextError
-        If a file of the model cannot be read.
+        If a file of the model cannot be read, or is not the one that was loaded.
     """
 
     def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:

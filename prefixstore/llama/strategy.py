@@ -90,7 +90,7 @@ def strategy_for(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -
     Raises
     ------
     ContextError
-        If a file of the model cannot be read.
+        If a file of the model cannot be read, or is not the one that was loaded.
     """
     parameters = replace(parameters, page_tokens=page_tokens_for(llm, parameters.page_tokens))
     namespace = namespace_of(llm, page_tokens=parameters.page_tokens, salt=parameters.salt, label=parameters.label)

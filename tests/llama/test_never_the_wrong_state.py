@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from types import SimpleNamespace
 
-import gguf
 import llama_cpp
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from prefixstore.backends.location import cache_directory
 from prefixstore.llama.fingerprint import file_digest, llama_cpp_build, namespace_of
 from prefixstore.testing import models as synthetic
 from tests.support import ROOT
-from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes
+from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes, write_lora
 
 TOKENS = prompt(600)
 
@@ -39,22 +38,6 @@ def filled(models, tmp_path):
 def found(location, llm, **options) -> int:
     with PrefixStore(location, llm, **options) as store:
         return store.match(TOKENS).n_tokens
-
-
-def write_lora(path, scale: float) -> None:
-    """An adapter for the query projection of the first layer."""
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 8.0)
-    llm = {"n_embd": 64, "n_out": 64}
-    for name, shape in (("lora_a", (4, llm["n_embd"])), ("lora_b", (llm["n_out"], 4))):
-        writer.add_tensor(f"blk.0.attn_q.weight.{name}", (scale * rng.standard_normal(shape)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_the_same_model_at_another_path_is_the_same_model(filled, models, tmp_path):
@@ -99,18 +82,6 @@ def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(mode
     for wrong in ({"digest": "0" * 32}, {"sha256": None}, {}):
         memory.write_text(json.dumps(known | {str(path.resolve()): entry | wrong}))
         assert file_digest(path) == expected
-
-
-def test_all_parts_of_a_split_model_count(models, tmp_path):
-    for i in (1, 2):
-        shutil.copy(models("llama"), tmp_path / f"m-{i:05d}-of-00002.gguf")
-    llm = load(models("llama"))
-    llm.model_path = str(tmp_path / "m-00001-of-00002.gguf")
-    before = namespace_of(llm, page_tokens=256, salt=None, label=None)
-    with (tmp_path / "m-00002-of-00002.gguf").open("ab") as file:
-        file.write(b"x")
-    after = namespace_of(llm, page_tokens=256, salt=None, label=None)
-    assert list(before.differences(after)) == ["model"]
 
 
 @pytest.mark.parametrize(

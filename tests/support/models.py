@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import llama_cpp
 import numpy as np
 
@@ -34,6 +35,21 @@ def write(directory: Path, arch: str, **options: Any) -> Path:
     if not path.exists():
         write_model(path, SHAPES[arch], **options)
     return path
+
+
+def write_lora(path: Path, scale: float, *, alpha: float = 8.0) -> None:
+    """An adapter for the query projection of the first layer."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, shape in (("lora_a", (4, 64)), ("lora_b", (64, 4))):
+        writer.add_tensor(f"blk.0.attn_q.weight.{name}", (scale * rng.standard_normal(shape)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def load(path: str | Path, **options: Any) -> llama_cpp.Llama:

@@ -68,7 +68,7 @@ def target_for(llm: llama_cpp.Llama, parameters: Parameters) -> PortableTarget:
     Raises
     ------
     ContextError
-        If a file of the model cannot be read.
+        If a file of the model cannot be read, or is not the one that was loaded.
     """
     kind = kind_of(llm)
     page_tokens = page_tokens_for(llm, parameters.page_tokens)

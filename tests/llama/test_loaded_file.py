@@ -1,0 +1,238 @@
+"""The namespace is that of the model in memory: a file that is not the one that was loaded is refused."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import gguf
+import llama_cpp
+import numpy as np
+import pytest
+
+from prefixstore import ContextError, PrefixStore
+from prefixstore.llama import fingerprint, loaded_file
+from prefixstore.llama.fingerprint import namespace_of
+from prefixstore.testing import models as synthetic
+from tests.support.models import SHAPES, answer, load, prompt, write_lora
+
+TOKENS = prompt(300)
+# mapped, and copied: a LoRA adapter does the latter too
+LOADS = pytest.mark.parametrize("options", [{}, {"use_mmap": False}], ids=["mapped", "copied"])
+
+
+def name(llm):
+    return namespace_of(llm, page_tokens=256, salt=None, label=None)
+
+
+def replace(path, other):
+    """As an update does: under another name first."""
+    new = path.with_name("new")
+    shutil.copy(other, new)
+    new.replace(path)
+
+
+@pytest.fixture
+def model(models, tmp_path):
+    path = tmp_path / "a" / "m.gguf"
+    path.parent.mkdir()
+    shutil.copy(models("llama"), path)
+    return path
+
+
+def assert_refused(llm, tmp_path):
+    with pytest.raises(ContextError, match="not the file that was loaded"):
+        PrefixStore(tmp_path / "kv", llm)
+
+
+@LOADS
+@pytest.mark.parametrize("arch", SHAPES)
+def test_a_file_written_by_this_process_and_loaded_after_is_the_loaded_one(models, tmp_path, arch, options):
+    path = tmp_path / "m.gguf"
+    shutil.copy(models(arch), path)
+    assert loaded_file.model_is_from(load(path, **options), path, is_first=True) is loaded_file.Loaded.SAME
+
+
+@LOADS
+def test_a_model_that_was_replaced_after_it_was_loaded_is_refused(model, models, tmp_path, options):
+    llm = load(model, **options)
+    replace(model, models("llama", seed=1))
+    # a mapping of the new file is there too; it is not that of this model
+    new = load(model, **options)
+    assert_refused(llm, tmp_path)
+    assert name(new) == name(load(models("llama", seed=1)))
+
+
+def test_a_mapped_file_that_was_replaced_by_a_similar_one_is_refused(model, models, tmp_path):
+    llm = load(model)
+    similar = tmp_path / "similar.gguf"
+    content = bytearray(models("llama").read_bytes())
+    content[-5] ^= 1
+    similar.write_bytes(content)
+    replace(model, similar)
+    assert_refused(llm, tmp_path)
+
+
+@LOADS
+def test_other_metadata_with_the_same_tensors_is_refused(model, tmp_path, options):
+    llm = load(model, **options)
+    other = synthetic.write_model(tmp_path / "other.gguf", SHAPES["llama"], rope_freq_base=20000.0)
+    with model.open("r+b") as file:
+        file.write(other.read_bytes())
+        file.truncate()
+    assert_refused(llm, tmp_path)
+
+
+def test_a_copied_model_whose_file_was_overwritten_in_place_is_refused(model, models, tmp_path):
+    llm = load(model, use_mmap=False)
+    model.write_bytes(models("llama", seed=1).read_bytes())
+    assert_refused(llm, tmp_path)
+
+
+@LOADS
+def test_a_link_that_was_switched_after_the_load_is_refused(model, models, tmp_path, options):
+    current = tmp_path / "current.gguf"
+    current.symlink_to(model)
+    llm = load(current, **options)
+    current.unlink()
+    current.symlink_to(models("llama", seed=1))
+    assert_refused(llm, tmp_path)
+
+
+@LOADS
+def test_a_relative_path_in_another_directory_is_refused(model, models, tmp_path, monkeypatch, options):
+    (tmp_path / "b").mkdir()
+    shutil.copy(models("llama", seed=1), tmp_path / "b" / "m.gguf")
+    monkeypatch.chdir(model.parent)
+    llm = load("m.gguf", **options)
+    monkeypatch.chdir(tmp_path / "b")
+    assert_refused(llm, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ContextError, match="cannot read the model file"):
+        PrefixStore(tmp_path / "kv", llm)
+    monkeypatch.chdir(model.parent)
+    assert name(llm) == name(load(models("llama")))
+
+
+def test_the_files_are_those_of_the_first_time(model, models, tmp_path):
+    current = tmp_path / "current.gguf"
+    current.symlink_to(model)
+    llm = load(current)
+    with PrefixStore(tmp_path / "kv", namespace="n") as store:
+        llm.eval(TOKENS)
+        assert store.capture(llm)
+        current.unlink()
+        current.symlink_to(models("llama", seed=1))
+        others = prompt(300, 1)
+        llm.reset()
+        llm.eval(others)
+        assert store.capture(llm)
+        assert store.restore([*others, 7], load(current), always=True) == 0
+        assert store.restore([*others, 7], load(model), always=True) == len(others)
+
+
+def test_a_portable_store_serves_nothing_and_breaks_no_completion(model, models, tmp_path):
+    llm = load(model)
+    expected = answer(load(models("llama")), TOKENS)
+    with PrefixStore(tmp_path / "kv", namespace="n") as store:
+        llm.set_cache(store)
+        replace(model, models("llama", seed=1))
+        assert answer(llm, TOKENS) == expected
+        store.flush()
+        stats = store.stats()
+    assert stats.misses == {"error": 1}
+    assert stats.dropped == {"error": 1}
+    assert stats.entries == 0
+
+
+@pytest.mark.parametrize("change", [{"scale": 2.0}, {"scale": 1.0, "alpha": 4.0}], ids=["tensors", "alpha"])
+def test_a_lora_adapter_that_was_replaced_is_refused(model, models, tmp_path, change):
+    lora, other = tmp_path / "lora.gguf", tmp_path / "other.gguf"
+    write_lora(lora, 1.0)
+    write_lora(other, **change)
+    llm = load(model, lora_path=str(lora))
+    content = lora.read_bytes()
+    replace(lora, other)
+    assert_refused(llm, tmp_path)
+    lora.write_bytes(content)
+    assert name(llm) == name(load(models("llama"), lora_path=str(lora)))
+
+
+def split_model(directory, monkeypatch, seed):
+    """A model in several files; the first one."""
+
+    class InParts(gguf.GGUFWriter):
+        def __init__(self, path, arch):
+            path.touch()  # is renamed to the model's name
+            super().__init__(directory / "m.gguf", arch, split_max_tensors=20)
+
+    directory.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "GGUFWriter", InParts)
+        synthetic.write_model(directory / "unused", SHAPES["llama"], seed=seed)
+    return sorted(directory.glob("m-*.gguf"))
+
+
+@LOADS
+def test_each_file_of_a_split_model_is_compared(tmp_path, monkeypatch, options):
+    parts, others = (split_model(tmp_path / str(seed), monkeypatch, seed) for seed in (0, 1))
+    assert len(parts) > 1
+    whole = name(load(parts[0], **options))
+    assert len(str(whole.settings["model"]).split("+")) == len(parts)
+    llm = load(parts[0], **options)
+    replace(parts[-1], others[-1])
+    assert_refused(llm, tmp_path)
+    assert list(whole.differences(name(load(parts[0], **options)))) == ["model"]
+
+
+@LOADS
+def test_a_quantized_model_is_the_loaded_one(model, models, tmp_path, options):
+    """llama.cpp packs some of its tensors anew, depending on the processor; these cannot be read."""
+    paths = [tmp_path / f"q{seed}.gguf" for seed in (0, 1)]
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    for seed, path in enumerate(paths):
+        source = models("llama", n_embd=256, **({"seed": seed} if seed else {}))
+        assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), parameters) == 0
+    llm = load(paths[0], **options)
+    assert name(llm)
+    llm = load(paths[0], **options)
+    replace(paths[0], paths[1])
+    assert_refused(llm, tmp_path)
+
+
+# -- a llama.cpp that does not show what it has loaded -----------------------------------------------------------------
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    monkeypatch.setattr(loaded_file, "_functions", lambda: None)
+
+
+@pytest.mark.usefixtures("silent")
+def test_without_a_proof_a_file_that_is_older_than_the_process_is_accepted(model, monkeypatch):
+    monkeypatch.setattr(fingerprint, "changed_since_start", lambda _: False)
+    assert name(load(model))
+
+
+@pytest.mark.usefixtures("silent")
+def test_without_a_proof_a_file_that_is_newer_than_the_process_is_refused(model, tmp_path):
+    with pytest.raises(ContextError, match="changed after this process began"):
+        PrefixStore(tmp_path / "kv", load(model))
+
+
+def test_what_changed_since_this_process_began(model, tmp_path):
+    assert not loaded_file.changed_since_start(np.__file__)
+    assert loaded_file.changed_since_start(str(model))
+    link = tmp_path / "link"
+    link.symlink_to(np.__file__)
+    assert loaded_file.changed_since_start(str(link))
+
+
+def test_a_build_without_the_functions_is_no_error(monkeypatch):
+    monkeypatch.setattr(llama_cpp.llama_cpp, "_lib", SimpleNamespace())
+    loaded_file._functions.cache_clear()
+    try:
+        assert loaded_file._functions() is None
+    finally:
+        loaded_file._functions.cache_clear()
