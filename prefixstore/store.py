@@ -200,7 +200,7 @@ class PrefixStore:
             read_only=parameters.read_only,
         )
         # at the end of the process, or on garbage collection: what was captured is written
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
         try:
             if llm is not None:
                 self.attach(llm)
@@ -561,3 +561,11 @@ class PrefixStore:
             register_cache(PrefixStore)
             self._portable = PortableHook(self._engine, self._parameters)
         return self._portable
+
+
+def _finalize(store: weakref.ref[PrefixStore], engine: Engine) -> None:
+    """Close the engine of a store: at once if it is closed or the process ends, else it is being collected."""
+    if store() is not None:
+        engine.close()
+    else:
+        engine.close_soon()

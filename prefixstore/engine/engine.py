@@ -6,8 +6,11 @@ write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, ba
 
 from __future__ import annotations
 
+import _thread
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -145,6 +148,8 @@ class Engine:
     def _start(self) -> None:
         """Everything that has locks, threads or buffers of this process."""
         backend, counters = self._backend, self.counters
+        # held by the thread that closes the engine
+        self._ending = threading.RLock()
         self._ram = RamTier(self._ram_bytes)
         self._catalog = catalog = Catalog(self._policy, counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
@@ -167,7 +172,7 @@ class Engine:
             counters,
             in_background=self._write_behind,
             read_only=self._read_only,
-            on_released=self._release,
+            on_released=self._end,
         )
 
     def before_fork(self) -> None:
@@ -186,21 +191,63 @@ class Engine:
     def close(self) -> None:
         """Write what is queued and deferred, make it durable, and release the backend.
 
+        If the write thread calls it, it does that when it returns to the queue. While another thread closes the engine,
+        a second call waits for it.
+
         Raises
         ------
         StorageError
             If something cannot be written, or made durable. The engine is closed all the same.
         """
-        if self._closed:
+        if self._queue.close_from_within():
             return
+        with self._ending:
+            # a write thread that nobody waits for releases the backend when it ends
+            if self._closed or self._queue.is_on_its_own:
+                return
+            try:
+                self._queue.close()
+                if not self._read_only and not self._queue.is_on_its_own:
+                    self.sync()
+            finally:
+                if not self._queue.is_on_its_own:
+                    self._release()
+
+    def close_soon(self) -> None:
+        """As `close`, in a thread of its own, at the latest at the end of the process; for the garbage collector.
+
+        That may run in any thread at any moment: inside a view, in the write thread, while a lock is held. So this
+        takes no lock and waits for nothing. `Thread.start` does both.
+        """
+        # keeps the engine until it is closed
+        at_exit = weakref.finalize(self, self.close)
+        with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
+            _thread.start_new_thread(self._start_closing, (at_exit,))
+
+    def _start_closing(self, at_exit: weakref.finalize[[], Engine]) -> None:
+        # not a daemon: the end of the process waits for it
+        thread = threading.Thread(target=self._close_collected, args=(at_exit,), name="prefixstore-close", daemon=False)
+        with suppress(RuntimeError):
+            thread.start()
+
+    def _close_collected(self, at_exit: weakref.finalize[[], Engine]) -> None:
         try:
-            self._queue.close()
+            self.close()
+        except StorageError as error:
+            log.warning("a store was collected, and could not be closed: %s", error)
+        finally:
+            # not before: the end of the process waits for this thread in `close`
+            at_exit.detach()
+
+    def _end(self) -> None:
+        """The rest of `close`, by the write thread, if no caller waits for it."""
+        try:
             if not self._read_only:
                 self.sync()
+        except StorageError as error:
+            log.warning("what was written could not be made durable: %s", error)
         finally:
-            # a write thread stuck in the location releases the backend when it returns
-            if not self._queue.is_stuck:
-                self._release()
+            self._release()
 
     def _release(self) -> None:
         self._closed = True

@@ -62,7 +62,7 @@ class WriteQueue:
     read_only
         Whether nothing is ever committed.
     on_released
-        Called by the thread when it finally ends after `close` gave up waiting for it.
+        Called by the thread when it finally ends, if `close` did not wait for that.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WriteQueue:
         self._flush_requested = False
         self._steps = 0
         # no caller waits for the thread any more
-        self.is_stuck = False
+        self.is_on_its_own = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -180,6 +180,18 @@ class WriteQueue:
     def _has_progressed(self, before: int) -> bool:
         return self._steps != before
 
+    def close_from_within(self) -> bool:
+        """As `close`, if this is the thread of the queue; whether it is.
+
+        The garbage collector may run there, and call what closes a store. The thread cannot wait for itself: it
+        writes what waits when it returns to the queue, and then calls `on_released`.
+        """
+        if self._thread is None or self._thread.ident != threading.get_ident():
+            return False
+        if not self._closing:
+            self._flush_requested = self._closing = self.is_on_its_own = True
+        return True
+
     def close(self) -> None:
         """Write what waits, and end the thread.
 
@@ -194,16 +206,16 @@ class WriteQueue:
             thread, self._flush_requested = self._thread, self._thread is not None
             self._wake.notify_all()
             try:
-                self.is_stuck = not self._wait_until_idle()
+                self.is_on_its_own = not self._wait_until_idle()
             except BaseException:
                 # the thread finishes its work, and releases the location then
-                self.is_stuck = True
+                self.is_on_its_own = True
                 raise
-            if self.is_stuck:
+            if self.is_on_its_own:
                 self._flush_requested = False
                 left += self._queue
                 self._queue.clear()
-        if self.is_stuck:
+        if self.is_on_its_own:
             for new in left:
                 new.release()
             self._counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", len(left))
@@ -239,7 +251,7 @@ class WriteQueue:
                 self._commit(batch)
             if not batch and not self._closing:
                 self._do_idle_work()
-        if self.is_stuck:
+        if self.is_on_its_own:
             self._on_released()
 
     def _next_batch(self) -> list[PendingPage]:

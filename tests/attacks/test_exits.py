@@ -15,7 +15,7 @@ from tests.support.places import place
 from tests.support.signals import default_signals
 
 SCRIPT = """
-import atexit, os, signal, sys, threading
+import atexit, gc, os, signal, sys, threading
 import prefixstore.store
 from prefixstore import PrefixStore
 from prefixstore.engine import queue
@@ -45,6 +45,11 @@ for seed in range(1, 4):
 if llm_is == "collected":
     llm.set_cache(None)
     llm = None
+elif llm_is == "collected with the store":
+    llm.set_cache(None)
+    store.owner = store
+    llm = store = None
+    gc.collect()
 print("ready", flush=True)
 if end == "return":
     pass
@@ -114,6 +119,14 @@ def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, reque
         tokens = {page.tokens[:16] for page in archive.pages() if page.start == 0}
         # the flushed one, and all others if they could be written
         assert len(tokens) >= (4 if speed == "slow" and end not in AT_ONCE else 1)
+
+
+@pytest.mark.parametrize("end", ["return", "exit", "SIGTERM handled"])
+@pytest.mark.parametrize("speed", ["slow", "hangs"])
+def test_what_a_collected_store_has_captured_is_written_before_the_process_ends(models, tmp_path, request, speed, end):
+    test_a_process_ends_in_time_with_what_it_could_write(
+        models, tmp_path, request, speed, end, "collected with the store"
+    )
 
 
 def test_a_daemon_thread_that_evaluates_does_not_keep_the_process(models, tmp_path, request):

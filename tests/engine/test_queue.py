@@ -65,6 +65,35 @@ def test_a_page_that_is_submitted_after_the_close_is_written_and_a_second_close_
         assert len(store.stored_keys()) == 6
 
 
+def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_what_is_queued(monkeypatch):
+    # longer than a test may take: the thread would wait for itself
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
+    gate, closed = threading.Event(), threading.Event()
+
+    class ClosedInside(SlowBackend):
+        @contextmanager
+        def update(self):
+            gate.wait(20)
+            # as a finalizer may, which the garbage collector calls in any thread
+            store.engine.close()
+            with super().update() as transaction:
+                yield transaction
+
+        def close(self):
+            closed.set()
+
+    store = Store(ClosedInside(MemoryBackend(), 0.0, ()))
+    for tokens in (A, B):
+        for new in store.pages(tokens):
+            assert store.engine.submit(new)
+    gate.set()
+    assert closed.wait(20)
+    assert len(store.stored_keys()) == 6
+    assert store.counters.group("dropped") == {}
+    assert store.engine.queued_bytes == 0
+    store.engine.close()
+
+
 def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     gate = threading.Event()
 

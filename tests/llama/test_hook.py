@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from contextlib import contextmanager
 
 import llama_cpp
 import numpy as np
@@ -11,6 +13,9 @@ import pytest
 from llama_cpp.llama_cache import BaseLlamaCache, LlamaRAMCache
 
 from prefixstore import MisuseError, PrefixStore
+from prefixstore.format.keys import as_tokens
+from prefixstore.llama.paged_memory import PagedMemory
+from tests.support.engines import wait_for
 from tests.support.models import answer, attached, evaluated, forget, prompt, state_bytes
 
 MESSAGES = [
@@ -256,6 +261,67 @@ def test_the_store_does_not_keep_the_llama_alive(llama, store):
     with pytest.raises(MisuseError, match="keep a reference"):
         store.capture()
     store.detach()
+
+
+@contextmanager
+def collected_only_by(monkeypatch, place, name):
+    """The garbage collector runs when this method is called, and at no other moment."""
+    method = getattr(place, name)
+
+    def collecting(*arguments, **options):
+        gc.collect()
+        return method(*arguments, **options)
+
+    gc.collect()
+    gc.disable()
+    try:
+        monkeypatch.setattr(place, name, collecting)
+        yield
+    finally:
+        gc.enable()
+
+
+def test_a_store_that_is_collected_in_its_write_thread_writes_what_is_queued(llama, tmp_path, monkeypatch):
+    # longer than a test may take: the thread would wait for itself
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
+    llm, gate = llama(), threading.Event()
+    store = PrefixStore(tmp_path, llm)
+    engine, commit = store.engine, store.engine.commit
+    monkeypatch.setattr(engine, "commit", lambda batch: gate.wait(20) and commit(batch))
+    with collected_only_by(monkeypatch, engine._committer, "commit"):
+        llm.eval(prompt(600))
+        store.capture()
+        store.owner = store
+        gone = weakref.ref(store)
+        del store
+        gate.set()
+        wait_for(lambda: engine._closed, "the close")
+    assert gone() is None
+    assert engine.counters.group("dropped") == {}
+    with PrefixStore(tmp_path, llama()) as again:
+        assert again.match(prompt(600)).n_tokens == 600
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "sqlite"])
+def test_a_store_that_is_collected_inside_a_restore_is_closed_when_that_ends(llama, tmp_path, monkeypatch, kind):
+    llm = llama()
+    store = PrefixStore(tmp_path if kind == "lmdb" else f"sqlite:///{tmp_path}/store.sqlite", llm)
+    llm.eval(prompt(600))
+    store.capture()
+    store.flush()
+    forget(llm)
+    hook, closed, close = store._hook, threading.Event(), store.engine._backend.close
+    monkeypatch.setattr(store.engine._backend, "close", lambda: (close(), closed.set()))
+    with collected_only_by(monkeypatch, PagedMemory, "load"):
+        store.owner = store
+        gone = weakref.ref(store)
+        del store
+        assert hook.restore(as_tokens(prompt(600)), always=True) == 599
+    assert gone() is None
+    assert closed.wait(20)
+    with_store = answer(llm, prompt(600), 4)
+    forget(llm)
+    assert answer(llm, prompt(600), 4) == with_store
 
 
 def test_one_llama_has_one_store_and_one_store_one_llama(llama, store):
