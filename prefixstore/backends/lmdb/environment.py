@@ -110,6 +110,8 @@ class Environment:
                 if not (path / DATA).exists():
                     _create(path)
                 map_size = max(map_size, _size_to_delete(path / DATA))
+            elif not (path / DATA).exists():
+                raise refusals.no_store(path)
             self.env = lmdb.open(
                 str(path),
                 map_size=max(map_size, SMALLEST_MAP),
@@ -153,7 +155,7 @@ class Environment:
         if names and not names >= set(DATABASES):
             raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
-            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
+            raise refusals.no_store(self.path)
         if self.read_only:
             databases = {name: self.env.open_db(name) for name in DATABASES}
         else:
