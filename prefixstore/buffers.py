@@ -24,12 +24,13 @@ class PooledBuffer:
     One that is lost, since its holder was interrupted, no longer counts as in use when it is collected.
     """
 
+    # set by the pool; also of one whose making was interrupted
+    _holders = 0
+
     def __init__(self, pool: BufferPool, size: int) -> None:
         self._pool = pool
         self._memory = NO_MEMORY
         self._size = size
-        # set by the pool
-        self._holders = 0
 
     @property
     def view(self) -> memoryview:
@@ -50,7 +51,8 @@ class PooledBuffer:
             return True
 
     def __del__(self) -> None:
-        self.abandon()
+        if self._holders > 0:
+            self.abandon()
 
     def abandon(self) -> None:
         """Count it as in use no longer. Its memory does not return to the pool: a view may show it."""

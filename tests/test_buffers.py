@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 import threading
 
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
+from tests.support import ctrl_c
 
 
 def test_a_buffer_has_the_size_asked_for_and_can_be_written():
@@ -59,6 +62,25 @@ def test_a_buffer_that_was_lost_is_not_in_use_and_its_memory_is_not_given_out_ag
     again = pool.acquire(60)
     again.view[:] = b"x" * 60
     assert bytes(view) == bytes(60)
+
+
+def test_an_interrupt_at_any_step_of_acquiring_leaves_nothing_in_use_and_reports_nothing(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_value))
+    pool = BufferPool(100)
+    held = []
+
+    def acquire():
+        held.append(pool.acquire(60))
+
+    n_places = ctrl_c.places_in(acquire)
+    assert n_places > 2
+    for at in range(1, n_places + 1):
+        held.clear()
+        assert ctrl_c.interrupted(acquire, at)
+        gc.collect()
+        assert pool.in_use == 0
+    assert reported == []
 
 
 def test_memory_is_reused_smallest_fit_first():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prefixstore.errors import IncompatibleError, UnavailableError
+from prefixstore.errors import IncompatibleError, LocationError, UnavailableError
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["closed", "foreign", "other_format", "read_only"]
+__all__ = ["closed", "foreign", "no_store", "other_format", "read_only"]
 
 
 def closed(where: object) -> UnavailableError:
@@ -16,6 +16,11 @@ def closed(where: object) -> UnavailableError:
 def read_only(where: object) -> UnavailableError:
     """A location that was opened with ``read_only=True`` is written to."""
     return UnavailableError(f"{where} is open read-only")
+
+
+def no_store(where: object) -> LocationError:
+    """A location is opened to read, and there is a place for a store only."""
+    return LocationError(f"{where} holds no store yet; choose another location, or store something there first")
 
 
 def foreign(where: object, what: str) -> IncompatibleError:

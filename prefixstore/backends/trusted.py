@@ -2,7 +2,7 @@
 
 Whoever can write to a store decides what is restored from it, and a file or link that is planted at its place decides
 what is read and overwritten. So what belongs to another user, or can be written by everyone, is refused. A group is
-trusted: a directory shared by a group is made on purpose.
+trusted where it may write: then sharing was meant. That it may read says nothing: files are made so (umask 022).
 """
 
 from __future__ import annotations
@@ -68,10 +68,28 @@ def _require(path: Path, found: os.stat_result) -> None:
         )
     if found.st_uid in (os.geteuid(), 0):
         return
-    if found.st_gid in {os.getegid(), *os.getgroups()} and found.st_mode & stat.S_IRGRP:
-        return  # shared by a group
+    if _is_shared(found) or (_is_in_shared_directory(path) and _is_ours(found) and found.st_mode & stat.S_IRGRP):
+        return
     raise LocationError(
         f"{path} belongs to another user (uid {found.st_uid}); choose another location, run as that user (a container: "
         f"docker run --user {found.st_uid}), or run: chown {os.geteuid()} '{path}'. A group of this user may share it, "
-        "after: chmod g+rw"
+        "after: chmod g+rw (of the directory: g+rwx)"
     )
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    return found.st_gid in {os.getegid(), *os.getgroups()}
+
+
+def _is_shared(found: os.stat_result) -> bool:
+    """Whether a group of this user may write to it: sharing was meant."""
+    return _is_ours(found) and found.st_mode & (stat.S_IRGRP | stat.S_IWGRP) == stat.S_IRGRP | stat.S_IWGRP
+
+
+def _is_in_shared_directory(path: Path) -> bool:
+    """Whether the group that is trusted with the directory could replace the file anyway."""
+    try:
+        found = path.parent.stat()
+    except OSError:
+        return False
+    return _is_shared(found) and not found.st_mode & stat.S_IWOTH

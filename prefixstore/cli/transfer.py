@@ -15,6 +15,7 @@ import typer
 
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.location import without_password
+from prefixstore.backends.sql import require_sql
 from prefixstore.cli.arguments import (
     AsJson,
     ConfigFile,
@@ -259,6 +260,7 @@ def migrate(
 
     Example: prefixstore migrate postgresql+psycopg://user@host/db --check
     """
+    require_sql(location)
     from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
 
     if check and sql:

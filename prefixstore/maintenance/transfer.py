@@ -226,7 +226,8 @@ def import_store(reader: ExportReader, target: Archive, *, namespaces: Collectio
         for page in reader.entries(into.wants):
             if page is not None:
                 into.add(page)
-    except CorruptError:
-        into.finish()
-        raise
+    except CorruptError as error:
+        done = into.finish()
+        existed = f", {done.present:,} already existed" if done.present else ""
+        raise CorruptError(f"{error} ({done.pages:,} pages were imported into {target.location}{existed})") from error
     return into.finish()

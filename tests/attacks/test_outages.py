@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import make_url
 
 import prefixstore.store
-from prefixstore import PrefixStore, UnavailableError
+from prefixstore import LocationError, PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.backends.sql.postgresql import CONNECT_SECONDS
 from prefixstore.engine import queue
@@ -306,6 +306,28 @@ def test_a_location_that_is_deleted_under_a_running_store_is_created_again(schem
     # another process finds it
     with serving(llama(), location, 0, 1) as server:
         assert server.hits(0)
+        assert server.hits(1)
+
+
+def test_with_a_file_in_the_place_of_a_folder_above_pages_are_dropped_until_the_folder_is_back(llama, tmp_path):
+    above = tmp_path / "d" / "e"
+    with serving(llama(), f"lmdb://{above}/kv", 0, 1) as server:
+        server.ask(0)
+        server.store.flush()
+        shutil.rmtree(above)
+        above.write_bytes(b"not a folder")
+        server.ask(1)
+        with pytest.raises(LocationError):
+            server.store.flush()
+        # not lost in the file that no name leads to any longer
+        counters = server.store.engine.counters
+        assert counters.group("dropped")["unavailable"] > 0
+        assert counters.group("miss")["unavailable"] > 0
+        assert above.read_bytes() == b"not a folder"
+        above.unlink()
+        above.mkdir()
+        server.recovers(1)
+    with serving(llama(), f"lmdb://{above}/kv", 1) as server:
         assert server.hits(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from contextlib import closing
 
@@ -54,6 +55,24 @@ def test_a_writer_that_was_killed_does_not_delay_opening(tmp_path):
         other.wait(20)
         assert writer_of(tmp_path / "lock.mdb") is None
         assert refusal(str(tmp_path)) == "opened"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_the_writer_of_the_original_holds_nothing_in_a_copy(tmp_path, monkeypatch, is_open):
+    monkeypatch.setattr(environment, "OPEN_SECONDS", 0.2)
+    live, copy = tmp_path / "live", tmp_path / "copy"
+    with python(HOLDING, live) as other:
+        assert other.stdout.readline() == "held\n"
+        shutil.copytree(live, copy)
+        assert writer_of(live / "lock.mdb") == other.pid
+        assert writer_of(copy / "lock.mdb") is None
+        if is_open:
+            with python(HOLDING, copy) as another:
+                assert another.stdout.readline() == "held\n"
+                assert writer_of(copy / "lock.mdb") == another.pid
+                another.kill()
+        assert refusal(str(copy)) == "opened"
+        other.kill()
 
 
 def test_of_what_is_no_lock_file_nothing_is_known(tmp_path):

@@ -8,7 +8,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import FILE_EXTRA, FILE_FACTOR, LMDBBackend
+from prefixstore.backends.lmdb.backend import FILE_FACTOR, LMDBBackend
+from prefixstore.backends.lmdb.environment import FILE_EXTRA
 from prefixstore.errors import FullError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
@@ -94,3 +95,28 @@ def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(t
             store.put(tokens_of(seed, 64), 1000)
         store.engine.evict_to(MIB // 2)
         assert store.engine.used()[0].bytes <= MIB // 2
+
+
+@pytest.mark.parametrize("first", ["put", "evict_to", "clear", "compact"])
+@pytest.mark.parametrize("budget", [MIB, 5 * MIB])
+def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows(tmp_path, first, budget):
+    with store_of(LMDBBackend(tmp_path, 6 * MIB), max_bytes=6 * MIB) as store:
+        for seed in range(55):
+            assert store.put(tokens_of(seed, 1), 100_000) == 1
+    before = size_of_file(tmp_path)
+    assert before > 5 * MIB
+    for opening in range(4):
+        with store_of(LMDBBackend(tmp_path, budget), max_bytes=budget) as store:
+            if first == "evict_to":
+                store.engine.evict_to(0)
+            elif first == "clear":
+                store.engine.clear(None)
+            elif first == "compact":
+                store.engine.compact()
+            for seed in range(30):
+                assert store.put(tokens_of(1000 * opening + seed + 1000, 1), 50_000) == 1
+            assert store.counters.group("dropped") == {}
+            assert store.engine.used()[0].bytes <= budget
+            assert store.engine.check() == []
+    assert size_of_file(tmp_path) <= before + FILE_EXTRA
+    assert size_of_file(tmp_path) <= FILE_FACTOR * 6 * MIB + FILE_EXTRA

@@ -141,6 +141,46 @@ def test_a_directory_of_another_user_is_refused_unless_a_group_shares_it(folder)
     as_user(lambda: make_store(location), OTHER, [GROUP])
 
 
+@BOTH
+def test_what_a_group_may_only_read_was_not_shared_on_purpose(folder, scheme):
+    """A user of the same primary group, and umask 022."""
+    location = location_in(folder, scheme)
+    as_user(lambda: make_store(location))
+    paths = [folder / "kv", *(folder / "kv").iterdir()]
+
+    def refused():
+        assert "belongs to another user" in refusal(location, read_only=True)
+        assert refusal(location).startswith("LocationError")
+
+    for path in paths:
+        os.chown(path, ME, GROUP)
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for user in (0, OTHER):
+        as_user(refused, user, [GROUP])
+    # nor is a file trusted because it is in a directory like /tmp
+    (folder / "kv").chmod(0o1777)
+    os.chown(folder / "kv", 0, GROUP)
+    if scheme == "sqlite":
+        as_user(refused, OTHER, [GROUP])
+
+
+def test_a_group_reads_what_its_owner_writes(folder):
+    """The modes in docs/backends.md."""
+    location = location_in(folder, "lmdb")
+    as_user(lambda: make_store(location))
+    for name, mode in (("", 0o2770), ("data.mdb", 0o640), ("lock.mdb", 0o660)):
+        os.chown(folder / "kv" / name, ME, GROUP)
+        (folder / "kv" / name).chmod(mode)
+
+    def use():
+        with opened(location, read_only=True) as backend:
+            assert len(keys_of(backend)) == 1
+        assert refusal(location).startswith("LocationError")
+
+    as_user(use, OTHER, [GROUP])
+    as_user(lambda: make_store(location))
+
+
 def test_a_sqlite_file_may_be_in_a_directory_like_tmp(folder):
     folder.chmod(0o1777)
     os.chown(folder, 0, 0)

@@ -381,6 +381,7 @@ def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
     code, _, err = run("import", tmp_path / "fourth", file)
     assert code == 1
     assert "truncated after 2 pages; import again when it is complete" in err
+    assert f"2 pages were imported into lmdb://{tmp_path}/fourth" in err
     assert as_json("stats", tmp_path / "fourth")[1]["pages"] == 2
 
 
@@ -432,6 +433,24 @@ def test_a_mistyped_location_does_not_exist_and_is_not_created(tmp_path, run, sc
     assert code == 3
     assert "does not exist" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_without_a_store_is_said_to_hold_none(tmp_path, run):
+    code, _, err = run("ls", tmp_path)
+    assert code == 3
+    assert f"{tmp_path} holds no store yet" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    for location, says in ((tmp_path / "kv", "is not a SQL database"), ("sqlite:///x.db", "prefixstore[sql]")):
+        command = [sys.executable, "-c", code, "migrate", str(location)]
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert says in done.stderr
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------

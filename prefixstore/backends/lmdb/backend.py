@@ -2,7 +2,8 @@
 
 A payload is one value, so it is contiguous in the memory map and a restore reads it from there. LMDB never overwrites
 what an open view can see, so the map is safe to read while others evict. The size of the map bounds the file: it never
-grows beyond `FILE_FACTOR` times the budget plus `FILE_EXTRA`, whatever the churn.
+grows beyond `FILE_FACTOR` times the budget plus `FILE_EXTRA`, whatever the churn. If it was filled with a larger
+budget, it may grow by up to `FILE_EXTRA` after it is opened, within the bound of that budget.
 
 LMDB writes a changed page of the file to another place, and reuses what a transaction freed only two commits later. So
 deleting takes space, too, and a commit that leaves none would be the last one. Each transaction therefore leaves a
@@ -12,7 +13,6 @@ can be deleted.
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import threading
@@ -26,7 +26,7 @@ import lmdb
 from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
 from prefixstore.backends.files import absolute, make_directory
-from prefixstore.backends.lmdb.environment import DATABASES, SCRUBS, Environment, acquire, release
+from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.location import path_of
@@ -37,7 +37,6 @@ from prefixstore.format.record import Buffer, Record, Usage
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
-FILE_EXTRA = 256 * mmap.PAGESIZE
 
 # Pages of the file that a transaction leaves. To delete one of ours takes some 30 of them at most, a commit some 10.
 LEFT_BY_PUTS = 160
@@ -190,7 +189,7 @@ class LMDBBackend(Backend):
     path
         A directory; created if missing, readable by its owner only.
     max_bytes
-        The budget; the file stays within `FILE_FACTOR` times this plus `FILE_EXTRA`.
+        The budget; the file stays within `FILE_FACTOR` times the largest that it was written with, plus `FILE_EXTRA`.
     read_only
         Open an existing store and never write to it.
 

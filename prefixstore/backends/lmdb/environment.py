@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import struct
@@ -20,7 +21,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.lmdb.file import check_head, check_trees
+from prefixstore.backends.lmdb.file import allowed_size, check_head, check_trees
 from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
 from prefixstore.errors import (
@@ -33,9 +34,11 @@ from prefixstore.errors import (
 )
 from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["DATABASES", "SCRUBS", "Environment", "acquire", "release"]
+__all__ = ["DATABASES", "FILE_EXTRA", "SCRUBS", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
+# what the file may have more than its budget needs, so that there is space to delete
+FILE_EXTRA = 256 * mmap.PAGESIZE
 DATA, LOCK = "data.mdb", "lock.mdb"
 # a disk with less free space than this counts as full
 SMALLEST_DISK = 32 << 20
@@ -106,6 +109,9 @@ class Environment:
                 self._wait_for_writer()
                 if not (path / DATA).exists():
                     _create(path)
+                map_size = max(map_size, _size_to_delete(path / DATA))
+            elif not (path / DATA).exists():
+                raise refusals.no_store(path)
             self.env = lmdb.open(
                 str(path),
                 map_size=max(map_size, SMALLEST_MAP),
@@ -149,7 +155,7 @@ class Environment:
         if names and not names >= set(DATABASES):
             raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
-            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
+            raise refusals.no_store(self.path)
         if self.read_only:
             databases = {name: self.env.open_db(name) for name in DATABASES}
         else:
@@ -357,6 +363,14 @@ def _create(path: Path) -> None:
         with new, new.begin(write=True) as txn:
             _make_databases(new, txn)
         publish(Path(directory) / DATA, path / DATA)
+
+
+def _size_to_delete(file: Path) -> int:
+    """The map that a file needs so that something can be deleted from it, if it was filled with a larger budget.
+
+    Within the map that it was filled through, transactions have left space to delete. Never more than that map.
+    """
+    return min(allowed_size(file), (file.stat().st_size + FILE_EXTRA) // mmap.PAGESIZE * mmap.PAGESIZE)
 
 
 def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes, Any]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError, LocationError, UnavailableError
 
-__all__ = ["check_head", "check_trees", "read_layout"]
+__all__ = ["allowed_size", "check_head", "check_trees", "read_layout"]
 
 MAGIC = 0xBEEFC0DE
 DATA_VERSION = 1
@@ -97,6 +97,24 @@ def check_head(path: Path) -> None:
         size = DATABASE.unpack_from(head, at + META_HEAD.size)[0]
         if size not in PAGE_SIZES:
             raise _damaged(path, f"{size} is not a valid page size")
+
+
+def allowed_size(path: Path) -> int:
+    """How large the file was allowed to become: the largest map through which it was ever written; 0 if unknown."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(META_PAGES * max(PAGE_SIZES))
+    except OSError:
+        return 0  # there is none, or LMDB reports it in its own words
+    sizes = [0]
+    at = PAGE.size
+    while at + META_HEAD.size + DATABASE.size <= len(head) and len(sizes) <= META_PAGES:
+        magic, version, _, map_size = META_HEAD.unpack_from(head, at)
+        if (magic, version) != (MAGIC, DATA_VERSION):
+            break
+        sizes.append(map_size)
+        at += DATABASE.unpack_from(head, at + META_HEAD.size)[0]
+    return max(sizes)
 
 
 def check_trees(path: Path, transaction: int) -> bool:

@@ -2,8 +2,14 @@
 
 LMDB has no call that asks for it, nor one that waits for it with a limit. On Linux the lock is a robust mutex of the C
 library in the file, which holds the id of the thread that has it. Read without a lock, and used for waiting and for
-messages only: whoever it names may be gone a moment later. A process that has the store open must not call this:
-closing a file drops all POSIX locks of the process on it, and LMDB tells by them whether others use the file.
+messages only: whoever it names may be gone a moment later.
+
+In a copy of the file, and after a loss of power, these bytes say nothing. Whoever uses a lock file has locked a byte of
+it, too: LMDB sets a POSIX lock at the offset that is the process id, before the first transaction. That one is asked
+for. (A file that no one has locked is initialised again by whoever opens it next.)
+
+A process that has the store open must not call this: closing a file drops all POSIX locks of the process on it, and
+LMDB tells by them whether others use the file.
 """
 
 from __future__ import annotations
@@ -12,6 +18,9 @@ import os
 import struct
 import sys
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = ["writer_of"]
 
@@ -22,6 +31,8 @@ HEAD = struct.Struct("<II")
 MUTEX = struct.Struct("<III")
 MUTEX_AT = 64
 THREAD_MASK = 0x3FFFFFFF
+# struct flock: type, whence, start, length, process
+FLOCK = struct.Struct("@hhqqi0q")
 
 
 def writer_of(path: Path) -> int | None:
@@ -31,15 +42,23 @@ def writer_of(path: Path) -> int | None:
     try:
         with path.open("rb") as file:
             found = file.read(MUTEX_AT + MUTEX.size)
-        if len(found) < MUTEX_AT + MUTEX.size or HEAD.unpack_from(found)[0] != MAGIC:
-            return None
-        lock, _, owner = MUTEX.unpack_from(found, MUTEX_AT)
-        thread = lock & THREAD_MASK
-        if not thread or thread != owner:
-            return None
-        # of a thread of this machine, in this process namespace
-        status = Path(f"/proc/{thread}/status").read_text()
+            if len(found) < MUTEX_AT + MUTEX.size or HEAD.unpack_from(found)[0] != MAGIC:
+                return None
+            lock, _, owner = MUTEX.unpack_from(found, MUTEX_AT)
+            thread = lock & THREAD_MASK
+            if not thread or thread != owner:
+                return None
+            # of a thread of this machine, in this process namespace
+            status = Path(f"/proc/{thread}/status").read_text()
+            tgid = next((line.split()[1] for line in status.splitlines() if line.startswith("Tgid:")), "")
+            pid = int(tgid) if tgid.isdecimal() else 0
+            return pid if pid and pid != os.getpid() and _uses(pid, file.fileno()) else None
     except (OSError, ValueError):
         return None
-    tgid = next((line.split()[1] for line in status.splitlines() if line.startswith("Tgid:")), "")
-    return int(tgid) if tgid.isdecimal() and int(tgid) != os.getpid() else None
+
+
+def _uses(pid: int, lock_file: int) -> bool:
+    """Whether a process has this lock file locked as LMDB does: at the offset of its id."""
+    wanted = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, pid, 1, 0)
+    kind, _, _, _, holder = FLOCK.unpack(fcntl.fcntl(lock_file, fcntl.F_GETLK, wanted))
+    return bool(kind != fcntl.F_UNLCK and holder == pid)

@@ -13,7 +13,7 @@ from prefixstore.errors import InvalidParameterError, MissingExtraError
 if TYPE_CHECKING:
     from prefixstore.backends.sql.database import Database
 
-__all__ = ["database_of", "extra_needed", "open_sql"]
+__all__ = ["database_of", "extra_needed", "open_sql", "require_sql"]
 
 
 def open_sql(location: str, *, max_bytes: int, read_only: bool) -> Backend:
@@ -41,18 +41,22 @@ def database_of(location: str, *, read_only: bool) -> Database:
     MissingExtraError
         If SQLAlchemy, Alembic or psycopg is not installed.
     """
-    scheme = scheme_of(location)
-    if scheme == "sqlite":
+    require_sql(location)
+    if scheme_of(location) == "sqlite":
         with extra_needed("sql"):
             from prefixstore.backends.sql.sqlite import SQLite  # noqa: PLC0415 - needs an extra
         return SQLite(location, read_only=read_only)
-    if scheme in ("postgres", "postgresql"):
-        with extra_needed("postgres"):
-            from prefixstore.backends.sql.postgresql import PostgreSQL  # noqa: PLC0415 - needs an extra
-        return PostgreSQL(location, read_only=read_only)
-    raise InvalidParameterError(
-        'location is not a SQL database; pass "sqlite:////path" or "postgresql+psycopg://user@host/db"'
-    )
+    with extra_needed("postgres"):
+        from prefixstore.backends.sql.postgresql import PostgreSQL  # noqa: PLC0415 - needs an extra
+    return PostgreSQL(location, read_only=read_only)
+
+
+def require_sql(location: str) -> None:
+    """Raise `InvalidParameterError` if a location is not the URL of a known database; needs no extra."""
+    if scheme_of(location) not in ("sqlite", "postgres", "postgresql"):
+        raise InvalidParameterError(
+            'location is not a SQL database; pass "sqlite:////path" or "postgresql+psycopg://user@host/db"'
+        )
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class SQLite(Database):
         if revision is None:
             if not self._exists():
                 raise LocationError(f"{self.path} does not exist; a SQLite store is a file")
-            raise LocationError(f"{self.path} holds no store; read_only=True opens an existing store only")
+            raise refusals.no_store(self.path)
         require_head(revision, self.location)
 
     def revision(self) -> str | None:
