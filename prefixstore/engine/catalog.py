@@ -174,30 +174,27 @@ class Catalog:
             Called when the transaction is committed, before any other thread learns from the location what has happened
             since.
         """
-        has_turn = False
-        try:
-            with backend.update() as transaction:
-                # until the outcome is in the index, the next transaction of this process waits here
-                has_turn = self._turn.acquire()
-                with self._lock:
-                    if self._contents.journal is not None:
-                        # left by a thread that was interrupted while it ended its transaction
-                        self._contents.journal, self._trusted = None, False
-                self.refresh(transaction, newest=True)
-                with self._lock:
-                    self._contents.journal = Journal()
-                yield transaction
-                self._drop_empty_namespaces(transaction)
-            if on_commit is not None:
-                on_commit()
-        except BaseException as error:
-            self._end_journal(error)
-            raise
-        else:
-            self._end_journal(None)
-        finally:
-            if has_turn:
-                self._turn.release()
+        # Until the outcome is in the index, the next transaction of this process waits here: before it has the backend,
+        # and with nothing to be interrupted between taking the turn and being sure to pass it on.
+        with self._turn:
+            try:
+                with backend.update() as transaction:
+                    with self._lock:
+                        if self._contents.journal is not None:
+                            # left by a thread that was interrupted while it ended its transaction
+                            self._contents.journal, self._trusted = None, False
+                    self.refresh(transaction, newest=True)
+                    with self._lock:
+                        self._contents.journal = Journal()
+                    yield transaction
+                    self._drop_empty_namespaces(transaction)
+                if on_commit is not None:
+                    on_commit()
+            except BaseException as error:
+                self._end_journal(error)
+                raise
+            else:
+                self._end_journal(None)
 
     def _end_journal(self, error: BaseException | None) -> None:
         with self._lock:
