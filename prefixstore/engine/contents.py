@@ -180,13 +180,11 @@ class Contents:
         if page is not None:
             page.last_used = max(page.last_used, last_used)
             page.priority = usage.priority
-            # one that is to be written with the next uses is later than the stored one
-            expires = max(page.expires, usage.expires) if page.expires and usage.expires else usage.expires
             self.index.change(
                 page,
                 stored_bytes=record.stored_bytes,
                 pinned=usage.pinned,
-                expires=expires,
+                expires=_later(page.expires, usage.expires),
                 is_stored=True,
                 may_be_victim=key not in self.pending,
             )
@@ -208,7 +206,7 @@ class Contents:
                 continue  # it follows, or is, another page than the one in the index
             if here is not None:
                 # captured again meanwhile
-                self.index.change(here, is_stored=True)
+                self._take_over(here, page)
                 self.remove_stray(page.key)
             elif page.key not in self.deferred.damaged:
                 page.may_be_victim = True
@@ -216,6 +214,20 @@ class Contents:
                 if self.index.add(page):
                     self.remove_stray(page.key)
                     self.candidates.add(page)
+
+    def _take_over(self, here: Page, stored: Page) -> None:
+        """A page that was captured again is stored still: what is stored of it holds."""
+        here.priority = stored.priority
+        here.announced_expiry = stored.announced_expiry
+        self.index.change(
+            here,
+            stored_bytes=stored.stored_bytes,
+            pinned=stored.pinned,
+            expires=_later(here.expires, stored.expires),
+            is_stored=True,
+            may_be_victim=here.key not in self.pending,
+        )
+        self.candidates.add(here)
 
     def remove_stray(self, key: bytes) -> Page | None:
         """A stored page has a place in the index now, or is gone; the page."""
@@ -239,7 +251,11 @@ class Contents:
     def take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
         """A page was not put after all."""
         self.uncommitted.discard(page.key)
+        # one that another process has stored may have been given up here meanwhile
+        may_be_victim = may_be_victim or (is_stored and page.key not in self.pending)
         self.index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
+        if may_be_victim and self.index.get(page.key) is page:
+            self.candidates.add(page)
         if not is_stored and self.strays.get(page.key) is page:
             # given up while it was written
             self.remove_stray(page.key)
@@ -289,7 +305,7 @@ class Contents:
                 continue
             if here is not None:
                 # captured again meanwhile
-                self.index.change(here, is_stored=True, pinned=here.pinned or page.pinned)
+                self._take_over(here, page)
                 continue
             is_imported = new is not None and page.may_be_victim
             page.may_be_victim = True
@@ -350,3 +366,8 @@ class Contents:
         """The time of a use: nanoseconds since the epoch, and later than every other."""
         self.latest = max(self.latest + 1, time.time_ns())
         return self.latest
+
+
+def _later(known: int, stored: int) -> int:
+    """When a stored page expires: an expiry that is to be written with the next uses is later than the stored one."""
+    return max(known, stored) if known and stored else stored
