@@ -214,19 +214,22 @@ class Catalog:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
         with self._lock:
             journal, sweeps = self._contents.journal, self._contents.sweeps
-            doubtful = self._contents.strays.namespaces()
-            if journal is None or doubtful is None:
+            if journal is None or self._contents.strays.newer:
                 return
-            emptied = journal.deleted_from - doubtful
+            emptied = set(journal.deleted_from)
             if sweeps:
                 journal.after_commit(self._swept)
         if sweeps:
-            emptied = set(transaction.namespaces()) - doubtful
+            emptied = set(transaction.namespaces())
         for namespace in emptied:
-            with self._lock:
-                is_empty = not self._contents.index.totals.of(namespace).stored
-            if is_empty:
+            # asked just before: a page may have lost its place in the index while the backend was asked
+            if not self._holds_pages_of(namespace):
                 transaction.drop_namespace(namespace)
+
+    def _holds_pages_of(self, namespace: bytes) -> bool:
+        """Whether pages of a namespace may be stored, in the index or not."""
+        with self._lock:
+            return self._contents.strays.may_be_of(namespace) or self._contents.index.totals.of(namespace).stored > 0
 
     def _swept(self) -> None:
         self._contents.sweeps = False
@@ -383,7 +386,7 @@ class Catalog:
             new.announced(self._contents.time_of_use())
             new.page.is_stored = new.page.may_be_victim = False
             try:
-                is_added = self._contents.index.add(new.page)
+                is_added = self._contents.add(new.page)
             except BaseException:
                 # interrupted: the index may have half of it
                 self._contents.start()
@@ -545,6 +548,8 @@ class Catalog:
             self._contents.deferred.subtract(deferred)
             if deferred.damaged:
                 # those that are not damaged after all, because another process has replaced them
+                for key in deferred.damaged:
+                    self._contents.moved(key)
                 self._contents.place_again()
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
@@ -635,13 +640,13 @@ class Catalog:
     def lose(self, key: bytes) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            page, unreadable = self._contents.remove_stray(key), self._contents.strays.unreadable.pop(key, None)
+            page, is_newer = self._contents.remove_stray(key), self._contents.strays.remove_unreadable(key)
             if page is not None:
                 self._contents.note_deleted_from(page.namespace)
-                self._contents.undo(partial(self._contents.strays.add, page))
-            if unreadable is not None:
+                self._contents.undo(partial(self._contents.add_stray, page))
+            if is_newer is not None:
                 self._contents.sweeps = True
-                self._contents.undo(partial(self._contents.strays.unreadable.__setitem__, key, unreadable))
+                self._contents.undo(partial(self._contents.strays.add_unreadable, key, is_newer=is_newer))
             here = self._contents.index.get(key)
             if here is not None and key in self._contents.pending:
                 if here.is_stored:
@@ -656,8 +661,6 @@ class Catalog:
 
         To be used in a transaction, for which the catalog is up to date. Each step takes the lock for a moment.
         """
-        with self._lock:
-            after = self._contents.strays.by_parent()
         waiting = [(key, False) for key in keys]
         page: Page | None
         seen: set[bytes] = set()
@@ -669,7 +672,7 @@ class Catalog:
                     seen.add(key)
                     waiting.append((key, True))
                     dependents = page.dependents if page is not None and page.key in self._contents.index else []
-                    waiting += [(each.key, False) for each in (*dependents, *after.get(key, ()))]
+                    waiting += [(each.key, False) for each in (*dependents, *self._contents.strays.after(key))]
                     continue
             if is_done:
                 yield key, page.stored_bytes if page is not None else 0

@@ -105,7 +105,7 @@ def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]
         "victims": {page.key for page in index if page.may_be_victim},
         "fixed": {page.key for page in index if page.is_fixed},
         "unplaced": set(catalog._contents.strays._pages),
-        "unreadable": dict(catalog._contents.strays.unreadable),
+        "unreadable": (catalog._contents.strays.corrupt, catalog._contents.strays.newer),
         "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
         "bytes": catalog.payload_bytes,
     }
