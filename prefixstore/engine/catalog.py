@@ -31,6 +31,7 @@ from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
+from prefixstore.engine.strays import Strays
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import TOKEN_BYTES, Tokens
@@ -322,6 +323,13 @@ class Catalog:
         """What a group of pages holds; see `Total`."""
         with self._lock:
             return replace(self._contents.index.totals.of(group))
+
+    def evictable(self) -> Total:
+        """What all pages hold, and how much of it eviction could delete at most, pages without a place included."""
+        with self._lock:
+            total = replace(self._contents.index.totals.of(None))
+            total.add(self._contents.strays.total)
+            return total
 
     def namespaces_without_salt(self) -> list[bytes]:
         """Namespaces with pages, for which `set_salt` was not called yet."""
@@ -629,6 +637,19 @@ class Catalog:
             self._contents.delete(key)
             return page
 
+    def remove_stray_leaf(self) -> bytes | None:
+        """Forget a page that has no place in the index, to delete it; its key.
+
+        Not one that is pinned, or that others follow, nor one that was captured again: its transaction counts on it.
+        """
+        with self._lock:
+            strays, index = self._contents.strays, self._contents.index
+            found = (page.key for page in strays.leaves() if not page.pinned and page.key not in index)
+            key = next(found, None)
+            if key is not None:
+                self.lose(key)
+            return key
+
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
         with self._lock:
@@ -677,10 +698,22 @@ class Catalog:
             if is_done:
                 yield key, page.stored_bytes if page is not None else 0
 
-    def strays(self, namespaces: Collection[bytes] | None) -> list[bytes]:
-        """Stored pages that have no place in the index; for None also those that cannot be read."""
+    def select_strays(self, choose: Callable[[Strays], Collection[bytes]]) -> set[bytes]:
+        """The keys that a function chooses of the stored pages that have no place in the index."""
         with self._lock:
-            return self._contents.strays.keys(namespaces)
+            return set(choose(self._contents.strays))
+
+    def damaged(self) -> set[bytes]:
+        """The keys of those of them that can never be restored: their records are damaged, or they follow nothing."""
+        with self._lock:
+            strays = self._contents.strays
+            return {key for key in self._contents.deferred.damaged if key in strays} | strays.corrupt
+
+    @property
+    def n_newer(self) -> int:
+        """How many stored pages a newer version wrote, so that their records cannot be read."""
+        with self._lock:
+            return len(self._contents.strays.newer)
 
     def knows(self, key: bytes) -> bool:
         """Whether there is such a page, in the index or not."""

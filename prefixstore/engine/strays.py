@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from prefixstore.engine.index import Page
 from prefixstore.engine.totals import Total
@@ -28,7 +28,7 @@ class Strays:
         # what each counts as evictable: a page may change while it is here
         self._n_bytes: dict[bytes, int] = {}
         self._evictable_bytes = 0
-        # keys of those that none follows, in the order in which they became that
+        # keys of those that are not pinned, and that none follows, in the order in which they became that
         self._leaves: dict[bytes, None] = {}
         self.corrupt: set[bytes] = set()
         self.newer: set[bytes] = set()
@@ -49,7 +49,7 @@ class Strays:
         return list(self._after.get(key, {}).values())
 
     def leaves(self) -> Iterator[Page]:
-        """The pages that none of the others depends on."""
+        """The pages that none of the others depends on; not those that were pinned when they came here."""
         return (self._pages[key] for key in self._leaves)
 
     def add(self, page: Page) -> None:
@@ -61,8 +61,8 @@ class Strays:
         if not page.pinned:
             self._n_bytes[page.key] = page.stored_bytes + len(page.tokens)
             self._evictable_bytes += self._n_bytes[page.key]
-        if page.key not in self._after:
-            self._leaves[page.key] = None
+            if page.key not in self._after:
+                self._leaves[page.key] = None
         self._leaves.pop(page.parent, None)
 
     def remove(self, key: bytes) -> Page | None:
@@ -78,7 +78,7 @@ class Strays:
             del siblings[key]
             if not siblings:
                 del self._after[page.parent]
-                if page.parent in self._pages:
+                if page.parent in self._n_bytes:
                     self._leaves[page.parent] = None
         return page
 
@@ -93,10 +93,13 @@ class Strays:
         self.corrupt.discard(key)
         return found
 
-    def keys(self, namespaces: Collection[bytes] | None) -> list[bytes]:
-        """The pages of these namespaces; for None all, those that cannot be read included."""
-        found = [page.key for page in self._pages.values() if namespaces is None or page.namespace in namespaces]
-        return found + ([*self.corrupt, *self.newer] if namespaces is None else [])
+    def roots(self) -> list[Page]:
+        """The pages that follow none of the others."""
+        return [page for page in self._pages.values() if page.parent not in self._pages]
+
+    def keys(self) -> set[bytes]:
+        """All pages, those that cannot be read included."""
+        return {*self._pages, *self.corrupt, *self.newer}
 
     def may_be_of(self, namespace: bytes) -> bool:
         """Whether one of these pages belongs, or may belong, to a namespace: one of a newer version may, to any."""
