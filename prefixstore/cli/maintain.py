@@ -187,7 +187,8 @@ def purge(
     the files. Overwriting does not reach copies: backups, file system snapshots,
     swap, the spare blocks of an SSD, exported files, and the logs and replicas of a PostgreSQL server. Exit code 1: the
     pages are deleted, but could not be overwritten, since another process is still reading them (run it again),
-    there is no tenant of this name, or there are pages of which the tenant is not known.
+    there is no tenant of this name, or there are pages of which the tenant is not known, or that a newer version has
+    written.
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """
@@ -211,6 +212,7 @@ def purge(
             page=page,
             everything=everything,
         )
+        n_newer = archive.n_newer
         if scrub:
             try:
                 archive.scrub()
@@ -226,7 +228,9 @@ def purge(
         say(f"{where}: there is no tenant {salt!r}; prefixstore ls shows those that there are")
     for key in unknown:
         say(f"{where}: the settings of namespace {key} are damaged, so its tenant is not known; see --namespace")
-    return FAILED if (scrub and not scrubbed) or not is_known or unknown else 0
+    if n_newer:
+        say(f"{where}: {n_newer:,} pages of a newer prefixstore are left, which may match; purge with that version")
+    return FAILED if (scrub and not scrubbed) or not is_known or unknown or n_newer else 0
 
 
 def pin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:

@@ -178,7 +178,7 @@ class Evictor:
 
     def _is_hopeless(self, transaction: Transaction, adding: int, entries: int) -> bool:
         """Whether there is too much even if all is evicted that can be. False if that is not certain."""
-        used, total = transaction.used, self._catalog.total()
+        used, total = transaction.used, self._catalog.evictable()
         left = used.bytes - _most_freed(transaction, total)
         return self._budget.exceeded(Used(max(left, 0), used.entries - total.evictable), adding=adding, entries=entries)
 
@@ -253,7 +253,10 @@ class Evictor:
         *,
         at_most: int | None = None,
     ) -> bool:
-        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left."""
+        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left.
+
+        When the index has no more, and all pages are meant, those go that have no place in it: no lookup finds them.
+        """
         victims = self._catalog.victims(group)
         turns = itertools.count() if at_most is None else range(at_most)
         try:
@@ -261,9 +264,10 @@ class Evictor:
                 if not exceeded():
                     break
                 victim = victims.next()
-                if victim is None:
+                if victim is not None:
+                    self._delete(transaction, victim, evicting=True)
+                elif group is not None or not self._delete_stray(transaction):
                     return False
-                self._delete(transaction, victim, evicting=True)
         finally:
             victims.close()
         return True
@@ -275,6 +279,15 @@ class Evictor:
         if self._catalog.remove_victim(victim, usage, evicting=evicting):
             transaction.delete(victim.key)
             self._catalog.after_commit(partial(self._counters.count, "evictions" if evicting else "expired"))
+
+    def _delete_stray(self, transaction: Transaction) -> bool:
+        """Delete one page that has no place in the index; whether there was one."""
+        key = self._catalog.remove_stray_leaf()
+        if key is None:
+            return False
+        transaction.delete(key)
+        self._catalog.after_commit(partial(self._counters.count, "evictions"))
+        return True
 
 
 def _most_freed(transaction: Transaction, total: Total) -> int:

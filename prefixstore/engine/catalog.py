@@ -31,6 +31,7 @@ from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
+from prefixstore.engine.strays import Strays
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import TOKEN_BYTES, Tokens
@@ -174,30 +175,27 @@ class Catalog:
             Called when the transaction is committed, before any other thread learns from the location what has happened
             since.
         """
-        has_turn = False
-        try:
-            with backend.update() as transaction:
-                # until the outcome is in the index, the next transaction of this process waits here
-                has_turn = self._turn.acquire()
-                with self._lock:
-                    if self._contents.journal is not None:
-                        # left by a thread that was interrupted while it ended its transaction
-                        self._contents.journal, self._trusted = None, False
-                self.refresh(transaction, newest=True)
-                with self._lock:
-                    self._contents.journal = Journal()
-                yield transaction
-                self._drop_empty_namespaces(transaction)
-            if on_commit is not None:
-                on_commit()
-        except BaseException as error:
-            self._end_journal(error)
-            raise
-        else:
-            self._end_journal(None)
-        finally:
-            if has_turn:
-                self._turn.release()
+        # Until the outcome is in the index, the next transaction of this process waits here: before it has the backend,
+        # and with nothing to be interrupted between taking the turn and being sure to pass it on.
+        with self._turn:
+            try:
+                with backend.update() as transaction:
+                    with self._lock:
+                        if self._contents.journal is not None:
+                            # left by a thread that was interrupted while it ended its transaction
+                            self._contents.journal, self._trusted = None, False
+                    self.refresh(transaction, newest=True)
+                    with self._lock:
+                        self._contents.journal = Journal()
+                    yield transaction
+                    self._drop_empty_namespaces(transaction)
+                if on_commit is not None:
+                    on_commit()
+            except BaseException as error:
+                self._end_journal(error)
+                raise
+            else:
+                self._end_journal(None)
 
     def _end_journal(self, error: BaseException | None) -> None:
         with self._lock:
@@ -217,19 +215,22 @@ class Catalog:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
         with self._lock:
             journal, sweeps = self._contents.journal, self._contents.sweeps
-            doubtful = self._contents.strays.namespaces()
-            if journal is None or doubtful is None:
+            if journal is None or self._contents.strays.newer:
                 return
-            emptied = journal.deleted_from - doubtful
+            emptied = set(journal.deleted_from)
             if sweeps:
                 journal.after_commit(self._swept)
         if sweeps:
-            emptied = set(transaction.namespaces()) - doubtful
+            emptied = set(transaction.namespaces())
         for namespace in emptied:
-            with self._lock:
-                is_empty = not self._contents.index.totals.of(namespace).stored
-            if is_empty:
+            # asked just before: a page may have lost its place in the index while the backend was asked
+            if not self._holds_pages_of(namespace):
                 transaction.drop_namespace(namespace)
+
+    def _holds_pages_of(self, namespace: bytes) -> bool:
+        """Whether pages of a namespace may be stored, in the index or not."""
+        with self._lock:
+            return self._contents.strays.may_be_of(namespace) or self._contents.index.totals.of(namespace).stored > 0
 
     def _swept(self) -> None:
         self._contents.sweeps = False
@@ -323,6 +324,13 @@ class Catalog:
         with self._lock:
             return replace(self._contents.index.totals.of(group))
 
+    def evictable(self) -> Total:
+        """What all pages hold, and how much of it eviction could delete at most, pages without a place included."""
+        with self._lock:
+            total = replace(self._contents.index.totals.of(None))
+            total.add(self._contents.strays.total)
+            return total
+
     def namespaces_without_salt(self) -> list[bytes]:
         """Namespaces with pages, for which `set_salt` was not called yet."""
         with self._lock:
@@ -386,7 +394,7 @@ class Catalog:
             new.announced(self._contents.time_of_use())
             new.page.is_stored = new.page.may_be_victim = False
             try:
-                is_added = self._contents.index.add(new.page)
+                is_added = self._contents.add(new.page)
             except BaseException:
                 # interrupted: the index may have half of it
                 self._contents.start()
@@ -548,6 +556,8 @@ class Catalog:
             self._contents.deferred.subtract(deferred)
             if deferred.damaged:
                 # those that are not damaged after all, because another process has replaced them
+                for key in deferred.damaged:
+                    self._contents.moved(key)
                 self._contents.place_again()
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
@@ -627,6 +637,19 @@ class Catalog:
             self._contents.delete(key)
             return page
 
+    def remove_stray_leaf(self) -> bytes | None:
+        """Forget a page that has no place in the index, to delete it; its key.
+
+        Not one that is pinned, or that others follow, nor one that was captured again: its transaction counts on it.
+        """
+        with self._lock:
+            strays, index = self._contents.strays, self._contents.index
+            found = (page.key for page in strays.leaves() if not page.pinned and page.key not in index)
+            key = next(found, None)
+            if key is not None:
+                self.lose(key)
+            return key
+
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
         with self._lock:
@@ -638,13 +661,13 @@ class Catalog:
     def lose(self, key: bytes) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            page, unreadable = self._contents.remove_stray(key), self._contents.strays.unreadable.pop(key, None)
+            page, is_newer = self._contents.remove_stray(key), self._contents.strays.remove_unreadable(key)
             if page is not None:
                 self._contents.note_deleted_from(page.namespace)
-                self._contents.undo(partial(self._contents.strays.add, page))
-            if unreadable is not None:
+                self._contents.undo(partial(self._contents.add_stray, page))
+            if is_newer is not None:
                 self._contents.sweeps = True
-                self._contents.undo(partial(self._contents.strays.unreadable.__setitem__, key, unreadable))
+                self._contents.undo(partial(self._contents.strays.add_unreadable, key, is_newer=is_newer))
             here = self._contents.index.get(key)
             if here is not None and key in self._contents.pending:
                 if here.is_stored:
@@ -659,8 +682,6 @@ class Catalog:
 
         To be used in a transaction, for which the catalog is up to date. Each step takes the lock for a moment.
         """
-        with self._lock:
-            after = self._contents.strays.by_parent()
         waiting = [(key, False) for key in keys]
         page: Page | None
         seen: set[bytes] = set()
@@ -672,15 +693,27 @@ class Catalog:
                     seen.add(key)
                     waiting.append((key, True))
                     dependents = page.dependents if page is not None and page.key in self._contents.index else []
-                    waiting += [(each.key, False) for each in (*dependents, *after.get(key, ()))]
+                    waiting += [(each.key, False) for each in (*dependents, *self._contents.strays.after(key))]
                     continue
             if is_done:
                 yield key, page.stored_bytes if page is not None else 0
 
-    def strays(self, namespaces: Collection[bytes] | None) -> list[bytes]:
-        """Stored pages that have no place in the index; for None also those that cannot be read."""
+    def select_strays(self, choose: Callable[[Strays], Collection[bytes]]) -> set[bytes]:
+        """The keys that a function chooses of the stored pages that have no place in the index."""
         with self._lock:
-            return self._contents.strays.keys(namespaces)
+            return set(choose(self._contents.strays))
+
+    def damaged(self) -> set[bytes]:
+        """The keys of those of them that can never be restored: their records are damaged, or they follow nothing."""
+        with self._lock:
+            strays = self._contents.strays
+            return {key for key in self._contents.deferred.damaged if key in strays} | strays.corrupt
+
+    @property
+    def n_newer(self) -> int:
+        """How many stored pages a newer version wrote, so that their records cannot be read."""
+        with self._lock:
+            return len(self._contents.strays.newer)
 
     def knows(self, key: bytes) -> bool:
         """Whether there is such a page, in the index or not."""

@@ -238,6 +238,9 @@ class Committer:
             put.add(page.key)
         elif tail is not None:
             transaction.delete(tail.key)
+            usage = transaction.usage(page.key)
+            if tail.pinned and usage is not None and not usage.pinned:
+                transaction.touch(page.key, replace(usage, pinned=True), announce=True)
         stored = found.get(page.key)
         stored_bytes = stored.stored_bytes if isinstance(stored, Record) else record.stored_bytes
         # An imported page competes with the others at once: it may be the first victim of the next one.

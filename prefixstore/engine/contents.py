@@ -102,10 +102,29 @@ class Contents:
         self.index = Index()
         self.candidates = Candidates(self.index, self._policy)
         self.strays = Strays()
+        # keys of what has come into, or left, the index or the strays: strays there may have a place now
+        self._moved: set[bytes] = set()
         self.sweeps = True
 
+    def add(self, page: Page) -> bool:
+        """Add a page to the index; see `Index.add`."""
+        is_added = self.index.add(page)
+        if is_added:
+            self.moved(page.key)
+        return is_added
+
+    def add_stray(self, page: Page) -> None:
+        """A stored page has no place in the index."""
+        self.strays.add(page)
+        self.moved(page.key)
+
+    def moved(self, key: bytes) -> None:
+        """A page has come, has gone, or is not taken for damaged any more: strays may have a place in the index now."""
+        if self.strays.get(key) is not None or self.strays.follow(key):
+            self._moved.add(key)
+
     def refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
-        self.strays.unreadable.pop(key, None)
+        self.strays.remove_unreadable(key)
         if isinstance(record, Record) and usage is not None:
             is_known = self.know(key, record, usage)
             if not is_known and record.parent not in self.strays and key not in self.index:
@@ -114,7 +133,7 @@ class Contents:
         self.remove_stray(key)
         if record is not None:
             log.warning("a page cannot be read: %s", record)
-            self.strays.unreadable[key] = not isinstance(record, CorruptError)
+            self.strays.add_unreadable(key, is_newer=not isinstance(record, CorruptError))
         if isinstance(record, CorruptError):
             self.deferred.damaged.add(key)
         page = self.index.get(key)
@@ -125,17 +144,18 @@ class Contents:
 
     def rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
         stored: dict[bytes, tuple[Record, Usage]] = {}
-        unreadable: dict[bytes, bool] = {}
+        corrupt: set[bytes] = set()
+        newer: set[bytes] = set()
         for key, (record, usage) in found.items():
             if isinstance(record, Record):
                 stored[key] = record, usage
             elif isinstance(record, (CorruptError, IncompatibleError)):
-                unreadable[key] = isinstance(record, IncompatibleError)
+                (newer if isinstance(record, IncompatibleError) else corrupt).add(key)
             else:
                 raise record
         self.start()
-        self.strays.unreadable = unreadable
-        self.deferred.damaged |= {key for key, is_newer in unreadable.items() if not is_newer}
+        self.strays.corrupt, self.strays.newer = corrupt, newer
+        self.deferred.damaged |= corrupt
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
         places += [(record.start, 1, key) for key, (record, _) in stored.items()]
@@ -152,7 +172,7 @@ class Contents:
                     page = self.pending[key].page
                     page.drop_children()
                     page.is_stored = page.may_be_victim = False
-                    if not self.index.add(page):
+                    if not self.add(page):
                         self.drop(key, DropReason.ORPHAN)
 
     def know(self, key: bytes, record: Record, usage: Usage) -> bool:
@@ -163,7 +183,7 @@ class Contents:
         self.remove_stray(key)
         if self.strays.get(record.parent) is not None:
             # what it was computed after has no place in the index, even if a pending page has that key
-            self.strays.add(Page.stored(key, record, usage))
+            self.add_stray(Page.stored(key, record, usage))
             return False
         page = self.index.get(key)
         if page is not None and not (is_same(page, record) and page.start == record.start):
@@ -171,7 +191,7 @@ class Contents:
             if key in self.pending:
                 # the stored one is deleted when the pending one is written
                 self.index.change(page, is_stored=False)
-                self.strays.add(Page.stored(key, record, usage))
+                self.add_stray(Page.stored(key, record, usage))
                 return False
             # another process has replaced it
             self.lose(key)
@@ -180,46 +200,74 @@ class Contents:
         if page is not None:
             page.last_used = max(page.last_used, last_used)
             page.priority = usage.priority
-            # one that is to be written with the next uses is later than the stored one
-            expires = max(page.expires, usage.expires) if page.expires and usage.expires else usage.expires
             self.index.change(
                 page,
                 stored_bytes=record.stored_bytes,
                 pinned=usage.pinned,
-                expires=expires,
+                expires=_later(page.expires, usage.expires),
                 is_stored=True,
                 may_be_victim=key not in self.pending,
             )
         else:
             page = Page.stored(key, record, usage)
             page.last_used = last_used or now
-            if not self.index.add(page):
-                self.strays.add(page)
+            if not self.add(page):
+                self.add_stray(page)
                 return False
         page.announced_expiry = usage.expires
         self.candidates.add(page)
         return True
 
     def place_again(self) -> None:
-        """Put stored pages into the index that had no place, as far as they have one now."""
-        for page in self.strays.parents_first():
-            here = self.index.get(page.key)
-            if self.strays.get(page.parent) is not None or (here is not None and not is_same(here, page)):
-                continue  # it follows, or is, another page than the one in the index
-            if here is not None:
-                # captured again meanwhile
-                self.index.change(here, is_stored=True)
+        """Put stored pages into the index that had no place, as far as they have one now.
+
+        Looks only at those whose parent, or whose key, something has happened to since.
+        """
+        while self._moved:
+            key = self._moved.pop()
+            try:
+                here = self.strays.get(key)
+                for page in (*([here] if here is not None else []), *self.strays.after(key)):
+                    # what follows one that is placed has its turn later
+                    self._place(page)
+            except BaseException:
+                self._moved.add(key)
+                raise
+
+    def _place(self, page: Page) -> None:
+        here = self.index.get(page.key)
+        if self.strays.get(page.parent) is not None or (here is not None and not is_same(here, page)):
+            return  # it follows, or is, another page than the one in the index
+        if here is not None:
+            # captured again meanwhile
+            self._take_over(here, page)
+            self.remove_stray(page.key)
+        elif page.key not in self.deferred.damaged:
+            page.may_be_victim = True
+            page.drop_children()
+            if self.add(page):
                 self.remove_stray(page.key)
-            elif page.key not in self.deferred.damaged:
-                page.may_be_victim = True
-                page.drop_children()
-                if self.index.add(page):
-                    self.remove_stray(page.key)
-                    self.candidates.add(page)
+                self.candidates.add(page)
+
+    def _take_over(self, here: Page, stored: Page) -> None:
+        """A page that was captured again is stored still: what is stored of it holds."""
+        here.priority = stored.priority
+        here.announced_expiry = stored.announced_expiry
+        self.index.change(
+            here,
+            stored_bytes=stored.stored_bytes,
+            pinned=stored.pinned,
+            expires=_later(here.expires, stored.expires),
+            is_stored=True,
+            may_be_victim=here.key not in self.pending,
+        )
+        self.candidates.add(here)
 
     def remove_stray(self, key: bytes) -> Page | None:
         """A stored page has a place in the index now, or is gone; the page."""
         page = self.strays.remove(key)
+        if page is not None:
+            self.moved(key)
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None:
             # it may be a leaf now
@@ -239,7 +287,11 @@ class Contents:
     def take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
         """A page was not put after all."""
         self.uncommitted.discard(page.key)
+        # one that another process has stored may have been given up here meanwhile
+        may_be_victim = may_be_victim or (is_stored and page.key not in self.pending)
         self.index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
+        if may_be_victim and self.index.get(page.key) is page:
+            self.candidates.add(page)
         if not is_stored and self.strays.get(page.key) is page:
             # given up while it was written
             self.remove_stray(page.key)
@@ -257,6 +309,8 @@ class Contents:
         page = self.index.get(key)
         lost_pages = self.index.remove(key)
         self._ram.drop(lost.key for lost in lost_pages)
+        for lost in lost_pages:
+            self.moved(lost.key)
         taken = [
             Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
         ]
@@ -289,13 +343,13 @@ class Contents:
                 continue
             if here is not None:
                 # captured again meanwhile
-                self.index.change(here, is_stored=True, pinned=here.pinned or page.pinned)
+                self._take_over(here, page)
                 continue
             is_imported = new is not None and page.may_be_victim
             page.may_be_victim = True
             page.drop_children()
-            if not self.index.add(page):
-                self.strays.add(page)
+            if not self.add(page):
+                self.add_stray(page)
                 continue
             if new is not None and is_imported:
                 self.pending[page.key] = new
@@ -311,7 +365,7 @@ class Contents:
         are_other = False
         for one in taken:
             if one.page.is_stored:
-                self.strays.add(one.page)
+                self.add_stray(one.page)
             else:
                 are_other = are_other or self.strays.get(one.page.key) is not None
         if are_other:
@@ -350,3 +404,8 @@ class Contents:
         """The time of a use: nanoseconds since the epoch, and later than every other."""
         self.latest = max(self.latest + 1, time.time_ns())
         return self.latest
+
+
+def _later(known: int, stored: int) -> int:
+    """When a stored page expires: an expiry that is to be written with the next uses is later than the stored one."""
+    return max(known, stored) if known and stored else stored

@@ -13,6 +13,7 @@ from prefixstore.engine.catalog import Catalog, depth_first, roots
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Suspicion
+from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
 from prefixstore.format.keys import TOKEN_BYTES
@@ -62,28 +63,36 @@ def subtree(index: Index, key: bytes) -> set[bytes]:
 
 def unused_since(index: Index, before: int) -> set[bytes]:
     """The pages that were last used before this, in nanoseconds since the epoch, and whose descendants were too."""
-    used: dict[bytes, int] = {}
-    for page in reversed(list(depth_first(roots(index)))):
-        used[page.key] = max([page.last_used, *(used[child.key] for child in page.dependents)])
-    return {key for key, last in used.items() if last < before}
+    return _unused_since(roots(index), _dependents, before)
 
 
 def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
     """The pages of sequences that begin with these tokens, and those that led only to them."""
-    doomed: set[bytes] = set()
-    inside: list[Page] = []
-    waiting = [(page, tokens) for page in roots(index) if namespaces is None or page.namespace in namespaces]
-    while waiting:
-        page, rest = waiting.pop()
-        if page.tokens.startswith(rest):
-            doomed |= {one.key for one in depth_first([page])}
-        elif rest.startswith(page.tokens):
-            inside.append(page)
-            waiting += [(child, rest[len(page.tokens) :]) for child in page.dependents]
-    for page in reversed(inside):
-        if all(child.key in doomed for child in page.dependents):
-            doomed.add(page.key)
-    return doomed
+    start = [page for page in roots(index) if namespaces is None or page.namespace in namespaces]
+    return _beginning_with(start, _dependents, tokens)
+
+
+def strays_in_common(
+    strays: Strays, namespaces: Collection[bytes] | None, before: int | None, tokens: bytes | None
+) -> set[bytes]:
+    """The pages without a place in the index that match all of these, as far as it is known what they follow.
+
+    Those that cannot be read match only if nothing is asked for. What comes before a page may not be known: then its
+    own tokens and those after it decide.
+    """
+    if (namespaces, before, tokens) == (None, None, None):
+        return strays.keys()
+
+    def after(page: Page) -> list[Page]:
+        return strays.after(page.key)
+
+    start = [page for page in strays.roots() if namespaces is None or page.namespace in namespaces]
+    found = {page.key for page in _with_dependents(start, after)}
+    if before is not None:
+        found &= _unused_since(start, after, before)
+    if tokens is not None:
+        found &= _beginning_with(start, after, tokens)
+    return found
 
 
 def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
@@ -92,6 +101,42 @@ def in_common(index: Index, choices: Sequence[Choice]) -> set[bytes]:
     for choose in choices:
         keys &= set(choose(index))
     return keys
+
+
+def _dependents(page: Page) -> list[Page]:
+    return page.dependents
+
+
+def _with_dependents(start: Iterable[Page], after: Callable[[Page], list[Page]]) -> list[Page]:
+    """These pages and all after them, parents before their children."""
+    pages = list(start)
+    for page in pages:
+        pages += after(page)
+    return pages
+
+
+def _unused_since(start: Iterable[Page], after: Callable[[Page], list[Page]], before: int) -> set[bytes]:
+    used: dict[bytes, int] = {}
+    for page in reversed(_with_dependents(start, after)):
+        used[page.key] = max([page.last_used, *(used[child.key] for child in after(page))])
+    return {key for key, last in used.items() if last < before}
+
+
+def _beginning_with(start: Iterable[Page], after: Callable[[Page], list[Page]], tokens: bytes) -> set[bytes]:
+    doomed: set[bytes] = set()
+    inside: list[Page] = []
+    waiting = [(page, tokens[page.start * TOKEN_BYTES :]) for page in start]
+    while waiting:
+        page, rest = waiting.pop()
+        if page.tokens.startswith(rest):
+            doomed |= {one.key for one in _with_dependents([page], after)}
+        elif rest.startswith(page.tokens):
+            inside.append(page)
+            waiting += [(child, rest[len(page.tokens) :]) for child in after(page)]
+    for page in reversed(inside):
+        if all(child.key in doomed for child in after(page)):
+            doomed.add(page.key)
+    return doomed
 
 
 # -- deleting ---------------------------------------------------------------------------------------------------------
@@ -155,14 +200,21 @@ class Deleter:
                     removed += Removed(1, page.stored_bytes)
         return removed
 
-    def delete_strays(self, namespaces: Collection[bytes] | None) -> Removed:
-        """Delete pages that have no place in the index; if all namespaces are meant, unreadable ones too."""
+    def delete_strays(
+        self, namespaces: Collection[bytes] | None, before: int | None = None, tokens: bytes | None = None
+    ) -> Removed:
+        """Delete damaged pages, and those without a place in the index that match; see `strays_in_common`."""
+        removed = self.delete_damaged_strays()
+        choose = partial(strays_in_common, namespaces=namespaces, before=before, tokens=tokens)
+        return removed + self._delete_all(self._catalog.select_strays(choose), strays_only=True)
+
+    def delete_damaged_strays(self) -> Removed:
+        """Delete what can never be restored, nor told whose it is: damaged records, payloads without one, and so on."""
         with self._backend.view() as view:
             self._catalog.refresh(view)
             # a payload without a record is in no index
-            found = set(view.payload_keys()) if namespaces is None else set()
-        strays = {key for key in found if not self._catalog.knows(key)} | set(self._catalog.strays(namespaces))
-        return self._delete_all(strays, strays_only=True)
+            found = {key for key in view.payload_keys() if not self._catalog.knows(key)}
+        return self._delete_all(found | self._catalog.damaged(), strays_only=True)
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants."""

@@ -596,9 +596,20 @@ class Engine:
         """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
         return self._deleter.delete(choices)
 
-    def delete_strays(self, namespaces: Iterable[bytes] | None) -> Removed:
-        """Delete pages without a place in the index; for None also what cannot be read."""
-        return self._deleter.delete_strays(None if namespaces is None else set(namespaces))
+    def delete_strays(
+        self, namespaces: Iterable[bytes] | None, before: int | None = None, tokens: bytes | None = None
+    ) -> Removed:
+        """Delete damaged pages, and those without a place in the index that match; see `engine.delete`."""
+        return self._deleter.delete_strays(None if namespaces is None else set(namespaces), before, tokens)
+
+    def delete_damaged_strays(self) -> Removed:
+        """Delete damaged pages, of which it is not known whose they are, and what is stored after them."""
+        return self._deleter.delete_damaged_strays()
+
+    @property
+    def n_newer(self) -> int:
+        """How many stored pages a newer version wrote, so that nothing is known of them."""
+        return self._catalog.n_newer
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""

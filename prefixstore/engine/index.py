@@ -65,6 +65,8 @@ class Page:
         When the page and all its descendants will have expired; `NEVER` if one of them will not. Kept by the index.
     n_fixed
         How many of its dependents cannot be evicted. Kept by the index.
+    n_endless
+        For how many of its dependents `kept_until` is `NEVER`. Kept by the index.
     """
 
     key: bytes
@@ -88,6 +90,7 @@ class Page:
     may_be_victim: bool = False
     kept_until: int = 0
     n_fixed: int = field(default=0, repr=False)
+    n_endless: int = field(default=0, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
     snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
@@ -148,7 +151,7 @@ class Page:
     def drop_children(self) -> None:
         """Forget the children and snapshots of this page."""
         self.child_tokens, self.children, self.snapshots = [], [], {}
-        self.n_fixed = 0
+        self.n_fixed = self.n_endless = 0
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:
@@ -221,6 +224,7 @@ class Index:
         if page.is_fixed:
             self._change_fixed(page.parent, 1)
         page.kept_until = page.own_expiry
+        parent.n_endless += page.kept_until == NEVER
         if not self._in_bulk:
             self._keep_longer(self.pages.get(page.parent), page.kept_until)
         return True
@@ -235,8 +239,8 @@ class Index:
             self._in_bulk = False
             for page in reversed(self.pages.values()):
                 parent = self.pages.get(page.parent)
-                if parent is not None:
-                    parent.kept_until = max(parent.kept_until, page.kept_until)
+                if parent is not None and parent.kept_until < page.kept_until:
+                    self._keep_until(parent, page.kept_until)
 
     def remove(self, key: bytes) -> list[Page]:
         """Remove a page and its descendants; the removed pages, deepest first."""
@@ -259,6 +263,7 @@ class Index:
             self._count(gone, -1)
         if page.is_fixed:
             self._change_fixed(page.parent, -1)
+        parent.n_endless -= page.kept_until == NEVER
         self._keep_shorter(self.pages.get(page.parent), page.kept_until)
         return subtree[::-1]
 
@@ -311,18 +316,25 @@ class Index:
                 return
             page = self.pages.get(page.parent)
 
+    def _keep_until(self, page: Page, until: int) -> None:
+        parent = self.pages.get(page.parent)
+        if parent is not None:
+            parent.n_endless += (until == NEVER) - (page.kept_until == NEVER)
+        page.kept_until = until
+
     def _keep_longer(self, page: Page | None, until: int) -> None:
         """The page, or a dependent, is kept until then."""
         while page is not None and page.kept_until < until:
-            page.kept_until = until
+            self._keep_until(page, until)
             page = self.pages.get(page.parent)
 
     def _keep_shorter(self, page: Page | None, was: int) -> None:
         """The page, or a dependent, was kept until then, and is not any more."""
         while page is not None and page.kept_until == was and page.own_expiry < was:
-            page.kept_until = max([page.own_expiry, *(each.kept_until for each in page.dependents)])
-            if page.kept_until == was:
+            until = NEVER if page.n_endless else _longest_kept(page, was)
+            if until == was:
                 return
+            self._keep_until(page, until)
             page = self.pages.get(page.parent)
 
     def of_namespace(self, namespace: bytes) -> Iterator[Page]:
@@ -424,6 +436,16 @@ class Index:
         node = self._node(parent, namespace)
         assert node is not None
         return node
+
+
+def _longest_kept(page: Page, most: int) -> int:
+    """When a page and its dependents will have expired; none of them is kept longer than `most`."""
+    longest = page.own_expiry
+    for each in chain(page.children, page.snapshots.values()):
+        longest = max(longest, each.kept_until)
+        if longest == most:
+            break
+    return longest
 
 
 def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:

@@ -299,7 +299,8 @@ class Archive:
     ) -> Removed:
         """Delete pages, pinned ones too. What was deleted can be read from the files until `scrub` is called.
 
-        If several parameters are given, the pages that match all of them are deleted.
+        If several parameters are given, the pages that match all of them are deleted. Damaged pages, of which it is not
+        known what they match, are deleted as well, with what is stored after them.
 
         Parameters
         ----------
@@ -344,24 +345,39 @@ class Archive:
                     "missing or damaged; purge them with namespace=%r",
                     self.location, sum(one.pages for one in unknown), unknown[0].key.hex(),
                 )  # fmt: skip
-        removed = self.engine.delete(self._choices(namespaces, older_than, tokens, page))
-        if older_than is None and tokens is None and page is None:
-            removed += self.engine.delete_strays(namespaces)
+        before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
+        choices = self._choices(namespaces, before, tokens, page)
+        # first: a page that such a one follows could not be deleted
+        removed = self.engine.delete_damaged_strays()
+        removed += self.engine.delete(choices)
+        if page is None:
+            wanted = as_tokens(tokens).tobytes() if tokens is not None else None
+            removed += self.engine.delete_strays(namespaces, before, wanted)
         self.engine.drop_empty_namespaces()
+        if n_left := self.n_newer:
+            log.warning(
+                "%s: %d pages were written by a newer prefixstore, and are not deleted, although they may match; purge "
+                "with that version, or with everything=True", self.location, n_left,
+            )  # fmt: skip
         return removed
+
+    @property
+    def n_newer(self) -> int:
+        """How many pages a newer version wrote: it is not known what they match."""
+        return self.engine.n_newer
 
     def _choices(
         self,
         namespaces: Collection[bytes] | None,
-        older_than: float | None,
+        before: int | None,
         tokens: TokenSequence | None,
         page: str | None,
     ) -> list[Choice]:
         choices: list[Choice] = []
         if namespaces is not None:
             choices.append(partial(of_namespaces, namespaces=namespaces))
-        if older_than is not None:
-            choices.append(partial(unused_since, before=time.time_ns() - round(older_than * 1e9)))
+        if before is not None:
+            choices.append(partial(unused_since, before=before))
         if tokens is not None:
             wanted = as_tokens(tokens)
             if not len(wanted):

@@ -171,6 +171,16 @@ def test_a_ctrl_c_at_any_place_leaves_a_store_that_works(scheme, behind, name, t
         attack(location, name, k, write_behind=behind)
 
 
+@pytest.mark.parametrize("name", ["pin", "clear", "namespaces"])
+def test_a_ctrl_c_at_every_place_of_a_transaction_lets_the_next_one_begin(name):
+    """All places, since one may be a single step wide."""
+    store = new_store("memory:", write_behind=False)
+    n_places = places_in(lambda: WORK[name][0](store))
+    store.engine.close()
+    for k in range(1, n_places + 1):
+        attack("memory:", name, k, write_behind=False)
+
+
 def moved(source, target, file):
     """Everything that an archive does with another location."""
     copy_store(source, target)

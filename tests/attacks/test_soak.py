@@ -30,7 +30,7 @@ def collections_of(store):
     contents, policy = catalog._contents, catalog._policy
     index, candidates, deferred = contents.index, contents.candidates, contents.deferred
     named = {"pending": contents.pending, "writing": contents.writing, "refused": catalog._refused}
-    named |= {"unplaced": contents.strays._pages, "unreadable": contents.strays.unreadable}
+    named |= {"unplaced": contents.strays._pages, "corrupt": contents.strays.corrupt, "newer": contents.strays.newer}
     named |= {
         "uses": deferred.uses,
         "damaged": deferred.damaged,

@@ -6,13 +6,16 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import lmdb
 import pytest
+import xxhash
 
 from prefixstore import PrefixStore
 from prefixstore.cli import main
@@ -343,6 +346,27 @@ def test_purged_pages_cannot_be_read_from_the_files(store, tmp_path, as_json):
     code, found = as_json("purge", store, "--everything")
     assert not any(map(readable, payloads[MINE.key]))
     assert as_json("stats", store)[1]["pages"] == 0
+
+
+@pytest.mark.parametrize(("is_newer", "code", "pages"), [(False, 0, 2), (True, 1, 1)])
+def test_a_purge_leaves_nothing_of_a_tenant_whose_record_is_damaged_or_says_what_is_left(
+    is_newer, code, pages, tmp_path, run
+):
+    location = tmp_path / "kv"
+    with Archive(location, create=True) as archive:
+        ((key, _),) = fill(archive.backend, MINE, SEQUENCES[:1])
+    with lmdb.open(str(location), max_dbs=8, map_size=1 << 26) as env, env.begin(write=True) as txn:
+        records = env.open_db(b"records", txn)
+        record = bytearray(txn.get(key, db=records))
+        record[0] = 0xFF
+        if is_newer:
+            record[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(record[:-8])))
+        txn.put(key, bytes(record), db=records)
+    found, out, err = run("purge", location, "--salt", "mine")
+    assert (found, f"{pages} pages deleted and overwritten" in out) == (code, True)
+    assert ("newer prefixstore are left" in err) == is_newer
+    with Archive(location) as archive, archive.backend.view() as view:
+        assert set(view.payload_keys()) == ({key} if is_newer else set())
 
 
 def test_a_conversation_is_purged_by_its_text(served, tmp_path, as_json, run):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import cProfile
 import heapq
+import pstats
 import time
 from collections import Counter
 from contextlib import closing
+from functools import partial
 
 import pytest
 
@@ -16,8 +19,9 @@ from prefixstore.engine.budget import Quota
 from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import NS, A, P, Store, entry
+from tests.support.engines import NS, A, B, C, P, Store, entry
 from tests.support.fragile import Fragile, assert_complete
+from tests.support.newer import make_newer
 
 
 @pytest.fixture
@@ -138,6 +142,56 @@ def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
             assert 0 < before - len(store.stored_keys()) <= 512
             store.match(tokens)
         assert store.stored_keys() == set()
+
+
+def calls_in(act):
+    """How many functions `act` calls, those of C included."""
+    profile = cProfile.Profile()
+    profile.runcall(act)
+    return pstats.Stats(profile).total_calls
+
+
+@pytest.mark.parametrize("ttl", [None, 3600.0])
+def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
+    """Also if the page before them would expire, but for them."""
+
+    def costs(n_siblings):
+        backend = MemoryBackend()
+        first = Store(backend, options={"ttl": ttl})
+        first.put(A[:P], 1)
+        with closing(Store(Fragile(backend), max_entries=n_siblings + 1)) as store:
+            batch = [new for number in range(n_siblings) for new in store.announce(A[:P] + [10 + number] * P, 1)]
+            store.engine.commit(batch)
+            assert store.counters["evictions"] == 0
+            found = [calls_in(partial(store.put, A[:P] + [-5 - number] * P, 1)) for number in range(5)]
+            assert store.counters["evictions"] == 5
+            assert_complete(store.engine)
+            return min(found)
+
+    assert costs(1000) < costs(100) + 100
+
+
+def test_a_lookup_costs_the_same_however_many_pages_have_no_place(monkeypatch):
+    """Their parent is of a newer version: they may stay for long."""
+
+    def costs(n_strays):
+        backend = MemoryBackend()
+        with closing(Store(backend)) as store:
+            store.put(A[:P], 1)
+            for number in range(n_strays):
+                store.put(A[:P] + [10 + number] * P, 1)
+            root = store.engine.match(NS, as_tokens(A), P).pages[0]
+            make_newer(backend, root.key, monkeypatch)
+            store.match(A)
+            assert len(store.engine._catalog._contents.strays.keys()) == n_strays + 1
+            with closing(Store(Fragile(backend))) as other:
+                other.put(B[:P], 1)
+                lookup = calls_in(partial(store.match, C))
+                put = calls_in(partial(store.put, C[:P], 1))
+                assert store.match(B) == P
+                return lookup + put
+
+    assert costs(1000) < costs(50) + 100
 
 
 def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(clock):

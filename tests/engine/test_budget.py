@@ -22,7 +22,8 @@ from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 from prefixstore.units import parse_seconds
-from tests.support.engines import MIB, store_of
+from tests.support.engines import MIB, NS, Store, store_of
+from tests.support.newer import make_newer
 
 P = 4  # tokens in a page
 SIZE = 10_000  # bytes of a page
@@ -343,3 +344,26 @@ def test_a_tail_stays_if_the_page_that_continues_it_is_refused_at_any_budget(tmp
             assert store.engine.check() == []
             refused += bool(store.counters.group("dropped"))
     assert refused
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pages_after_one_of_a_newer_version_make_way_for_others(monkeypatch, pinned):
+    backend = MemoryBackend()
+    with closing(Store(backend, max_entries=10)) as store:
+        for number in range(8):
+            store.put([1] * P + [10 + number] * P)
+        store.put([1] * P + [10] * P + [11] * P)
+        if pinned:
+            store.engine.pin(NS, as_tokens([1] * P + [10] * P + [11] * P), P, pinned=True)
+        root = store.engine.match(NS, as_tokens([1] * P), P).pages[0]
+        make_newer(backend, root.key, monkeypatch)
+        store.match([1] * P)
+        # what lookups find goes first, as long as there is any
+        kept = 7 if pinned else 9
+        assert [store.put([number] * P) for number in range(50, 50 + kept)] == [1] * kept
+        assert store.put([99] * P) == 1
+        assert len(store.stored_keys()) == 10
+        assert store.engine.evict_to(0).pages == kept
+        assert len(store.stored_keys()) == (3 if pinned else 1)
+        # the page of the newer version stays
+        assert root.key in store.stored_keys()

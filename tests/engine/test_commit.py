@@ -40,6 +40,21 @@ def test_a_pending_tail_that_is_continued_is_never_written():
         assert len(store.stored_keys()) == 2
 
 
+def test_the_page_that_continues_a_pinned_tail_is_pinned_if_another_process_has_stored_it():
+    backend = MemoryBackend()
+    with store_of(backend) as one, store_of(backend) as two, store_of(backend) as three:
+        batches = [store.announce([1, 2, 3, 4][:n]) for store, n in ((one, 2), (two, 4), (three, 4))]
+        # each has announced its page before it knew of the others
+        for store, batch in ((two, batches[1]), (one, batches[0])):
+            store.engine.commit(batch)
+        page = next(page for page in one.engine.pages() if page.n_tokens == 2)
+        one.engine.pin_page(page, pinned=True)
+        three.engine.commit(batches[2])
+        assert [(page.n_tokens, page.pinned) for page in three.engine.pages()] == [(4, True)]
+        assert one.match([1, 2, 3, 4]) == 4
+        assert [(page.n_tokens, page.pinned) for page in one.engine.pages()] == [(4, True)]
+
+
 def test_the_page_that_continues_a_pinned_tail_is_pinned():
     with store_of(max_entries=2) as store:
         store.put([1, 2])

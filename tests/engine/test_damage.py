@@ -9,9 +9,11 @@ import pytest
 import xxhash
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import RECORD
-from tests.support.engines import MIB, NS, A, B, C, P, store_of
+from tests.support.engines import MIB, NS, A, B, C, P, Store, store_of
+from tests.support.fragile import Fragile, assert_complete
 
 
 def flip(path, database, key, at):
@@ -142,3 +144,24 @@ def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
         one.engine.commit([])
         assert len(one.stored_keys()) == 3
         assert one.fetch(tokens) == two.fetch(tokens) == 3
+
+
+@pytest.mark.parametrize("how", ["written", "abandoned"])
+def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_its_size(how):
+    tokens = [1, 1, 1, 1, 2, 2]
+    store = Store(Fragile(MemoryBackend()))
+    store.put(tokens)
+    store.engine.pin(NS, as_tokens(tokens), P, pinned=True)
+    store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: True)
+    batch = store.announce(tokens)
+    if how == "abandoned":
+        store.engine.commit([])  # it is not damaged
+        store.engine._catalog.abandon(batch)
+    else:
+        store.engine.commit(batch)
+    assert_complete(store.engine)
+    assert [page.pinned for page in store.engine.pages()] == [True, True]
+    assert store.put([1, 1, 1, 1, 2, 2, 3, 3]) == 1
+    assert [page.pinned for page in store.engine.pages()] == [True, True]
+    assert_complete(store.engine)
+    store.close()

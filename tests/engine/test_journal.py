@@ -282,6 +282,27 @@ def test_a_page_that_another_process_has_stored_stays_when_it_is_given_up_here(f
     ours.close()
 
 
+def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_can_be_evicted():
+    backend = MemoryBackend()
+    ours, theirs = store_on(backend, max_entries=3), store_on(backend, max_entries=3)
+    batch = ours.announce(A[:8])
+    theirs.put(A[:8])
+
+    def give_up_and_fail(name):
+        if name == "commit":
+            ours.engine._catalog.abandon(batch)
+            raise UnavailableError("fails on purpose")
+
+    ours.backend.on_call = give_up_and_fail
+    ours.engine.commit(batch)
+    ours.backend.on_call = lambda name: None
+    assert_complete(ours.engine)
+    for number in range(5, 9):
+        assert ours.put([number] * P) == 1
+    assert ours.match(A) == 0
+    ours.close()
+
+
 # -- at random ---------------------------------------------------------------------------------------------------------
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)

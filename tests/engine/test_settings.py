@@ -121,6 +121,25 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
         assert settings_of(store) == set()
 
 
+def test_settings_stay_if_a_page_is_found_damaged_while_empty_namespaces_are_looked_for():
+    backend = MemoryBackend()
+    with store_of(backend) as store:
+        store.put(A[:4])
+        # its first transaction looks for empty namespaces
+        with closing(Store(Fragile(backend))) as other:
+            other.match(A)
+
+            def found_damaged(name):
+                if name == "namespaces":
+                    other.engine._catalog.mark_damaged(page_keys(NS, as_tokens(A), P)[0])
+
+            other.backend.on_call = found_damaged
+            other.put(B[:4], namespace=OTHER)
+            other.backend.on_call = lambda name: None
+            assert NS in settings_of(store)
+            assert store.engine.check() == []
+
+
 @pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit
 def test_a_transaction_that_fails_keeps_the_settings(call):
     store = Store(Fragile(MemoryBackend()))

@@ -14,6 +14,7 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.format.keys import page_key
 from prefixstore.maintenance.archive import Archive
+from tests.support.newer import make_corrupt, make_newer
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 # two that share their first page, one that shares nothing, one shorter than a page
@@ -147,6 +148,51 @@ def test_a_purge_deletes_orphans_too(archive):
     archive.purge(namespace=MINE.key.hex())
     assert keys_of(archive) == set()
     assert archive.check() == []
+
+
+CHOICES = [
+    {"salt": "mine"},
+    {"namespace": MINE.key.hex()},
+    {"tokens": [1, 2]},
+    {"older_than": 60.0},
+    {"everything": True},
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: next(iter(choice)))
+def test_a_purge_deletes_pages_after_a_damaged_record_and_the_record(choice, monkeypatch):
+    with Archive("memory:", create=True) as archive:
+        paths = fill(archive.backend, MINE, SEQUENCES[:2])
+        make_corrupt(archive.backend, paths[0][0], monkeypatch)
+        assert archive.purge(**choice).pages == 4
+        with archive.backend.view() as view:
+            assert set(view.payload_keys()) == set()
+            assert view.namespaces() == {}
+
+
+@pytest.mark.parametrize(
+    ("choice", "n"),
+    [
+        ({"tokens": [1, 2, 3, 4, 5]}, 1),
+        ({"tokens": [1, 2, 3, 4, 9]}, 2),
+        ({"tokens": [1]}, 3),
+        ({"tokens": [7]}, 3),  # what comes before them is not known
+        ({"tokens": [1, 2, 3, 4, 7]}, 0),
+        ({"older_than": 60.0}, 3),
+        ({"older_than": 3e9}, 0),
+        ({"salt": "mine"}, 3),
+        ({"salt": "mine", "tokens": [1, 2, 3, 4, 5]}, 1),
+        ({"everything": True}, 4),
+    ],
+)
+def test_a_purge_deletes_pages_after_one_of_a_newer_version_as_far_as_they_match(choice, n, monkeypatch, caplog):
+    with Archive("memory:", create=True) as archive:
+        paths = fill(archive.backend, MINE, SEQUENCES[:2])
+        make_newer(archive.backend, paths[0][0], monkeypatch)
+        assert archive.purge(**choice).pages == n
+        assert len(list(archive.backend._pages.entries)) == 4 - n
+        assert archive.n_newer == ("everything" not in choice)
+        assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
 
 
 def test_a_page_is_pinned_with_its_ancestors_and_unpinned_except_those_that_others_need(archive):

@@ -105,7 +105,7 @@ def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]
         "victims": {page.key for page in index if page.may_be_victim},
         "fixed": {page.key for page in index if page.is_fixed},
         "unplaced": set(catalog._contents.strays._pages),
-        "unreadable": dict(catalog._contents.strays.unreadable),
+        "unreadable": (catalog._contents.strays.corrupt, catalog._contents.strays.newer),
         "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
         "bytes": catalog.payload_bytes,
     }
@@ -126,6 +126,7 @@ def assert_complete(engine: Engine) -> None:
     expiring = {key for _, key in catalog._contents.candidates._expiring._heap}
     for page in index:
         assert page.n_fixed == sum(child.is_fixed for child in page.dependents)
+        assert page.n_endless == sum(child.kept_until == NEVER for child in page.dependents)
         assert page.kept_until == max([page.own_expiry, *(child.kept_until for child in page.dependents)])
         if page.may_be_victim and page.is_leaf and not page.pinned:
             assert page.key in queued
