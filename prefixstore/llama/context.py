@@ -103,14 +103,17 @@ class Context(Generic[M_co]):
             reason = "sequence_in_use"
         return reason
 
-    def catch_up(self) -> bool:
-        """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
+    def catch_up(self, *, compare: bool = True) -> bool:
+        """Let the lineage follow a context that was rewound; whether everything that it holds is known.
+
+        For `compare`, see `Lineage.catch_up`.
+        """
         lineage = self.lineage
         if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
             if lineage.unknown is None:
                 lineage.lose(Unknown.CHANGED)
             self.watch.note_decoded()
-        return lineage.catch_up(self.llm, self.memory)
+        return lineage.catch_up(self.llm, self.memory, compare=compare)
 
     def adopt(self) -> None:
         """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens."""

@@ -171,7 +171,7 @@ class Hook:
         self._note_evaluated_prompt(len(tokens))
         original = self._original("eval")
         bypassed = context.bypass_reason()
-        known = bypassed is None and context.catch_up()
+        known = bypassed is None and context.catch_up(compare=len(tokens) > 1)
         if bypassed is not None:
             lineage.lose(Unknown.CHANGED)
         # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`

@@ -236,6 +236,34 @@ def test_a_decode_that_no_python_code_can_see_is_noticed(contexts):
         assert store.stats().dropped["changed"] > 0
 
 
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("lookup", ["completion", "restore", "eval", "a token", "save_state"])
+def test_tokens_that_the_llama_names_and_does_not_hold_are_not_believed(contexts, arch, lookup):
+    llm, warm, cold = contexts(arch)
+    other = prompt(100, seed=8)
+    question = [*other, *OTHER]
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        answer(llm, other, 1)
+        llm.reset()
+        llm.eval(TEXT[:48])
+        llm.input_ids[:48] = other[:48]
+        if lookup == "completion":
+            answer(llm, question, 2)
+        elif lookup == "save_state":
+            llm.load_state(llm.save_state())
+            llm.eval(OTHER)
+        elif lookup == "a token":
+            for token in OTHER:
+                llm.eval([token])
+        else:
+            n = store.restore(question, always=True) if lookup == "restore" else 48
+            llm.eval(question[n:])
+        store.capture()
+        store.detach()
+        assert assert_right(store, warm, cold)
+
+
 def test_detaching_gives_the_context_its_class_back(contexts):
     llm, *_ = contexts()
     before = dict(vars(llm._ctx))
