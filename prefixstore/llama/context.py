@@ -130,6 +130,16 @@ class Context(Generic[M_co]):
         else:
             self.lineage.end(before or Unknown.INTERRUPTED)
 
+    def disown_unscored(self) -> None:
+        """Have llama-cpp-python compute again what was restored without logits, which it would take for computed.
+
+        The ``Llama`` no longer names these tokens, so no prompt begins with them; a generation that is running goes on.
+        Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
+        """
+        llm = self.llm_or_none
+        if llm is not None and llm._logits_all:
+            llm.input_ids[: min(self.lineage.unscored, llm.n_tokens)] = -1
+
     def settle(self) -> bool:
         """Undo what an interrupted change of the store has left; whether the context had to be cleared.
 

@@ -62,6 +62,18 @@ def calling_completion(depth: int) -> FrameType | None:
     return frame if frame.f_code is COMPLETION else None
 
 
+def asks_for_prompt_logits(llm: llama_cpp.Llama) -> bool:
+    """Whether this runs inside a completion that returns the logits of its prompt."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is COMPLETION:
+            asked = frame.f_locals
+            if asked.get("self") is llm:
+                return asked.get("logprobs") is not None and bool(asked.get("echo"))
+        frame = frame.f_back
+    return False
+
+
 class Hook:
     """Puts a store between a ``Llama`` and its caller.
 
@@ -163,6 +175,10 @@ class Hook:
         context = self.context
         llm, lineage, counters = context.llm, context.lineage, context.engine.counters
         was_cleared = context.settle()
+        unscored = self._unscored()
+        if len(unscored):
+            context.empty()
+            tokens = [*unscored, *tokens]
         if not len(tokens):
             if was_cleared:
                 # a generation that samples from logits which are gone would never end
@@ -176,8 +192,9 @@ class Hook:
             lineage.lose(Unknown.CHANGED)
         # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
         is_drafted = llm.draft_model is not None
+        is_exact = self._exact or len(unscored) > 0
         step = llm.n_batch if is_drafted else self._step
-        stops = self._stops(tokens, step, keep_batches=self._exact or is_drafted) if known else []
+        stops = self._stops(tokens, step, keep_batches=is_exact or is_drafted) if known else []
         start = llm.n_tokens
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
@@ -193,6 +210,18 @@ class Hook:
                 self.strategy.prompt_evaluated()
         if not known and bypassed is None:
             self._count_unknown(llm.n_tokens // self.page_tokens - start // self.page_tokens)
+
+    def _unscored(self) -> list[int]:
+        """The live tokens, if a completion asks for the logits of its prompt and some of them were never computed.
+
+        The lookup knows that, but it is not asked for each completion: another cache may be set, or none.
+        """
+        llm = self.context.llm
+        if not (self.context.lineage.unscored and llm._logits_all and asks_for_prompt_logits(llm)):
+            return []
+        live: list[int] = llm.input_ids[: llm.n_tokens].tolist()
+        # what is not a token cannot be computed again
+        return live if min(live, default=-1) >= 0 else []
 
     def _evaluate(self, original: Callable[[Sequence[int]], None], batch: Sequence[int]) -> bool:
         """Evaluate a batch; whether everything in the context is known after that."""
@@ -255,7 +284,8 @@ class Hook:
             return live_state(llm)
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
-            self._saved[state] = _Saved(self.context.lineage.tokens.copy(), state.llama_state)
+            lineage = self.context.lineage
+            self._saved[state] = _Saved(lineage.tokens.copy(), state.llama_state, lineage.unscored)
         return state
 
     def load_state(self, state: LlamaState) -> None:
@@ -275,8 +305,10 @@ class Hook:
             self._original("load_state")(state)
         if saved is not None and saved.is_still(state):
             context.lineage.replace(saved.tokens)
+            context.lineage.unscored = saved.unscored
         else:
             context.lineage.lose(Unknown.LOADED_STATE)
+            context.lineage.unscored = 0  # its logits came with it
             context.lineage.end(Unknown.LOADED_STATE)
 
     # -- what the store calls -----------------------------------------------------------------------------------------
@@ -442,6 +474,7 @@ class _Saved:
 
     tokens: Tokens
     state: bytes
+    unscored: int
 
     def is_still(self, state: LlamaState) -> bool:
         """Whether nobody has put something else into the state since."""

@@ -57,7 +57,8 @@ class Lineage:
     n
         How many tokens are known.
     unscored
-        Positions below this one were restored: their rows of ``llm.scores`` were not computed.
+        Positions below this one were restored: their rows of ``llm.scores`` were not computed. While the context is
+        unknown, it may have fewer.
     gone
         Keys of pages that the context no longer holds completely.
     generation
@@ -119,7 +120,10 @@ class Lineage:
         """Note that it is no longer known what the context holds."""
         self.unknown = reason
         self.is_fresh = True
+        unscored = self.unscored
         self.rewind(0)
+        # what the context holds did not become computed by that
+        self.unscored = unscored
 
     def begin(self) -> Unknown | None:
         """Note that the store itself is about to change the context: unknown until `end`. What it was before."""
