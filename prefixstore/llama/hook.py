@@ -28,7 +28,7 @@ from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
-from prefixstore.errors import ContextError, PrefixStoreError
+from prefixstore.errors import ContextError, MisuseError, PrefixStoreError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.attachment import Attachment, own_method
@@ -281,7 +281,7 @@ class Hook:
         llm = self.llm
         self.context.settle()
         if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
-            return live_state(llm)
+            return self._live_state()
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
             lineage = self.context.lineage
@@ -289,14 +289,22 @@ class Hook:
         return state
 
     def load_state(self, state: LlamaState) -> None:
-        """``Llama.load_state``; a state that a lookup returned is in the context already.
+        """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored.
 
         If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
         whatever of it llama.cpp has taken.
+
+        Raises
+        ------
+        MisuseError
+            If a lookup returned the state, and it can no longer be restored.
         """
         context = self.context
         context.settle()
         if isinstance(state, _LiveState):
+            # a completion compares the tokens of the context before it continues
+            if calling_completion(2) is None:
+                self._load_live(state)
             return
         self._before_leaving()
         saved = self._saved.get(state)
@@ -310,6 +318,32 @@ class Hook:
             context.lineage.lose(Unknown.LOADED_STATE)
             context.lineage.unscored = 0  # its logits came with it
             context.lineage.end(Unknown.LOADED_STATE)
+
+    def _load_live(self, state: _LiveState) -> None:
+        """Make a state live again that a lookup returned; it has no bytes, but its tokens are known."""
+        context = self.context
+        if state.namespace != context.lineage.namespace:
+            raise MisuseError("this state is that of another model or store; look the prompt up in this Llama's own store")
+        tokens = as_tokens(state.input_ids)
+        n = len(tokens)
+        if self._holds_exactly(tokens):
+            return
+        with self._guard("dropped:error"):
+            # the store may lack what is live now
+            self._before_leaving()
+        if self.strategy.stored(tokens, n) == n:
+            context.empty()
+            self._restore(tokens, n, always=True)
+            if self._holds_exactly(tokens):
+                return
+        raise MisuseError(
+            f"this state stands for {n:,} tokens that were in the context when the store returned it; the context has "
+            "moved on, and not all of them are stored; call store.restore(tokens) and evaluate the others"
+        )
+
+    def _holds_exactly(self, tokens: Tokens) -> bool:
+        """Whether the context is known to hold these tokens, and nothing else."""
+        return self.context.catch_up() and np.array_equal(self.context.lineage.tokens, tokens)
 
     # -- what the store calls -----------------------------------------------------------------------------------------
 
@@ -345,7 +379,7 @@ class Hook:
                 return None
             # the same batches as without a store give the same logits, bit by bit
             multiple_of = llm.n_batch
-        return live_state(llm) if self._restore(tokens, limit, multiple_of=multiple_of) else None
+        return self._live_state() if self._restore(tokens, limit, multiple_of=multiple_of) else None
 
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
@@ -442,6 +476,20 @@ class Hook:
         context.empty()
         return False
 
+    def _live_state(self) -> _LiveState:
+        """A state without bytes, for the tokens that the context holds."""
+        llm = self.context.llm
+        state = _LiveState(
+            input_ids=llm.input_ids[: llm.n_tokens].copy(),
+            scores=np.empty((0, 0), np.single),
+            n_tokens=llm.n_tokens,
+            llama_state=b"",
+            llama_state_size=0,
+            seed=llm._seed,
+        )
+        state.namespace = self.context.lineage.namespace
+        return state
+
     def _note_prompt(self, n: int) -> None:
         self._is_looked_up = True
         if n >= self.context.parameters.min_tokens:
@@ -488,16 +536,12 @@ class _Saved:
 
 
 class _LiveState(LlamaState):
-    """Stands for what the context holds already; there is nothing to load."""
+    """Stands for what the context held when a lookup returned it; there are no bytes to load.
 
+    Attributes
+    ----------
+    namespace
+        Key of the namespace of the context.
+    """
 
-def live_state(llm: llama_cpp.Llama) -> _LiveState:
-    """A state without bytes, for the tokens that the context holds."""
-    return _LiveState(
-        input_ids=llm.input_ids[: llm.n_tokens].copy(),
-        scores=np.empty((0, 0), np.single),
-        n_tokens=llm.n_tokens,
-        llama_state=b"",
-        llama_state_size=0,
-        seed=llm._seed,
-    )
+    namespace: bytes = b""

@@ -341,6 +341,46 @@ def test_a_loaded_state_is_used_for_one_prompt_and_then_computed_and_stored(cont
         assert store.match(question).n_tokens == len(question)
 
 
+@pytest.mark.parametrize("arch", KINDS)
+def test_a_state_from_a_lookup_is_restored_when_it_is_loaded_later(contexts, arch):
+    llm, plain, _ = contexts(arch)
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        answer(llm, TEXT, 1)
+        answer(llm, prompt(50, seed=4), 1)
+        state = store[[*TEXT, 7]]
+        llm.load_state(state)  # at once: nothing to do
+        n = state.n_tokens
+        assert n >= len(TEXT) - 1
+        answer(llm, prompt(50, seed=6), 1)
+        llm.load_state(state)
+        assert llm.n_tokens == n
+        llm.eval([7])
+        for token in (TEXT[:n], [7]):
+            plain.eval(token)
+        assert np.allclose(logits(llm), logits(plain), atol=0.1)
+
+
+def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts):
+    llm, other, _ = contexts()
+    with PrefixStore("memory:", llm, **PAGES) as store, PrefixStore("memory:", other, salt="b", **PAGES) as second:
+        llm.eval(TEXT)
+        store.capture()
+        state = store[[*TEXT, 7]]
+        with pytest.raises(MisuseError, match="another model or store"):
+            other.load_state(state)
+        llm.reset()
+        llm.eval(OTHER)
+        store.clear()
+        with pytest.raises(MisuseError, match=r"store\.restore\(tokens\)"):
+            llm.load_state(state)
+        assert llm.n_tokens == len(OTHER)
+        assert second.stats().hits == 0
+        second.detach()
+        with pytest.raises((ValueError, RuntimeError)):
+            other.load_state(state)
+
+
 # -- attaching --------------------------------------------------------------------------------------------------------
 
 
