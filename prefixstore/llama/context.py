@@ -116,9 +116,21 @@ class Context(Generic[M_co]):
         return lineage.catch_up(self.llm, self.memory, compare=compare)
 
     def adopt(self) -> None:
-        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens."""
+        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""
         llm = self.llm
-        self.lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
+        tokens = np.asarray(llm.input_ids[: llm.n_tokens], "<i4")
+        if (tokens < 0).any():
+            self.lineage.lose(Unknown.CHANGED)
+        else:
+            self.lineage.replace(tokens)
+
+    def has_placeholders(self, prompt: Tokens) -> bool:
+        """Whether the context can continue this prompt from something that is not a token, and cannot be computed.
+
+        Negative numbers stand for it in ``llm.input_ids`` and in the prompt: the rows of an image, or a soft prompt.
+        """
+        live = live_prefix_length(self.llm, prompt)
+        return bool((prompt[:live] < 0).any()) and self.memory.holds(live)
 
     def empty(self) -> None:
         """Make the context empty, as ``Llama.reset`` does, and known to be."""

@@ -373,7 +373,8 @@ class Hook:
         if self._exact:
             if asked.get("echo"):
                 # the logits of the prompt itself are asked for; they are not stored
-                if self.context.lineage.unscored or self.context.lineage.unknown is not None:
+                lineage = self.context.lineage
+                if (lineage.unscored or lineage.unknown is not None) and not self.context.has_placeholders(tokens):
                     llm.reset()
                 self.context.engine.counters.count("miss:logprobs")
                 return None
@@ -456,11 +457,13 @@ class Hook:
 
         It stays if somebody has prepared it since the last completion, and it has more of the prompt than the store.
         llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
-        nothing that is computed after it can be stored.
+        nothing that is computed after it can be stored; but always where it has what cannot be computed again.
         """
         context = self.context
         lineage = context.lineage
         is_fresh, lineage.is_fresh = lineage.is_fresh, False
+        if context.has_placeholders(tokens):
+            return True
         if unknown.is_deliberate and is_fresh:
             llm = context.llm
             live = live_prefix_length(llm, tokens)
@@ -468,7 +471,7 @@ class Hook:
             is_continued = unknown is Unknown.LOADED_STATE or live == llm.n_tokens == context.memory.end()
             if (
                 is_continued
-                and live >= context.parameters.min_tokens
+                and live >= (context.parameters.min_tokens if unknown is Unknown.LOADED_STATE else 1)
                 and context.memory.holds(live)
                 and live > self.strategy.stored(tokens, limit)
             ):

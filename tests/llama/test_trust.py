@@ -381,6 +381,50 @@ def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts)
             other.load_state(state)
 
 
+def prepare(llm, n, ids):
+    """Put `n` positions into the context that the store knows nothing of, as a handler does for an image."""
+    llm._ctx.kv_cache_clear()
+    llm.n_tokens = 0
+    llm._ctx.decode(batch(llm, prompt(n, seed=9)))
+    llm.input_ids[:n] = ids
+    llm.n_tokens = n
+
+
+@pytest.mark.parametrize("n", [3, 20])
+def test_what_is_no_token_stays_for_every_prompt_that_continues_it(contexts, n):
+    llm, plain, _ = contexts()
+    questions = [[-1] * n + prompt(8, seed=seed) for seed in range(3)]
+    prepare(plain, n, -1)
+    expected = [answer(plain, question) for question in questions]
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        for _ in range(2):
+            prepare(llm, n, -1)
+            assert [answer(llm, question) for question in questions] == expected
+        assert store.restore(questions[-1], always=True) == n + 7
+        assert store.capture() == 0
+        assert stored_sequences(store) == []
+        assert answer(llm, TEXT, 1)  # another prompt
+        assert store.match(TEXT).n_tokens == len(TEXT)
+    # nobody can vouch for what is no token
+    prepare(llm, 20, -1)
+    with PrefixStore("memory:", namespace="n", **PAGES) as store:
+        assert store.capture(llm) == 0
+        assert store.restore([-1] * 20 + TEXT, llm) == 20
+
+
+def test_what_a_handler_evaluated_is_continued_however_short_it_is(contexts):
+    llm, plain, _ = contexts()
+    question = [3] * 3 + prompt(8)
+    prepare(plain, 3, 3)
+    expected = answer(plain, question)
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        prepare(llm, 3, 3)
+        assert answer(llm, question) == expected
+        assert stored_sequences(store) == []
+
+
 # -- attaching --------------------------------------------------------------------------------------------------------
 
 
