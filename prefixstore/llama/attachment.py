@@ -98,6 +98,8 @@ class Attachment:
 
     def remove(self) -> None:
         """Restore the methods of the ``Llama``; does nothing the second time."""
+        if self._is_installed:
+            self.hook.context.disown_unscored()
         self._is_installed = False
         llm = self._llm()
         methods = llm.__dict__ if llm is not None else {}

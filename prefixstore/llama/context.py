@@ -103,19 +103,34 @@ class Context(Generic[M_co]):
             reason = "sequence_in_use"
         return reason
 
-    def catch_up(self) -> bool:
-        """Let the lineage follow a context that was rewound; whether everything that it holds is known."""
+    def catch_up(self, *, compare: bool = True) -> bool:
+        """Let the lineage follow a context that was rewound; whether everything that it holds is known.
+
+        For `compare`, see `Lineage.catch_up`.
+        """
         lineage = self.lineage
         if self.watch is not None and not lineage.in_flight and self.watch.has_decoded():
             if lineage.unknown is None:
                 lineage.lose(Unknown.CHANGED)
             self.watch.note_decoded()
-        return lineage.catch_up(self.llm, self.memory)
+        return lineage.catch_up(self.llm, self.memory, compare=compare)
 
     def adopt(self) -> None:
-        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens."""
+        """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""
         llm = self.llm
-        self.lineage.replace(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"))
+        tokens = np.asarray(llm.input_ids[: llm.n_tokens], "<i4")
+        if (tokens < 0).any():
+            self.lineage.lose(Unknown.CHANGED)
+        else:
+            self.lineage.replace(tokens)
+
+    def has_placeholders(self, prompt: Tokens) -> bool:
+        """Whether the context can continue this prompt from something that is not a token, and cannot be computed.
+
+        Negative numbers stand for it in ``llm.input_ids`` and in the prompt: the rows of an image, or a soft prompt.
+        """
+        live = live_prefix_length(self.llm, prompt)
+        return bool((prompt[:live] < 0).any()) and self.memory.holds(live)
 
     def empty(self) -> None:
         """Make the context empty, as ``Llama.reset`` does, and known to be."""
@@ -126,6 +141,16 @@ class Context(Generic[M_co]):
             self.lineage.replace(())
         else:
             self.lineage.end(before or Unknown.INTERRUPTED)
+
+    def disown_unscored(self) -> None:
+        """Have llama-cpp-python compute again what was restored without logits, which it would take for computed.
+
+        The ``Llama`` no longer names these tokens, so no prompt begins with them; a generation that is running goes on.
+        Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
+        """
+        llm = self.llm_or_none
+        if llm is not None and llm._logits_all:
+            llm.input_ids[: min(self.lineage.unscored, llm.n_tokens)] = -1
 
     def settle(self) -> bool:
         """Undo what an interrupted change of the store has left; whether the context had to be cleared.

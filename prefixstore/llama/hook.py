@@ -28,7 +28,7 @@ from llama_cpp.llama import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
-from prefixstore.errors import ContextError, PrefixStoreError
+from prefixstore.errors import ContextError, MisuseError, PrefixStoreError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.attachment import Attachment, own_method
@@ -60,6 +60,18 @@ def calling_completion(depth: int) -> FrameType | None:
     """
     frame = sys._getframe(depth + 1)
     return frame if frame.f_code is COMPLETION else None
+
+
+def asks_for_prompt_logits(llm: llama_cpp.Llama) -> bool:
+    """Whether this runs inside a completion that returns the logits of its prompt."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is COMPLETION:
+            asked = frame.f_locals
+            if asked.get("self") is llm:
+                return asked.get("logprobs") is not None and bool(asked.get("echo"))
+        frame = frame.f_back
+    return False
 
 
 class Hook:
@@ -163,6 +175,10 @@ class Hook:
         context = self.context
         llm, lineage, counters = context.llm, context.lineage, context.engine.counters
         was_cleared = context.settle()
+        unscored = self._unscored()
+        if len(unscored):
+            context.empty()
+            tokens = [*unscored, *tokens]
         if not len(tokens):
             if was_cleared:
                 # a generation that samples from logits which are gone would never end
@@ -171,13 +187,14 @@ class Hook:
         self._note_evaluated_prompt(len(tokens))
         original = self._original("eval")
         bypassed = context.bypass_reason()
-        known = bypassed is None and context.catch_up()
+        known = bypassed is None and context.catch_up(compare=len(tokens) > 1)
         if bypassed is not None:
             lineage.lose(Unknown.CHANGED)
         # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
         is_drafted = llm.draft_model is not None
+        is_exact = self._exact or len(unscored) > 0
         step = llm.n_batch if is_drafted else self._step
-        stops = self._stops(tokens, step, keep_batches=self._exact or is_drafted) if known else []
+        stops = self._stops(tokens, step, keep_batches=is_exact or is_drafted) if known else []
         start = llm.n_tokens
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
@@ -193,6 +210,18 @@ class Hook:
                 self.strategy.prompt_evaluated()
         if not known and bypassed is None:
             self._count_unknown(llm.n_tokens // self.page_tokens - start // self.page_tokens)
+
+    def _unscored(self) -> list[int]:
+        """The live tokens, if a completion asks for the logits of its prompt and some of them were never computed.
+
+        The lookup knows that, but it is not asked for each completion: another cache may be set, or none.
+        """
+        llm = self.context.llm
+        if not (self.context.lineage.unscored and llm._logits_all and asks_for_prompt_logits(llm)):
+            return []
+        live: list[int] = llm.input_ids[: llm.n_tokens].tolist()
+        # what is not a token cannot be computed again
+        return live if min(live, default=-1) >= 0 else []
 
     def _evaluate(self, original: Callable[[Sequence[int]], None], batch: Sequence[int]) -> bool:
         """Evaluate a batch; whether everything in the context is known after that."""
@@ -252,21 +281,30 @@ class Hook:
         llm = self.llm
         self.context.settle()
         if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
-            return live_state(llm)
+            return self._live_state()
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
-            self._saved[state] = _Saved(self.context.lineage.tokens.copy(), state.llama_state)
+            lineage = self.context.lineage
+            self._saved[state] = _Saved(lineage.tokens.copy(), state.llama_state, lineage.unscored)
         return state
 
     def load_state(self, state: LlamaState) -> None:
-        """``Llama.load_state``; a state that a lookup returned is in the context already.
+        """``Llama.load_state``; a state that a lookup returned is in the context already, or is restored.
 
         If it fails, the context is empty after it: llama-cpp-python would go on with the tokens of the state, and
         whatever of it llama.cpp has taken.
+
+        Raises
+        ------
+        MisuseError
+            If a lookup returned the state, and it can no longer be restored.
         """
         context = self.context
         context.settle()
         if isinstance(state, _LiveState):
+            # a completion compares the tokens of the context before it continues
+            if calling_completion(2) is None:
+                self._load_live(state)
             return
         self._before_leaving()
         saved = self._saved.get(state)
@@ -275,9 +313,37 @@ class Hook:
             self._original("load_state")(state)
         if saved is not None and saved.is_still(state):
             context.lineage.replace(saved.tokens)
+            context.lineage.unscored = saved.unscored
         else:
             context.lineage.lose(Unknown.LOADED_STATE)
+            context.lineage.unscored = 0  # its logits came with it
             context.lineage.end(Unknown.LOADED_STATE)
+
+    def _load_live(self, state: _LiveState) -> None:
+        """Make a state live again that a lookup returned; it has no bytes, but its tokens are known."""
+        context = self.context
+        if state.namespace != context.lineage.namespace:
+            raise MisuseError("this state is that of another model or store; look the prompt up in this Llama's own store")
+        tokens = as_tokens(state.input_ids)
+        n = len(tokens)
+        if self._holds_exactly(tokens):
+            return
+        with self._guard("dropped:error"):
+            # the store may lack what is live now
+            self._before_leaving()
+        if self.strategy.stored(tokens, n) == n:
+            context.empty()
+            self._restore(tokens, n, always=True)
+            if self._holds_exactly(tokens):
+                return
+        raise MisuseError(
+            f"this state stands for {n:,} tokens that were in the context when the store returned it; the context has "
+            "moved on, and not all of them are stored; call store.restore(tokens) and evaluate the others"
+        )
+
+    def _holds_exactly(self, tokens: Tokens) -> bool:
+        """Whether the context is known to hold these tokens, and nothing else."""
+        return self.context.catch_up() and np.array_equal(self.context.lineage.tokens, tokens)
 
     # -- what the store calls -----------------------------------------------------------------------------------------
 
@@ -307,13 +373,14 @@ class Hook:
         if self._exact:
             if asked.get("echo"):
                 # the logits of the prompt itself are asked for; they are not stored
-                if self.context.lineage.unscored or self.context.lineage.unknown is not None:
+                lineage = self.context.lineage
+                if (lineage.unscored or lineage.unknown is not None) and not self.context.has_placeholders(tokens):
                     llm.reset()
                 self.context.engine.counters.count("miss:logprobs")
                 return None
             # the same batches as without a store give the same logits, bit by bit
             multiple_of = llm.n_batch
-        return live_state(llm) if self._restore(tokens, limit, multiple_of=multiple_of) else None
+        return self._live_state() if self._restore(tokens, limit, multiple_of=multiple_of) else None
 
     def restore(self, tokens: Tokens, *, always: bool = False) -> int:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
@@ -390,11 +457,13 @@ class Hook:
 
         It stays if somebody has prepared it since the last completion, and it has more of the prompt than the store.
         llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
-        nothing that is computed after it can be stored.
+        nothing that is computed after it can be stored; but always where it has what cannot be computed again.
         """
         context = self.context
         lineage = context.lineage
         is_fresh, lineage.is_fresh = lineage.is_fresh, False
+        if context.has_placeholders(tokens):
+            return True
         if unknown.is_deliberate and is_fresh:
             llm = context.llm
             live = live_prefix_length(llm, tokens)
@@ -402,13 +471,27 @@ class Hook:
             is_continued = unknown is Unknown.LOADED_STATE or live == llm.n_tokens == context.memory.end()
             if (
                 is_continued
-                and live >= context.parameters.min_tokens
+                and live >= (context.parameters.min_tokens if unknown is Unknown.LOADED_STATE else 1)
                 and context.memory.holds(live)
                 and live > self.strategy.stored(tokens, limit)
             ):
                 return True
         context.empty()
         return False
+
+    def _live_state(self) -> _LiveState:
+        """A state without bytes, for the tokens that the context holds."""
+        llm = self.context.llm
+        state = _LiveState(
+            input_ids=llm.input_ids[: llm.n_tokens].copy(),
+            scores=np.empty((0, 0), np.single),
+            n_tokens=llm.n_tokens,
+            llama_state=b"",
+            llama_state_size=0,
+            seed=llm._seed,
+        )
+        state.namespace = self.context.lineage.namespace
+        return state
 
     def _note_prompt(self, n: int) -> None:
         self._is_looked_up = True
@@ -442,6 +525,7 @@ class _Saved:
 
     tokens: Tokens
     state: bytes
+    unscored: int
 
     def is_still(self, state: LlamaState) -> bool:
         """Whether nobody has put something else into the state since."""
@@ -455,16 +539,12 @@ class _Saved:
 
 
 class _LiveState(LlamaState):
-    """Stands for what the context holds already; there is nothing to load."""
+    """Stands for what the context held when a lookup returned it; there are no bytes to load.
 
+    Attributes
+    ----------
+    namespace
+        Key of the namespace of the context.
+    """
 
-def live_state(llm: llama_cpp.Llama) -> _LiveState:
-    """A state without bytes, for the tokens that the context holds."""
-    return _LiveState(
-        input_ids=llm.input_ids[: llm.n_tokens].copy(),
-        scores=np.empty((0, 0), np.single),
-        n_tokens=llm.n_tokens,
-        llama_state=b"",
-        llama_state_size=0,
-        seed=llm._seed,
-    )
+    namespace: bytes = b""

@@ -57,7 +57,8 @@ class Lineage:
     n
         How many tokens are known.
     unscored
-        Positions below this one were restored: their rows of ``llm.scores`` were not computed.
+        Positions below this one were restored: their rows of ``llm.scores`` were not computed. While the context is
+        unknown, it may have fewer.
     gone
         Keys of pages that the context no longer holds completely.
     generation
@@ -119,7 +120,10 @@ class Lineage:
         """Note that it is no longer known what the context holds."""
         self.unknown = reason
         self.is_fresh = True
+        unscored = self.unscored
         self.rewind(0)
+        # what the context holds did not become computed by that
+        self.unscored = unscored
 
     def begin(self) -> Unknown | None:
         """Note that the store itself is about to change the context: unknown until `end`. What it was before."""
@@ -141,14 +145,19 @@ class Lineage:
             self.lose(Unknown.INTERRUPTED)
             self.in_flight = False
 
-    def catch_up(self, llm: llama_cpp.Llama, memory: ContextMemory) -> bool:
-        """Follow a context that was rewound; whether everything that it holds is known."""
+    def catch_up(self, llm: llama_cpp.Llama, memory: ContextMemory, *, compare: bool = True) -> bool:
+        """Follow a context that was rewound; whether everything that it holds is known.
+
+        With `compare`, the tokens that the ``Llama`` names have to be the known ones. Between two generated tokens that
+        would be most of the cost, and nothing is stored or restored there.
+        """
         n = llm.n_tokens
         if self.unknown is not None:
             if n == 0 and memory.empty():
                 self.replace(())
             return self.unknown is None
-        if n > self.n or (n < self.n and not np.array_equal(self._tokens[:n], llm.input_ids[:n])):
+        is_other = (compare or n < self.n) and self._tokens[:n].tobytes() != llm.input_ids[:n].tobytes()
+        if n > self.n or is_other:
             self.lose(Unknown.CHANGED)
         elif not memory.holds(n):
             self.lose(Unknown.STEPPED_BACK if n < self.n else Unknown.CHANGED)

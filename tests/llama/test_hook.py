@@ -420,6 +420,70 @@ def test_a_read_only_store_restores_and_writes_nothing(llama, tmp_path):
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
+class Wrapper(BaseLlamaCache):
+    """A cache around a store, which a completion does not recognise as one."""
+
+    cache_size = 0
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getitem__(self, tokens):
+        return self.store[tokens]
+
+    def __contains__(self, tokens):
+        return tokens in self.store
+
+    def __setitem__(self, tokens, state):
+        self.store[tokens] = state
+
+
+PROMPT_LOGITS = {
+    "a saved state": lambda llm, store: llm.load_state(llm.save_state()),
+    "no cache": lambda llm, store: llm.set_cache(None),
+    "another cache": lambda llm, store: llm.set_cache(LlamaRAMCache()),
+    "a wrapper": lambda llm, store: llm.set_cache(Wrapper(store)),
+    "detached": lambda llm, store: store.detach(),
+    "closed": lambda llm, store: store.close(),
+    "unknown": lambda llm, store: (llm.ctx, llm.set_cache(None)),
+}
+
+
+@pytest.mark.parametrize("arch", ["llama", "lfm2"])
+@pytest.mark.parametrize("then", PROMPT_LOGITS.values(), ids=PROMPT_LOGITS)
+def test_logprobs_of_a_prompt_never_come_from_rows_that_were_not_computed(llama, arch, then):
+    text = "hello world this is a prompt with many words " * 20
+    options = {"max_tokens": 2, "temperature": 0, "logprobs": 1, "echo": True}
+    llm = llama(arch, logits_all=True)
+    plain = llm(text, **options)["choices"][0]["logprobs"]["token_logprobs"]
+    llm.reset()
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        llm(text, max_tokens=1, temperature=0)
+        forget(llm)
+        llm.scores[:] = 0
+        assert store.restore(llm.tokenize(text.encode()), always=True) > 100
+        then(llm, store)
+        got = llm(text, **options)["choices"][0]["logprobs"]["token_logprobs"]
+    assert np.allclose(got[1:], plain[1:], atol=0.01)
+
+
+def test_a_stream_goes_on_when_its_store_is_closed_and_logits_are_kept(llama):
+    llm, tokens = llama(logits_all=True), prompt(300)
+    expected = answer(llm, tokens, 12)
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        answer(llm, tokens, 1)
+        forget(llm)
+        stream = llm(tokens, max_tokens=12, temperature=0, stream=True)
+        text = next(stream)["choices"][0]["text"]
+        assert store.stats().hits == 1
+        llm.set_cache(None)
+        store.close()
+        assert text + "".join(chunk["choices"][0]["text"] for chunk in stream) == expected
+        assert answer(llm, tokens, 12) == expected
+
+
 def test_logprobs_are_the_same_as_without_a_store(llama, store):
     # three batches and a part of one; each token's row of logits costs a sort in Python
     options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}

@@ -236,6 +236,34 @@ def test_a_decode_that_no_python_code_can_see_is_noticed(contexts):
         assert store.stats().dropped["changed"] > 0
 
 
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("lookup", ["completion", "restore", "eval", "a token", "save_state"])
+def test_tokens_that_the_llama_names_and_does_not_hold_are_not_believed(contexts, arch, lookup):
+    llm, warm, cold = contexts(arch)
+    other = prompt(100, seed=8)
+    question = [*other, *OTHER]
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        answer(llm, other, 1)
+        llm.reset()
+        llm.eval(TEXT[:48])
+        llm.input_ids[:48] = other[:48]
+        if lookup == "completion":
+            answer(llm, question, 2)
+        elif lookup == "save_state":
+            llm.load_state(llm.save_state())
+            llm.eval(OTHER)
+        elif lookup == "a token":
+            for token in OTHER:
+                llm.eval([token])
+        else:
+            n = store.restore(question, always=True) if lookup == "restore" else 48
+            llm.eval(question[n:])
+        store.capture()
+        store.detach()
+        assert assert_right(store, warm, cold)
+
+
 def test_detaching_gives_the_context_its_class_back(contexts):
     llm, *_ = contexts()
     before = dict(vars(llm._ctx))
@@ -311,6 +339,90 @@ def test_a_loaded_state_is_used_for_one_prompt_and_then_computed_and_stored(cont
         assert stats.dropped["loaded_state"] > 0
         assert answer(llm, question, 4) == expected
         assert store.match(question).n_tokens == len(question)
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_a_state_from_a_lookup_is_restored_when_it_is_loaded_later(contexts, arch):
+    llm, plain, _ = contexts(arch)
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        answer(llm, TEXT, 1)
+        answer(llm, prompt(50, seed=4), 1)
+        state = store[[*TEXT, 7]]
+        llm.load_state(state)  # at once: nothing to do
+        n = state.n_tokens
+        assert n >= len(TEXT) - 1
+        answer(llm, prompt(50, seed=6), 1)
+        llm.load_state(state)
+        assert llm.n_tokens == n
+        llm.eval([7])
+        for token in (TEXT[:n], [7]):
+            plain.eval(token)
+        assert np.allclose(logits(llm), logits(plain), atol=0.1)
+
+
+def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts):
+    llm, other, _ = contexts()
+    with PrefixStore("memory:", llm, **PAGES) as store, PrefixStore("memory:", other, salt="b", **PAGES) as second:
+        llm.eval(TEXT)
+        store.capture()
+        state = store[[*TEXT, 7]]
+        with pytest.raises(MisuseError, match="another model or store"):
+            other.load_state(state)
+        llm.reset()
+        llm.eval(OTHER)
+        store.clear()
+        with pytest.raises(MisuseError, match=r"store\.restore\(tokens\)"):
+            llm.load_state(state)
+        assert llm.n_tokens == len(OTHER)
+        assert second.stats().hits == 0
+        second.detach()
+        with pytest.raises((ValueError, RuntimeError)):
+            other.load_state(state)
+
+
+def prepare(llm, n, ids):
+    """Put `n` positions into the context that the store knows nothing of, as a handler does for an image."""
+    llm._ctx.kv_cache_clear()
+    llm.n_tokens = 0
+    llm._ctx.decode(batch(llm, prompt(n, seed=9)))
+    llm.input_ids[:n] = ids
+    llm.n_tokens = n
+
+
+@pytest.mark.parametrize("n", [3, 20])
+def test_what_is_no_token_stays_for_every_prompt_that_continues_it(contexts, n):
+    llm, plain, _ = contexts()
+    questions = [[-1] * n + prompt(8, seed=seed) for seed in range(3)]
+    prepare(plain, n, -1)
+    expected = [answer(plain, question) for question in questions]
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        for _ in range(2):
+            prepare(llm, n, -1)
+            assert [answer(llm, question) for question in questions] == expected
+        assert store.restore(questions[-1], always=True) == n + 7
+        assert store.capture() == 0
+        assert stored_sequences(store) == []
+        assert answer(llm, TEXT, 1)  # another prompt
+        assert store.match(TEXT).n_tokens == len(TEXT)
+    # nobody can vouch for what is no token
+    prepare(llm, 20, -1)
+    with PrefixStore("memory:", namespace="n", **PAGES) as store:
+        assert store.capture(llm) == 0
+        assert store.restore([-1] * 20 + TEXT, llm) == 20
+
+
+def test_what_a_handler_evaluated_is_continued_however_short_it_is(contexts):
+    llm, plain, _ = contexts()
+    question = [3] * 3 + prompt(8)
+    prepare(plain, 3, 3)
+    expected = answer(plain, question)
+    with PrefixStore("memory:", llm, **PAGES) as store:
+        llm.set_cache(store)
+        prepare(llm, 3, 3)
+        assert answer(llm, question) == expected
+        assert stored_sequences(store) == []
 
 
 # -- attaching --------------------------------------------------------------------------------------------------------
