@@ -179,7 +179,7 @@ class Hook:
         if len(unscored):
             context.empty()
             tokens = [*unscored, *tokens]
-        if not len(tokens):
+        if len(tokens) == 0:
             if was_cleared:
                 # a generation that samples from logits which are gone would never end
                 raise ContextError("an interrupted restore has emptied the context; evaluate the prompt again")
@@ -323,7 +323,7 @@ class Hook:
         """Make a state live again that a lookup returned; it has no bytes, but its tokens are known."""
         context = self.context
         if state.namespace != context.lineage.namespace:
-            raise MisuseError("this state is that of another model or store; look the prompt up in this Llama's own store")
+            raise MisuseError("this state is that of another model; look the prompt up in the store of this Llama")
         tokens = as_tokens(state.input_ids)
         n = len(tokens)
         if self._holds_exactly(tokens):
