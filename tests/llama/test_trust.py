@@ -367,7 +367,7 @@ def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts)
         llm.eval(TEXT)
         store.capture()
         state = store[[*TEXT, 7]]
-        with pytest.raises(MisuseError, match="another model or store"):
+        with pytest.raises(MisuseError, match="of another model"):
             other.load_state(state)
         llm.reset()
         llm.eval(OTHER)
