@@ -328,9 +328,7 @@ class Hook:
         n = len(tokens)
         if self._holds_exactly(tokens):
             return
-        with self._guard("dropped:error"):
-            # the store may lack what is live now
-            self._before_leaving()
+        self._before_leaving()
         if self.strategy.stored(tokens, n) == n:
             context.empty()
             self._restore(tokens, n, always=True)
@@ -439,8 +437,7 @@ class Hook:
         if reason is not None:
             counters.count(f"miss:{reason}")
             return False
-        with self._guard("dropped:error"):
-            self.strategy.before_leaving()
+        self._before_leaving()
         # of a prompt that is longer than the context, the next token needs a place
         limit = min(limit, len(self.llm.input_ids) - 1)
         with self._guard("miss:error", "miss:unavailable"):
@@ -507,7 +504,9 @@ class Hook:
                     self._count_unknown(1)
 
     def _before_leaving(self) -> None:
-        if self.context.bypass_reason() is None:
+        """Capture what the context still has, before it moves to other tokens."""
+        is_stored = self._is_attached and not self.context.parameters.read_only
+        if is_stored and self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.before_leaving()
 

@@ -54,7 +54,8 @@ class PageStrategy:
         """Nothing is left to do."""
 
     def before_leaving(self) -> None:
-        """Nothing is left to do."""
+        """Capture the tail: a completion that was aborted has not saved it."""
+        self.capture(tail=True)
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
         """Take the pages that are not stored, with `tail` also the tokens after the last boundary; see `Strategy`."""

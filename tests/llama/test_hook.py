@@ -42,6 +42,25 @@ def test_a_completion_is_computed_once(llama, store):
     assert store.stats().hits == 2
 
 
+def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
+    llm, tokens = attached(store, llama()), prompt(200)
+    for then in (llm.reset, lambda: answer(llm, prompt(100, seed=3), 1)):
+        stream = llm(tokens, max_tokens=9, stream=True)
+        next(stream)
+        stream.close()
+        assert store.match(tokens).n_tokens == 0
+        then()
+        assert store.match(tokens).n_tokens == len(tokens)
+        store.clear()
+    # what a Llama that is not attached holds, nobody vouches for at a lookup
+    store.detach()
+    llm.reset()
+    llm.eval(tokens)
+    store.restore(prompt(100, seed=3), llm)
+    store.attach(llm)
+    assert store.match(tokens).n_tokens == 0
+
+
 def test_a_prompt_that_shares_1000_tokens_reuses_1000(llama, store):
     llm = attached(store, llama())
     answer(llm, prompt(1500), 1)
