@@ -312,6 +312,8 @@ def test_a_location_that_is_deleted_under_a_running_store_is_created_again(schem
 def test_with_a_file_in_the_place_of_a_folder_above_pages_are_dropped_until_the_folder_is_back(llama, tmp_path):
     above = tmp_path / "d" / "e"
     with serving(llama(), f"lmdb://{above}/kv", 0, 1) as server:
+        server.llm.reset()
+        server.store.clear()  # of what was stored when the answers were learned
         server.ask(0)
         server.store.flush()
         shutil.rmtree(above)
