@@ -130,13 +130,10 @@ class Catalog:
         while True:
             with self._lock:
                 if newest and generation < self._generation:
-                    self._generation, self._trusted = -1, False
-                known = self._generation if self._trusted else None
-                # A view that was opened before the last refresh has nothing new. And while a transaction of this
-                # process is open, or just ends, no other one has changed anything since it began, and what it has
-                # changed itself is in the index and may have to be taken back.
-                if generation < self._generation or generation == known or self._contents.journal is not None:
+                    self._distrust()
+                if not self._is_news(generation):
                     return n_records
+                known = self._generation if self._trusted else None
             changed = view.changes(known) if known is not None else None
             found: Mapping[bytes, tuple[Record | StorageError, Usage]]
             if changed is None:
@@ -145,8 +142,7 @@ class Catalog:
                 found = view.records(changed)
             n_records += len(found)
             with self._lock:
-                is_known = generation < self._generation or (generation == self._generation and self._trusted)
-                if is_known or self._contents.journal is not None:
+                if not self._is_news(generation):
                     return n_records  # another thread was faster
                 if changed is not None and not self._trusted:
                     continue  # the index was found to be wrong meanwhile: the changes alone are not enough any more
@@ -160,6 +156,20 @@ class Catalog:
                 self._refused.clear()
                 self._generation, self._trusted = generation, True
                 return n_records
+
+    def _is_news(self, generation: int) -> bool:
+        """Whether a view of this generation may change the index.
+
+        One that was opened before the last refresh has nothing new. And while a transaction of this process is open, or
+        just ends, no other one has changed anything since it began, and what it has changed itself is in the index and
+        may have to be taken back.
+        """
+        is_known = generation < self._generation or (generation == self._generation and self._trusted)
+        return not is_known and self._contents.journal is None
+
+    def _distrust(self) -> None:
+        """The index describes nothing that is stored any more: the next refresh reads all of it."""
+        self._generation, self._trusted = -1, False
 
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
@@ -249,7 +259,7 @@ class Catalog:
             is_here = self._contents.index.get(page.key) is page and page.key not in self._contents.pending
             if is_here and generation <= self._generation:
                 log.warning("the index does not match what is stored; rebuilding it")
-                self._generation, self._trusted = -1, False
+                self._distrust()
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
@@ -398,7 +408,7 @@ class Catalog:
             except BaseException:
                 # interrupted: the index may have half of it
                 self._contents.start()
-                self._generation, self._trusted = -1, False
+                self._distrust()
                 raise
             if not is_added:
                 return Placement.ORPHAN

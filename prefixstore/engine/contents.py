@@ -99,6 +99,7 @@ class Contents:
         self.latest = 0
 
     def start(self) -> None:
+        """Begin with an empty index and no strays."""
         self.index = Index()
         self.candidates = Candidates(self.index, self._policy)
         self.strays = Strays()
@@ -124,6 +125,7 @@ class Contents:
             self._moved.add(key)
 
     def refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
+        """Follow a change of one page: what is stored of it now, or why that cannot be read, or None."""
         self.strays.remove_unreadable(key)
         if isinstance(record, Record) and usage is not None:
             is_known = self.know(key, record, usage)
@@ -143,6 +145,7 @@ class Contents:
             self.lose(key)
 
     def rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
+        """Begin anew with all that is stored, and with the pending pages."""
         stored: dict[bytes, tuple[Record, Usage]] = {}
         corrupt: set[bytes] = set()
         newer: set[bytes] = set()
@@ -180,10 +183,12 @@ class Contents:
         now = time.time_ns()
         last_used = time_of_use(usage.last_used, now)
         self.latest = max(self.latest, last_used)
+        stored = Page.stored(key, record, usage)
+        stored.last_used = last_used or now
         self.remove_stray(key)
         if self.strays.get(record.parent) is not None:
             # what it was computed after has no place in the index, even if a pending page has that key
-            self.add_stray(Page.stored(key, record, usage))
+            self.add_stray(stored)
             return False
         page = self.index.get(key)
         if page is not None and not (is_same(page, record) and page.start == record.start):
@@ -191,7 +196,7 @@ class Contents:
             if key in self.pending:
                 # the stored one is deleted when the pending one is written
                 self.index.change(page, is_stored=False)
-                self.add_stray(Page.stored(key, record, usage))
+                self.add_stray(stored)
                 return False
             # another process has replaced it
             self.lose(key)
@@ -199,23 +204,12 @@ class Contents:
             page = None
         if page is not None:
             page.last_used = max(page.last_used, last_used)
-            page.priority = usage.priority
-            self.index.change(
-                page,
-                stored_bytes=record.stored_bytes,
-                pinned=usage.pinned,
-                expires=_later(page.expires, usage.expires),
-                is_stored=True,
-                may_be_victim=key not in self.pending,
-            )
+            self._take_over(page, stored)
+        elif self.add(stored):
+            self.candidates.add(stored)
         else:
-            page = Page.stored(key, record, usage)
-            page.last_used = last_used or now
-            if not self.add(page):
-                self.add_stray(page)
-                return False
-        page.announced_expiry = usage.expires
-        self.candidates.add(page)
+            self.add_stray(stored)
+            return False
         return True
 
     def place_again(self) -> None:
@@ -250,7 +244,7 @@ class Contents:
                 self.candidates.add(page)
 
     def _take_over(self, here: Page, stored: Page) -> None:
-        """A page that was captured again is stored still: what is stored of it holds."""
+        """A page that is in the index is stored: what is stored of it holds."""
         here.priority = stored.priority
         here.announced_expiry = stored.announced_expiry
         self.index.change(
@@ -275,9 +269,11 @@ class Contents:
         return page
 
     def is_pending(self, new: PendingPage) -> bool:
+        """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
         return self.pending.get(new.page.key) is new
 
     def may_be_stored(self, page: Page) -> bool:
+        """Whether a page is stored, or is being written."""
         return page.is_stored or page.key in self.writing
 
     def may_be_deleted(self, page: Page) -> bool:
@@ -297,10 +293,12 @@ class Contents:
             self.remove_stray(page.key)
 
     def undo(self, step: Callable[[], None]) -> None:
+        """If a transaction is open and fails, call this."""
         if self.journal is not None:
             self.journal.undo(step)
 
     def note_deleted_from(self, namespace: bytes) -> None:
+        """The open transaction deletes a page of this namespace."""
         if self.journal is not None:
             self.journal.deleted_from.add(namespace)
 

@@ -114,6 +114,7 @@ class Page:
             usage.priority,
             usage.expires,
             form=record.form,
+            announced_expiry=usage.expires,
             is_stored=True,
             may_be_victim=True,
         )

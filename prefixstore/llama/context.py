@@ -14,7 +14,7 @@ from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PendingPage
-from prefixstore.errors import MisuseError, StorageError
+from prefixstore.errors import MisuseError
 from prefixstore.format.keys import PAGE, Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.compute_rate import ComputeRate
@@ -165,15 +165,11 @@ class Context(Generic[M_co]):
         return True
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """A restore, or a load: if it is interrupted, or does not handle its failure itself, the context is cleared."""
+    def loading(self) -> Iterator[None]:
+        """A load of a whole state: if it fails, or is interrupted, the context is cleared."""
         self.memory.unverified = True
         try:
             yield
-        except StorageError:
-            # the location failed: what was loaded before is verified
-            self.memory.unverified = False
-            raise
         except BaseException:
             self.settle()
             raise

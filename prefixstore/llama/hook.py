@@ -309,7 +309,7 @@ class Hook:
         self._before_leaving()
         saved = self._saved.get(state)
         context.lineage.begin()
-        with context.restoring():
+        with context.loading():
             self._original("load_state")(state)
         if saved is not None and saved.is_still(state):
             context.lineage.replace(saved.tokens)
