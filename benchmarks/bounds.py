@@ -118,24 +118,26 @@ def after_a_failure(kind: str, n_pages: int) -> None:
             figure(f"{kind}, {n_pages:,} pages: the lookup after a failed put", seconds(lambda: caller.match([1])))
 
 
+def figure_of_puts(name: str, caller: Caller) -> None:
+    """How long a put takes when there is no space left."""
+    with closing(caller.engine):
+        for _ in range(105):
+            caller.put()
+        figure(name, median(seconds(caller.put) for _ in range(ROUNDS)))
+
+
 def with_pins(n_pins: int) -> None:
     backend = open_backend("memory:", max_bytes=GIB, read_only=False)
     fill(backend, [ONE] * n_pins, pinned=True)
     caller = Caller(backend, Budget(GIB, max_entries=n_pins + 100))
-    with closing(caller.engine):
-        for _ in range(105):
-            caller.put()
-        figure(f"{n_pins:,} pins: a put that evicts", median(seconds(caller.put) for _ in range(ROUNDS)))
+    figure_of_puts(f"{n_pins:,} pins: a put that evicts", caller)
 
 
 def with_tenants(n_tenants: int) -> None:
     backend = open_backend("memory:", max_bytes=GIB, read_only=False)
     fill(backend, [Namespace({"salt": f"tenant {number}"}) for number in range(n_tenants)])
     caller = Caller(backend, Budget(GIB, None, Quota(10_000, 10_000)))
-    with closing(caller.engine):
-        for _ in range(105):
-            caller.put()
-        figure(f"{n_tenants:,} tenants with a quota: a put", median(seconds(caller.put) for _ in range(ROUNDS)))
+    figure_of_puts(f"{n_tenants:,} tenants with a quota: a put", caller)
 
 
 def with_expired(n_pages: int) -> None:

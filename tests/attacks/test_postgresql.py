@@ -12,13 +12,14 @@ import pytest
 from sqlalchemy import event, make_url
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.sql import migrations, postgresql
+from prefixstore.backends.sql import postgresql
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
 from tests.support.places import refusal
-from tests.support.postgres import Standby, private_server, server_program, small_disk_server
+from tests.support.postgres import Standby, private_server, server_program, small_disk_server, store_on
+from tests.support.proxy import Proxy
 from tests.support.timeouts import wait_for
 
 READ_ONLY = {"read_only": True}
@@ -152,8 +153,8 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
         is_intact(url, C)
 
 
-class Line:
-    """A port on this machine that leads to the server, and fails in the middle of an answer.
+class Line(Proxy):
+    """Fails in the middle of an answer.
 
     Attributes
     ----------
@@ -164,24 +165,10 @@ class Line:
     """
 
     def __init__(self, path):
-        self.path = path
         self.left: int | None = None
         self.stalls = False
         self.passed = 0
-        self.ends: list[socket.socket] = []
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        with suppress(OSError):
-            while True:
-                near, _ = self.listener.accept()
-                far = socket.socket(socket.AF_UNIX)
-                far.connect(self.path)
-                self.ends += [near, far]
-                threading.Thread(target=self.forward, args=(near, far, False), daemon=True).start()
-                threading.Thread(target=self.forward, args=(far, near, True), daemon=True).start()
+        super().__init__(path)
 
     def forward(self, source, target, answers):
         with suppress(OSError):
@@ -199,12 +186,6 @@ class Line:
         for end in (source, target):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-
-    def close(self):
-        for end in (self.listener, *self.ends):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
 
 
 @pytest.fixture
@@ -265,10 +246,7 @@ def test_a_server_that_is_killed_while_pages_are_written_loses_none_that_was_flu
     if server_program("initdb") is None:
         pytest.skip("PostgreSQL is not installed")
     with private_server() as server:
-        with psycopg.connect(libpq(server.url), autocommit=True) as session:
-            session.execute("CREATE DATABASE kv")
-        url = make_url(server.url).set(database="kv").render_as_string(hide_password=False)
-        migrations.upgrade(url)
+        url = store_on(server)
         flushed: list[list[int]] = []
         with stored(url) as store:
             for k in range(4 * TORTURE):
@@ -298,10 +276,7 @@ def test_a_server_with_a_full_disk_is_read_and_used_again_when_there_is_space():
     if server_program("initdb") is None:
         pytest.skip("PostgreSQL is not installed")
     with small_disk_server() as server:
-        with psycopg.connect(libpq(server.url), autocommit=True) as session:
-            session.execute("CREATE DATABASE kv")
-        url = make_url(server.url).set(database="kv").render_as_string(hide_password=False)
-        migrations.upgrade(url)
+        url = store_on(server)
         with stored(url, A) as store:
             store.engine.flush()
             # the tables cannot grow, the log can; then neither can, and the server stops and recovers
@@ -429,12 +404,9 @@ def test_a_standby_is_read_and_takes_no_pages():
     if server_program("pg_basebackup") is None:
         pytest.skip("PostgreSQL is not installed")
     with private_server() as primary:
-        with psycopg.connect(libpq(primary.url), autocommit=True) as session:
-            session.execute("CREATE DATABASE kv")
-        url = make_url(primary.url).set(database="kv").render_as_string(hide_password=False)
-        migrations.upgrade(url)
+        url = store_on(primary)
         with stored(url, A) as store, private_server(lambda directory: Standby(directory, primary)) as standby:
-            there = make_url(standby.url).set(database="kv").render_as_string(hide_password=False)
+            there = make_url(standby.url).set(database=make_url(url).database).render_as_string(hide_password=False)
             writer = Store(open_backend(there, max_bytes=MIB))
             wait_for(lambda: lookup(writer, A) == 3, "the copy")
             assert writer.put(B) == 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import traceback
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from prefixstore.backends import open_backend
 from prefixstore.errors import LocationError
 from tests.support import keys_of
 from tests.support.places import MIB, fill, opened, refusal, space
+from tests.support.worker import in_fork
 
 pytestmark = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can act as other users")
 ME, OTHER, GROUP = 12_345, 12_346, 12_347
@@ -24,21 +23,14 @@ ME, OTHER, GROUP = 12_345, 12_346, 12_347
 
 def as_user(work, uid=ME, groups=()):
     """Do this in a child that is another user; what it raises fails the test."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.setgroups(groups)
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            work()
-            code = 0
-        except BaseException:  # noqa: BLE001 - the child must not return into pytest
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def act():
+        os.setgroups(groups)
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        work()
+
+    in_fork(act)
 
 
 @pytest.fixture(scope="module", autouse=True)

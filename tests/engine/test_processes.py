@@ -217,14 +217,20 @@ def while_space_is_made(store, work):
     store.backend.update = updating
 
 
+def pending_here_and_stored_there(one, two):
+    """A snapshot that waits in one engine, and that the other one has stored."""
+    one.put(A[:4])
+    two.match(A)
+    ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
+    assert one.engine.announce(ours)
+    assert two.engine.announce(theirs)
+    assert two.engine.commit([theirs]) == 1
+    return ours
+
+
 def test_a_page_that_is_given_up_in_a_transaction_and_that_another_process_has_stored_keeps_its_parent(tmp_path):
     with two_stores(tmp_path, max_entries=2) as (one, two):
-        one.put(A[:4])
-        two.match(A)
-        ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
-        assert one.engine.announce(ours)
-        assert two.engine.announce(theirs)
-        assert two.engine.commit([theirs]) == 1
+        ours = pending_here_and_stored_there(one, two)
         batch = one.announce(B[:4])
         while_space_is_made(one, lambda: one.engine._catalog.drop([ours], DropReason.UNAVAILABLE))
         one.engine.commit(batch)
@@ -234,12 +240,7 @@ def test_a_page_that_is_given_up_in_a_transaction_and_that_another_process_has_s
 
 def test_a_snapshot_that_is_pending_here_and_stored_by_another_process_can_be_thinned(tmp_path):
     with two_stores(tmp_path) as (one, two):
-        one.put(A[:4])
-        two.match(A)
-        ours, theirs = snapshot_of(one, A[:6]), snapshot_of(two, A[:6])
-        assert one.engine.announce(ours)
-        assert two.engine.announce(theirs)
-        assert two.engine.commit([theirs]) == 1
+        ours = pending_here_and_stored_there(one, two)
         one.match(A)
         one.engine._catalog.discard_snapshot(ours.page)
         one.engine.commit([ours])

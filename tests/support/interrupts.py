@@ -56,30 +56,30 @@ def _traced(work: Callable[[], object], modules: Collection[ModuleType], count: 
         sys.settrace(before)
 
 
+class _Steps:
+    """Counts steps, and raises a KeyboardInterrupt at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.n = 0
+
+    def __call__(self) -> None:
+        self.n += 1
+        if self.n == self.at:
+            raise KeyboardInterrupt
+
+
 def steps_of(work: Callable[[], object], modules: Collection[ModuleType]) -> int:
     """How many bytecodes of these modules this runs when it is run again: the first time may take more."""
     work()
-    n = 0
-
-    def count() -> None:
-        nonlocal n
-        n += 1
-
-    _traced(work, modules, count)
-    return n
+    steps = _Steps()
+    _traced(work, modules, steps)
+    return steps.n
 
 
 def interrupted(work: Callable[[], object], modules: Collection[ModuleType], step: int) -> None:
     """Run this, with a KeyboardInterrupt before the bytecode of these modules with this number."""
-    left = step
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    _traced(work, modules, count)
+    _traced(work, modules, _Steps(step))
 
 
 def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
@@ -97,24 +97,11 @@ def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
 def moments_of(work: Callable[[], object]) -> int:
     """How often Python looks for signals while this runs: when a function begins, and when one in C has returned."""
     work()
-    n = 0
-
-    def count() -> None:
-        nonlocal n
-        n += 1
-
-    _profiled(work, count)
-    return n
+    moments = _Steps()
+    _profiled(work, moments)
+    return moments.n
 
 
 def interrupted_at(work: Callable[[], object], moment: int) -> None:
     """Run this, with a KeyboardInterrupt at the moment with this number."""
-    left = moment
-
-    def count() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-
-    _profiled(work, count)
+    _profiled(work, _Steps(moment))

@@ -277,3 +277,19 @@ def database(server: str, template: str | None) -> Iterator[str]:
     finally:
         with psycopg.connect(libpq, autocommit=True) as connection:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def store_on(server: Server) -> str:
+    """The URL of a new database with an empty store, on a server that ends with the test."""
+    import psycopg
+    from sqlalchemy import make_url
+
+    from prefixstore.backends.sql import migrations as migrate
+
+    url = make_url(server.url)
+    libpq = url.set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as session:
+        session.execute("CREATE DATABASE kv")
+    location: str = url.set(database="kv").render_as_string(hide_password=False)
+    migrate.upgrade(location)
+    return location

@@ -213,6 +213,8 @@ class PostgreSQL(Database):
             yield connection
 
     def begin(self, connection: Connection) -> None:
+        # waits for no lock: a connection that was lost is found before anything is sent over it
+        _accept_silence(connection, SILENT_READING)
         again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
         _accept_silence(connection, SILENT_WRITING)
 

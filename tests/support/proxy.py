@@ -1,0 +1,53 @@
+"""A port on this machine that leads to a server's socket, for tests of what goes wrong on the way."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+__all__ = ["Proxy"]
+
+
+class Proxy:
+    """A port that leads to a Unix socket.
+
+    Parameters
+    ----------
+    path
+        The socket.
+
+    Attributes
+    ----------
+    port
+        Of this machine.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.ends: list[socket.socket] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self) -> None:
+        """Connect whoever comes, until `close`."""
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                far = socket.socket(socket.AF_UNIX)
+                far.connect(self.path)
+                self.ends += [near, far]
+                for source, target, answers in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self.forward, args=(source, target, answers), daemon=True).start()
+
+    def forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        """Pass on what is sent in one direction; `answers` is the one from the server."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End all connections, and take no more."""
+        for end in (self.listener, *self.ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
