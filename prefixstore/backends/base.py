@@ -26,14 +26,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["CHANGES_KEPT", "Backend", "Transaction", "Used", "View"]
+__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Transaction", "Used", "View"]
 
 # generations for which our own backends remember what changed
 CHANGES_KEPT = 4096
+
+# What `View.facts` returns of a page: all but its tokens, its checksum and its payload.
+FACTS = np.dtype(
+    [
+        ("key", f"V{KEY_BYTES}"),
+        ("parent", f"V{KEY_BYTES}"),
+        ("namespace", f"V{KEY_BYTES}"),
+        ("raw_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("created", "<u8"),
+        ("last_used", "<u8"),
+        ("expires", "<u8"),
+        ("start", "<u4"),
+        ("n_tokens", "<u4"),
+        ("compute_us", "<u4"),
+        ("hits", "<u4"),
+        ("priority", "<i2"),
+        ("codec", "u1"),
+        ("form", "u1"),
+        ("pinned", "?"),
+        ("is_readable", "?"),
+    ]
+)
+
+
+class Entry(NamedTuple):
+    """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
+
+    key: bytes
+    record: Record | StorageError
+    usage: Usage
 
 
 @dataclass(frozen=True)
@@ -87,6 +125,83 @@ class View(ABC):
                 found[key] = error, Usage(0)
         return found
 
+    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+        """The first pages of a sequence that are stored, up to the first that is missing.
+
+        No page is stored without its parent, so a bisection finds how many there are.
+
+        Parameters
+        ----------
+        keys
+            Of consecutive pages of one sequence, parents first.
+        """
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if self.records([keys[middle]]):
+                low = middle + 1
+            else:
+                high = middle
+        found = self.records(keys[:low])
+        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys[:low])]
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        """The children of a page between which a page with these tokens would be, by the bytes of their tokens.
+
+        At most two: the last child whose tokens are not above `tokens`, and the first one whose tokens are. One of them
+        has the longest prefix in common with `tokens` of all children. Snapshots do not count.
+
+        Parameters
+        ----------
+        parent
+            Key of the parent, or of the namespace: then first pages are its children.
+        tokens
+            Little-endian int32 bytes.
+        """
+        children = [each for each in self.children([parent], PAGE) if isinstance(each.record, Record)]
+        ordered = sorted(children, key=_tokens_of)
+        n_below = sum(_tokens_of(each) <= tokens for each in ordered)
+        return ordered[max(n_below - 1, 0) : n_below + 1]
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        """The children of these pages that have this form, each parent's in the order of their tokens.
+
+        Parameters
+        ----------
+        parents
+            Keys of pages, or of namespaces, whose children are their first pages.
+        form
+            `PAGE` or `SNAPSHOT`.
+        at_most
+            How many of each parent, the first ones.
+        """
+        found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
+        for key, record, usage in self.scan():
+            if isinstance(record, Record) and record.form == form and record.parent in found:
+                found[record.parent].append(Entry(key, record, usage))
+        count = self.used.entries if at_most is None else at_most
+        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        """Facts of the pages whose keys come after this one, in the order of their keys.
+
+        Parameters
+        ----------
+        after
+            A key, or ``b""`` for the first pages.
+        at_most
+            How many pages.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one
+            finds out. Those that cannot be read at all have nothing but a key.
+        """
+        entries = (Entry(*each) for each in self.scan())
+        first = nsmallest(at_most, (each for each in entries if each.key > after), key=lambda each: each.key)
+        return np.array([_facts_of(each) for each in first], FACTS)
+
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
@@ -121,6 +236,36 @@ class View(ABC):
     @abstractmethod
     def used(self) -> Used:
         """What the location holds, index included; inside a transaction, with what it has written so far."""
+
+
+def _tokens_of(entry: Entry) -> bytes:
+    assert isinstance(entry.record, Record)
+    return entry.record.tokens
+
+
+def _facts_of(entry: Entry) -> tuple[object, ...]:
+    key, record, usage = entry
+    if not isinstance(record, Record):
+        return key, b"", b"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False
+    return (
+        key,
+        record.parent,
+        record.namespace,
+        record.raw_bytes,
+        record.stored_bytes,
+        record.created,
+        usage.last_used,
+        usage.expires,
+        record.start,
+        len(record.tokens) // TOKEN_BYTES,
+        record.compute_us,
+        usage.hits,
+        usage.priority,
+        record.codec,
+        record.form,
+        usage.pinned,
+        True,
+    )
 
 
 class Transaction(View):
