@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,12 @@ from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Transaction", "Used", "View"]
+__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View"]
 
 # generations for which our own backends remember what changed
 CHANGES_KEPT = 4096
 
+Facts: TypeAlias = npt.NDArray[np.void]
 # What `View.facts` returns of a page: all but its tokens, its checksum and its payload.
 FACTS = np.dtype(
     [
@@ -182,7 +183,7 @@ class View(ABC):
         count = self.used.entries if at_most is None else at_most
         return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
 
-    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+    def facts(self, after: bytes, at_most: int) -> Facts:
         """Facts of the pages whose keys come after this one, in the order of their keys.
 
         Parameters

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The eviction policy that learns which pages are used again, and when, and so which of them are worth their space.
 
 Pages are in classes: by the number of their uses, by the time between the last two uses (or by depth, as long as there

@@ -14,6 +14,7 @@ from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.index import Page
+from prefixstore.engine.page_table import Victim
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
@@ -29,6 +30,8 @@ MANY_BYTES = 1 << 40
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
+# The share of the budget in use from which what eviction needs is read, so that it is there when something is evicted.
+LOAD_TABLE_AT = 0.75
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,33 @@ class Evictor:
         What the location may hold.
     counters
         Counts what is deleted.
+
+    Attributes
+    ----------
+    used
+        What the location held after the last transaction; None before the first.
     """
 
     def __init__(self, catalog: Catalog, budget: Budget, counters: Counters) -> None:
         self._catalog = catalog
         self._budget = budget
         self._counters = counters
+        self.used: Used | None = None
+
+    def needs_table(self, backend: Backend) -> bool:
+        """Whether the next commit may need to know all pages."""
+        if self._catalog.has_table:
+            return False
+        if self.used is None:
+            with backend.view() as view:
+                self.used = view.used
+        budget, used = self._budget, self.used
+        if budget.quota != Quota() or self._catalog.has_expired:
+            return True
+        share = used.bytes / budget.max_bytes
+        if budget.max_entries:
+            share = max(share, used.entries / budget.max_entries)
+        return share > LOAD_TABLE_AT
 
     def make_space(
         self,
@@ -163,14 +187,17 @@ class Evictor:
 
         quotas = self._quotas(transaction, record.namespace, settings)
         # Known before anything is evicted: the page fits if all were evicted that can be.
+        size = n_bytes + len(record.tokens)
         for group, limit in quotas:
             total = self._catalog.total(group)
-            if total.bytes - total.evictable_bytes > limit - n_bytes:
+            if total.bytes - total.evictable_bytes > limit - size:
                 return DropReason.QUOTA
-        if self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries):
-            return DropReason.BUDGET
+        if exceeded():
+            self._catalog.require_table(transaction)
+            if self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries):
+                return DropReason.BUDGET
         for group, limit in quotas:
-            if not self._shrink(transaction, group, limit - n_bytes):
+            if not self._shrink(transaction, group, limit - size):
                 return DropReason.QUOTA
         if quotas and self._evict(transaction, exceeded, quotas[-1][0]):
             return None
@@ -178,7 +205,7 @@ class Evictor:
 
     def _is_hopeless(self, transaction: Transaction, adding: int, entries: int) -> bool:
         """Whether there is too much even if all is evicted that can be. False if that is not certain."""
-        used, total = transaction.used, self._catalog.evictable()
+        used, total = transaction.used, self._catalog.total()
         left = used.bytes - _most_freed(transaction, total)
         return self._budget.exceeded(Used(max(left, 0), used.entries - total.evictable), adding=adding, entries=entries)
 
@@ -198,6 +225,7 @@ class Evictor:
         at_once = PAGES_AT_ONCE
         while True:
             try:
+                self._catalog.load_table(backend)
                 with self._catalog.update(backend) as transaction:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
                     is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
@@ -209,7 +237,9 @@ class Evictor:
                 return used
 
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
-        """Delete leaves that have expired, and parents that become such leaves; whether more are left."""
+        """Delete leaves that have expired, and parents that become such leaves; whether more are left, or may be."""
+        if not self._catalog.has_table:
+            return True
         now = time.time_ns()
         expiring = self._catalog.expiring()
         try:
@@ -218,7 +248,6 @@ class Evictor:
                 if page is None:
                     return False
                 if page.expires > now:
-                    self._catalog.put_back(page)
                     return False
                 self._delete(transaction, page, evicting=False)
         finally:
@@ -228,6 +257,8 @@ class Evictor:
     def _quotas(self, transaction: Transaction, namespace: bytes, settings: bytes) -> list[tuple[bytes | str, int]]:
         """The groups that a quota bounds and this namespace belongs to, and the limits; the largest group last."""
         quota = self._budget.quota
+        if quota != Quota():
+            self._catalog.require_table(transaction)
         found: list[tuple[bytes | str, int]] = []
         if quota.namespace is not None:
             found.append((namespace, quota.namespace))
@@ -253,10 +284,10 @@ class Evictor:
         *,
         at_most: int | None = None,
     ) -> bool:
-        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left.
-
-        When the index has no more, and all pages are meant, those go that have no place in it: no lookup finds them.
-        """
+        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left."""
+        if not exceeded():
+            return True
+        self._catalog.require_table(transaction)
         victims = self._catalog.victims(group)
         turns = itertools.count() if at_most is None else range(at_most)
         try:
@@ -264,30 +295,20 @@ class Evictor:
                 if not exceeded():
                     break
                 victim = victims.next()
-                if victim is not None:
-                    self._delete(transaction, victim, evicting=True)
-                elif group is not None or not self._delete_stray(transaction):
+                if victim is None:
                     return False
+                self._delete(transaction, victim, evicting=True)
         finally:
             victims.close()
         return True
 
-    def _delete(self, transaction: Transaction, victim: Page, *, evicting: bool) -> None:
+    def _delete(self, transaction: Transaction, victim: Victim, *, evicting: bool) -> None:
         # asked before the catalog's lock is taken: a completion may wait for that
         usage = transaction.usage(victim.key)
         # the index first, so that the page is not matched, nor continued, while it is deleted
         if self._catalog.remove_victim(victim, usage, evicting=evicting):
             transaction.delete(victim.key)
             self._catalog.after_commit(partial(self._counters.count, "evictions" if evicting else "expired"))
-
-    def _delete_stray(self, transaction: Transaction) -> bool:
-        """Delete one page that has no place in the index; whether there was one."""
-        key = self._catalog.remove_stray_leaf()
-        if key is None:
-            return False
-        transaction.delete(key)
-        self._catalog.after_commit(partial(self._counters.count, "evictions"))
-        return True
 
 
 def _most_freed(transaction: Transaction, total: Total) -> int:

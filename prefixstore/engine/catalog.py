@@ -1,7 +1,7 @@
 """What is stored, as far as this process knows, and the pages that are still to be written.
 
-Two kinds of pages are in the index: committed ones, and pending ones, whose bytes wait in a buffer. Both are matched
-and restored alike.
+Two kinds of pages are in the index: committed ones, as far as lookups came across them, and pending ones, whose bytes
+wait in a buffer. Both are matched and restored alike. What a lookup needs and the index lacks is read by `Catalog.load`.
 
 Each method takes the catalog's lock for a moment, `Catalog.update` at its steps. The lock is never held while the
 backend is asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use
@@ -14,33 +14,38 @@ import itertools
 import logging
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.backends.base import Backend, Entry, Facts, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.contents import Contents, DropReason, Taken
-from prefixstore.engine.eviction import Policy
-from prefixstore.engine.index import Index, Page, Path, is_same
+from prefixstore.engine.index import Index, Page, Path, Unknown, branches, is_same
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.page_table import PageTable, Victim
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
-from prefixstore.engine.strays import Strays
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, StorageError
-from prefixstore.format.keys import TOKEN_BYTES, Tokens
-from prefixstore.format.record import Record, Usage, time_of_use
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
+from prefixstore.format.record import CLOCK_SLACK, Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Claim", "Placement", "Victims"]
+__all__ = ["Catalog", "Claim", "Placement", "Victims", "depth_first"]
 
 log = logging.getLogger("prefixstore")
+
+# siblings that are compared at each page to find out where sequences fork: where there are many, they fork in few places
+SIBLINGS_COMPARED = 64
+# how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
+LOADS = 4
+# pages of which facts are read at a time: the lock is held while they are entered into the table
+FACTS_AT_ONCE = 10_000
 
 
 class Placement(Enum):
@@ -65,11 +70,11 @@ class Claim(NamedTuple):
 class Victims:
     """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
 
-    def __init__(self, lock: threading.RLock, pages: Generator[Page, None, None]) -> None:
+    def __init__(self, lock: threading.RLock, pages: Generator[Victim, None, None]) -> None:
         self._lock = lock
         self._pages = pages
 
-    def next(self) -> Page | None:
+    def next(self) -> Victim | None:
         """The next page; None when there are no more."""
         with self._lock:
             return next(self._pages, None)
@@ -81,11 +86,11 @@ class Victims:
 
 
 class Catalog:
-    """The index, kept up with the backend, and what waits for the next commit.
+    """What is known of the location, kept up with it, and what waits for the next commit.
 
     Parameters
     ----------
-    policy
+    table
         The order of eviction.
     counters
         Counts what is dropped.
@@ -93,32 +98,40 @@ class Catalog:
         Is told which pages have left the location.
     """
 
-    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
-        self._policy = policy
+    def __init__(self, table: PageTable, counters: Counters, ram: RamTier) -> None:
+        self._table = table
         self._ram = ram
         self._lock = threading.RLock()
-        self._contents = Contents(policy, counters, ram)
+        self._contents = Contents(counters, ram, table)
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._generation = -1
         self._trusted = False
+        self._epoch = 0
+        # taken by the thread that fills the table
+        self._loading = threading.Lock()
         # taken by one transaction of this process at a time
         self._turn = threading.Lock()
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
-    def refresh(self, view: View, *, newest: bool = False) -> int:
-        """Bring the index to the generation of the view, unless it is ahead of it.
+    @property
+    def epoch(self) -> int:
+        """Changes when a transaction of this process ends: a view that was opened before may lack what it has done."""
+        return self._epoch
 
-        Every transaction begins with this, so what a transaction changes in the index is never undone by what another
-        thread has read before.
+    def refresh(self, view: View, *, newest: bool = False) -> int:
+        """Bring what is known to the generation of the view, unless it is ahead of it.
+
+        Every transaction begins with this, so what a transaction changes here is never undone by what another thread
+        has read before.
 
         Parameters
         ----------
         view
             Of the backend.
         newest
-            Whether the view is of the latest commit. An index that is ahead of it describes a store that was replaced.
+            Whether the view is of the latest commit. A catalog that is ahead of it describes a store that was replaced.
 
         Returns
         -------
@@ -134,46 +147,58 @@ class Catalog:
                 if not self._is_news(generation):
                     return n_records
                 known = self._generation if self._trusted else None
+                needed = self._needed()
             changed = view.changes(known) if known is not None else None
-            found: Mapping[bytes, tuple[Record | StorageError, Usage]]
             if changed is None:
-                found = {key: (record, usage) for key, record, usage in view.scan()}
+                found = _with_ancestors(view, needed)
             else:
-                found = view.records(changed)
+                found = {key: Entry(key, *one) for key, one in view.records(list(dict.fromkeys(changed))).items()}
             n_records += len(found)
             with self._lock:
                 if not self._is_news(generation):
                     return n_records  # another thread was faster
                 if changed is not None and not self._trusted:
-                    continue  # the index was found to be wrong meanwhile: the changes alone are not enough any more
+                    continue  # found to be wrong meanwhile: the changes alone are not enough any more
                 if changed is None:
+                    self._table.unload()
                     self._contents.rebuild(found)
+                    self._ram.drop(key for key in self._ram.keys() if key not in found)
                 else:
-                    for key in changed:
-                        self._contents.refresh_page(key, *found.get(key, (None, None)))
-                    self._contents.place_again()
-                self._ram.drop(key for key in (self._ram.keys() if changed is None else changed) if key not in found)
+                    for key in dict.fromkeys(changed):
+                        self._contents.refresh_page(key, found.get(key))
+                    self._ram.drop(key for key in changed if key not in found)
                 self._refused.clear()
                 self._generation, self._trusted = generation, True
                 return n_records
 
+    def _needed(self) -> set[bytes]:
+        """What has to be known even if all else is forgotten: pending pages and what they follow, states in RAM."""
+        index = self._contents.index
+        needed = set(self._ram.keys())
+        for new in self._contents.pending.values():
+            page: Page | None = new.page
+            while page is not None and page.key not in needed:
+                needed |= {page.key, page.parent} - {page.namespace}
+                page = index.get(page.parent)
+        return needed
+
     def _is_news(self, generation: int) -> bool:
-        """Whether a view of this generation may change the index.
+        """Whether a view of this generation may change what is known.
 
         One that was opened before the last refresh has nothing new. And while a transaction of this process is open, or
-        just ends, no other one has changed anything since it began, and what it has changed itself is in the index and
-        may have to be taken back.
+        just ends, no other one has changed anything since it began, and what it has changed itself is known and may
+        have to be taken back.
         """
         is_known = generation < self._generation or (generation == self._generation and self._trusted)
         return not is_known and self._contents.journal is None
 
     def _distrust(self) -> None:
-        """The index describes nothing that is stored any more: the next refresh reads all of it."""
+        """What is known describes nothing that is stored any more: the next refresh begins anew."""
         self._generation, self._trusted = -1, False
 
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
-        """A transaction for which the index is up to date. If it fails, what it has changed in the index is undone.
+        """A transaction for which the catalog is up to date. If it fails, what it has changed here is undone.
 
         At its end it drops the settings of namespaces that it has left without pages.
 
@@ -185,8 +210,8 @@ class Catalog:
             Called when the transaction is committed, before any other thread learns from the location what has happened
             since.
         """
-        # Until the outcome is in the index, the next transaction of this process waits here: before it has the backend,
-        # and with nothing to be interrupted between taking the turn and being sure to pass it on.
+        # Until the outcome is known here, the next transaction of this process waits: before it has the backend, and
+        # with nothing to be interrupted between taking the turn and being sure to pass it on.
         with self._turn:
             try:
                 with backend.update() as transaction:
@@ -210,8 +235,9 @@ class Catalog:
     def _end_journal(self, error: BaseException | None) -> None:
         with self._lock:
             journal, self._contents.journal = self._contents.journal, None
+            self._epoch += 1
             if error is not None and not isinstance(error, StorageError):
-                # interrupted anywhere, maybe in the middle of a change of the index
+                # interrupted anywhere, maybe in the middle of a change
                 self._trusted = False
             if journal is not None and error is None:
                 journal.commit()
@@ -225,22 +251,19 @@ class Catalog:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
         with self._lock:
             journal, sweeps = self._contents.journal, self._contents.sweeps
-            if journal is None or self._contents.strays.newer:
+            emptied = set(journal.deleted_from) if journal is not None else set()
+            if journal is None or not (emptied or sweeps):
                 return
-            emptied = set(journal.deleted_from)
             if sweeps:
                 journal.after_commit(self._swept)
         if sweeps:
             emptied = set(transaction.namespaces())
+        for form in (PAGE, SNAPSHOT):
+            emptied -= {_parent_of(entry) for entry in transaction.children(sorted(emptied), form, 1)}
         for namespace in emptied:
-            # asked just before: a page may have lost its place in the index while the backend was asked
-            if not self._holds_pages_of(namespace):
+            # what cannot be read does not say what it follows
+            if not any(transaction.children([namespace], form, 1) for form in (PAGE, SNAPSHOT)):
                 transaction.drop_namespace(namespace)
-
-    def _holds_pages_of(self, namespace: bytes) -> bool:
-        """Whether pages of a namespace may be stored, in the index or not."""
-        with self._lock:
-            return self._contents.strays.may_be_of(namespace) or self._contents.index.totals.of(namespace).stored > 0
 
     def _swept(self) -> None:
         self._contents.sweeps = False
@@ -251,7 +274,7 @@ class Catalog:
             self._contents.sweeps = True
 
     def contradict(self, page: Page, generation: int) -> None:
-        """A page is not in a view of this generation. If the index covers that generation, the store was replaced.
+        """A page is not in a view of this generation. If the catalog covers that generation, the store was replaced.
 
         Not if the page was deleted, and captured again since: then the index has another node for it.
         """
@@ -261,14 +284,215 @@ class Catalog:
                 log.warning("the index does not match what is stored; rebuilding it")
                 self._distrust()
 
+    # -- reading what a lookup needs ----------------------------------------------------------------------------------
+
+    def read(self, backend: Backend, load: Callable[[View, int], bool]) -> int:
+        """Bring what is known up to date, and call one of the methods below, again if its view is too old by then.
+
+        Returns
+        -------
+        int
+            How many records have changed.
+        """
+        n_records = 0
+        for _ in range(LOADS):
+            epoch = self._epoch
+            with backend.view() as view:
+                n_records += self.refresh(view)
+                if load(view, epoch):
+                    break
+        return n_records
+
+    def load(
+        self,
+        view: View,
+        epoch: int,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        *,
+        snapshots: bool = False,
+    ) -> bool:
+        """Read what the index lacks of a sequence.
+
+        Parameters
+        ----------
+        view
+            Up to which the catalog was brought.
+        epoch
+            The catalog's, from before the view was opened.
+        namespace, tokens, page_tokens
+            The sequence.
+        snapshots
+            Whether the snapshots along it are wanted.
+
+        Returns
+        -------
+        bool
+            False if the view is too old by now.
+        """
+        with self._lock:
+            unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
+            if unknown is None:
+                return True
+        rest = tokens[unknown.at :].tobytes()
+        keys = page_keys(unknown.parent, tokens[unknown.at :], page_tokens)
+        step = page_tokens * TOKEN_BYTES
+        pages = view.leading(keys) if keys else []
+        # a key only nominates: the tokens decide
+        are_good = (_holds(page, rest[i * step : (i + 1) * step]) for i, page in enumerate(pages))
+        n_good = sum(1 for _ in itertools.takewhile(bool, are_good))
+        parent = pages[n_good - 1].key if n_good else unknown.parent
+        wanted = rest[n_good * step : (n_good + 1) * step]
+        near = view.neighbors(parent, wanted) if wanted else []
+        beside: list[Entry] = []
+        parents = [*unknown.without_snapshots, *(page.key for page in pages[:n_good])]
+        if snapshots and parents:
+            beside = view.children(parents, SNAPSHOT)
+        generation = view.generation
+        with self._lock:
+            if not self._may_learn(generation, epoch):
+                return False
+            contents = self._contents
+            are_known = [contents.learn(entry) for entry in pages[:n_good]]
+            for entry in pages[n_good : n_good + 1]:
+                contents.learn(entry)
+            if all(are_known) and wanted:
+                contents.know_between(parent, namespace, wanted, near)
+            if snapshots:
+                contents.know_snapshots(parents, namespace, beside)
+            return True
+
+    def _unknown(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool) -> Unknown | None:
+        index = self._contents.index
+        find = index.snapshots_along if snapshots else index.match
+        return find(namespace, tokens, page_tokens)[1]
+
+    def _may_learn(self, generation: int, epoch: int) -> bool:
+        """Whether what was read from a view is what is stored now, but for what the open transaction does."""
+        return self._trusted and epoch == self._epoch and generation == self._generation
+
+    def load_pages(self, view: View, epoch: int, keys: Collection[bytes]) -> bool:
+        """Read what the index lacks of these pages and of those that they follow; false if the view is too old."""
+        with self._lock:
+            wanted = [key for key in keys if key not in self._contents.index]
+        found = _with_ancestors(view, wanted)
+        generation = view.generation
+        with self._lock:
+            if not self._may_learn(generation, epoch):
+                return False
+            for entry in sorted(found.values(), key=_start_of):
+                self._contents.learn(entry)
+            return True
+
+    def load_all(self, view: View, epoch: int) -> bool:
+        """Read all that is stored into the index; false if the view is too old.
+
+        For maintenance: it takes 3 KB of memory a page.
+        """
+        with self._lock:
+            if self._contents.is_complete:
+                return True
+        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
+        generation = view.generation
+        with self._lock:
+            if not self._may_learn(generation, epoch) or self._contents.journal is not None:
+                return False
+            self._contents.rebuild_all(found)
+            return True
+
+    # -- what eviction needs ------------------------------------------------------------------------------------------
+
+    def load_table(self, backend: Backend) -> None:
+        """Read what eviction needs of all pages, in slices, if that was not done yet."""
+        with self._loading:
+            after = b""
+            while not self._table.is_loaded:
+                epoch = self.epoch
+                with backend.view() as view:
+                    self.refresh(view)
+                    facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
+                with self._lock:
+                    if not self._table.is_loading:
+                        # what was read before, if anything, was forgotten since
+                        self._table.begin()
+                        after = b""
+                    elif self._may_learn(generation, epoch):
+                        after = self._enter(facts, after)
+
+    def require_table(self, transaction: Transaction) -> None:
+        """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""
+        after = b""
+        with self._lock:
+            if self._table.is_loaded:
+                return
+            self._table.begin()
+        while not self._table.is_loaded:
+            facts = transaction.facts(after, FACTS_AT_ONCE)
+            with self._lock:
+                after = self._enter(facts, after)
+
+    def _enter(self, facts: Facts, after: bytes) -> bytes:
+        """Enter a slice into the table; up to which key it is filled now."""
+        # a time in the future is not believed
+        now = time.time_ns()
+        facts["last_used"][facts["last_used"] > now + CLOCK_SLACK] = now
+        self._table.fill(facts)
+        journal = self._contents.journal
+        for key in journal.deleted if journal is not None else ():
+            self._table.deleted(key)
+        if len(facts):
+            return bytes(facts["key"][-1])
+        self._table.end()
+        self._contents.deferred.damaged |= set(self._table.strays())
+        return after
+
+    @property
+    def has_table(self) -> bool:
+        """Whether `victims`, `expiring` and `total` know all pages."""
+        return self._table.is_loaded
+
+    def victims(self, group: Group = None) -> Victims:
+        """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
+        with self._lock:
+            return Victims(self._lock, self._table.victims(group))
+
+    def expiring(self) -> Victims:
+        """Stored leaves that expire, the first one first."""
+        with self._lock:
+            return Victims(self._lock, self._table.expiring())
+
+    def total(self, group: Group = None) -> Total:
+        """What a group of pages holds; see `Total`."""
+        with self._lock:
+            return replace(self._table.total(group))
+
+    @property
+    def payload_bytes(self) -> tuple[int, int]:
+        """The bytes of all payloads as stored, and of the states that they stand for."""
+        with self._lock:
+            return self._table.payload_bytes
+
+    def namespaces_without_salt(self) -> list[bytes]:
+        """Namespaces with pages, for which `set_salt` was not called yet."""
+        with self._lock:
+            return list(self._table.namespaces_without_salt())
+
+    def set_salt(self, namespace: bytes, salt: str | None) -> None:
+        """Note whose pages those of a namespace are."""
+        with self._lock:
+            self._table.set_salt(namespace, salt)
+
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, up to the last page that has not expired."""
+        """The longest known prefix of `tokens`, up to the last page that has not expired; see `load`."""
+        now = time.time_ns()
         with self._lock:
-            path, now = self._contents.index.match(namespace, tokens, page_tokens), time.time_ns()
-            # a page is kept at least as long as those after it
-            n_kept = bisect_left(path.pages, True, key=lambda page: page.kept_until <= now)
+            path, _ = self._contents.index.match(namespace, tokens, page_tokens)
+            self._contents.index.used(path.pages)
+            self._contents.trim()
+            n_kept = next((i for i, page in enumerate(path.pages) if page.has_expired(now)), len(path.pages))
             if n_kept == len(path.pages):
                 return path
             self._contents.deferred.expired = True
@@ -278,25 +502,29 @@ class Catalog:
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
     ) -> Path:
-        """The path to the deepest snapshot among the first `limit` tokens, at a multiple of `multiple_of`."""
+        """The path to the deepest known snapshot among the first `limit` tokens, at a multiple of `multiple_of`."""
         now = time.time_ns()
         with self._lock:
-            for path in self._contents.index.snapshots_along(namespace, tokens[:limit], page_tokens):
-                if path.pages[-1].kept_until <= now:
+            found = Path((), 0)
+            for path in self._contents.index.snapshots_along(namespace, tokens[:limit], page_tokens)[0]:
+                if any(page.has_expired(now) for page in path.pages):
                     self._contents.deferred.expired = True
                 elif path.n_tokens % multiple_of == 0:
-                    return path
-        return Path((), 0)
+                    found = path
+                    break
+            self._contents.index.used(found.pages)
+            self._contents.trim()
+            return found
 
     def match_stored(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The path to the deepest snapshot of `tokens`, or the longest prefix where there are none; expired or not."""
         with self._lock:
             # where there are snapshots, pages alone cannot be restored
-            snapshots = self._contents.index.snapshots_along(namespace, tokens, page_tokens)
-            return snapshots[0] if snapshots else self._contents.index.match(namespace, tokens, page_tokens)
+            snapshots, _ = self._contents.index.snapshots_along(namespace, tokens, page_tokens)
+            return snapshots[0] if snapshots else self._contents.index.match(namespace, tokens, page_tokens)[0]
 
     def get(self, key: bytes) -> Page | None:
-        """The page with this key."""
+        """The page with this key, if it is in the index."""
         with self._lock:
             return self._contents.index.get(key)
 
@@ -313,44 +541,15 @@ class Catalog:
         return path[::-1]
 
     def pages(self) -> list[Page]:
-        """All pages, parents before their children."""
+        """All pages of the index, parents before their children; see `load_all`."""
         with self._lock:
-            return list(depth_first(roots(self._contents.index)))
+            return list(depth_first(self._contents.index.roots()))
 
     def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
-        """The pages whose keys a function of the index chooses, parents before their children."""
+        """The pages whose keys a function of the index chooses, parents before their children; see `load_all`."""
         with self._lock:
             keys = choose(self._contents.index)
-            return [page for page in depth_first(roots(self._contents.index)) if page.key in keys]
-
-    @property
-    def payload_bytes(self) -> tuple[int, int]:
-        """The bytes of all payloads as stored, and of the states that they stand for."""
-        with self._lock:
-            return self._contents.index.stored_bytes, self._contents.index.raw_bytes
-
-    def total(self, group: Group = None) -> Total:
-        """What a group of pages holds; see `Total`."""
-        with self._lock:
-            return replace(self._contents.index.totals.of(group))
-
-    def evictable(self) -> Total:
-        """What all pages hold, and how much of it eviction could delete at most, pages without a place included."""
-        with self._lock:
-            total = replace(self._contents.index.totals.of(None))
-            total.add(self._contents.strays.total)
-            return total
-
-    def namespaces_without_salt(self) -> list[bytes]:
-        """Namespaces with pages, for which `set_salt` was not called yet."""
-        with self._lock:
-            return list(self._contents.index.totals.without_salt)
-
-    def set_salt(self, namespace: bytes, salt: str | None) -> None:
-        """Note whose pages those of a namespace are."""
-        with self._lock:
-            self._contents.index.totals.set_salt(namespace, salt)
-            self._contents.candidates.joined(namespace)
+            return [page for page in depth_first(self._contents.index.roots()) if page.key in keys]
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -402,22 +601,26 @@ class Catalog:
             if place is not Placement.ADDED:
                 return place
             new.announced(self._contents.time_of_use())
-            new.page.is_stored = new.page.may_be_victim = False
+            new.page.is_stored = False
+            is_new = self._contents.index.is_sealed(new.page)
             try:
-                is_added = self._contents.add(new.page)
+                is_added = self._contents.index.add(new.page)
             except BaseException:
                 # interrupted: the index may have half of it
-                self._contents.start()
+                self._contents.index = Index()
                 self._distrust()
                 raise
             if not is_added:
                 return Placement.ORPHAN
+            if is_new:
+                # it is not stored, so nothing is stored after it
+                new.page.has_no_other_dependents()
             self._contents.pending[new.page.key] = new
-            self._policy.added(new.page)
+            self._table.announced(new.page)
             older = self._contents.index.superseded_by(new.page)
             if older is not None and older.is_leaf and not self._contents.may_be_stored(older):
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
-                self._contents.forget(older.key)
+                self._contents.forget(older.key, is_deleted=False)
             return place
 
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
@@ -432,26 +635,38 @@ class Catalog:
         with self._lock:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
-            self._policy.looked_up(namespace, pages)
-            # the deepest first: it decides how long the others are kept
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
                 if page.expires and page.expires < expires:
-                    self._contents.index.change(page, expires=expires)
+                    page.expires = expires
                 page.hits += 1
                 self._contents.deferred.uses[page.key] = self._contents.deferred.uses.get(page.key, 0) + 1
+            self._table.looked_up(namespace, pages)
             self._ram.want([page for page in pages if page.key not in self._contents.pending])
 
-    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
-        """Give up all but `keep` of the snapshots along `tokens`, except pinned ones; how many."""
+    def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+        """Give up all but `keep` of the known snapshots along `tokens`, except pinned ones; how many."""
         with self._lock:
-            paths = self._contents.index.snapshots_along(namespace, tokens, page_tokens)[::-1]
+            paths = self._contents.index.snapshots_along(namespace, tokens, page_tokens)[0][::-1]
             if len(paths) <= keep:
                 return 0
+            known = self._contents.index.match(namespace, tokens, page_tokens)[0].pages
+        ends = {namespace: 0} | {page.key: page.end for page in known if page.end <= len(tokens)}
+        others: dict[bytes, list[bytes]] = {key: [] for key in ends}
+        for form in (PAGE, SNAPSHOT):
+            for entry in view.children(list(ends), form, SIBLINGS_COMPARED):
+                if isinstance(entry.record, Record):
+                    others[entry.record.parent].append(entry.record.tokens)
+        with self._lock:
+            index = self._contents.index
+            for key in ends:
+                # pending ones too
+                node = index.node(key, namespace) if key == namespace or key in index else None
+                others[key] += [page.tokens for page in node.dependents[:SIBLINGS_COMPARED]] if node is not None else []
             positions = [path.n_tokens for path in paths]
-            branches = self._contents.index.branches(namespace, tokens, page_tokens)
+            forks = branches([(end, others[key]) for key, end in ends.items()], tokens)
             # other sequences start from the last snapshot before the fork
-            shared = {max((n for n in positions if n <= branch), default=0) for branch in branches}
+            shared = {max((n for n in positions if n <= fork), default=0) for fork in forks}
             doomed = thin(positions, keep, interval, shared)
             discarded = [path.pages[-1] for path in paths if path.n_tokens in doomed and not path.pages[-1].pinned]
             for page in discarded:
@@ -466,7 +681,7 @@ class Catalog:
         with self._lock:
             if page.key in self._contents.pending and page.key not in self._contents.writing:
                 if not page.is_stored:
-                    self._contents.forget(page.key)
+                    self._contents.forget(page.key, is_deleted=False)
                     return
                 self._contents.keep_as_stored(page)
             self._contents.deferred.thinned.add(page.key)
@@ -490,6 +705,11 @@ class Catalog:
         """Whether uses, or pages to be deleted, wait for the next commit."""
         return bool(self._contents.deferred)
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether a lookup has come across an expired page, which is to be deleted."""
+        return self._contents.deferred.expired
+
     def deferred(self) -> Deferred:
         """A copy of the deferred changes."""
         with self._lock:
@@ -500,45 +720,54 @@ class Catalog:
         with self._lock:
             return [new for new in batch if self._contents.is_pending(new)]
 
-    def claim(self, new: PendingPage) -> Claim | None:
-        """Mark a page as being written, and take the tail that it continues out of the index.
+    def load_beside(self, transaction: Transaction, page: Page) -> None:
+        """Read the siblings of a page that is about to be written: what it continues, or what continues it."""
+        with self._lock:
+            if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
+                return
+        near = transaction.neighbors(page.parent, page.tokens)
+        with self._lock:
+            self._contents.know_between(page.parent, page.namespace, page.tokens, near)
 
-        None if the page is no longer pending.
+    def tail_before(self, new: PendingPage) -> Page | None:
+        """The stored tail that a pending page continues."""
+        with self._lock:
+            older = self._contents.index.superseded_by(new.page) if self._contents.is_pending(new) else None
+            return older if older is not None and self._contents.may_be_stored(older) else None
+
+    def claim(self, new: PendingPage, *, keeps_tail: bool = False) -> Claim | None:
+        """Mark a page as being written, and take the tail that it continues out of the index, unless it has to stay.
+
+        None if the page is no longer pending, or need not be written, as a longer one is stored.
         """
         page = new.page
         with self._lock:
             if not self._contents.is_pending(new):
                 return None
+            if page.is_leaf and self._contents.index.covers(page):
+                del self._contents.pending[page.key]
+                self._contents.forget(page.key, is_deleted=False)
+                return None
             self._contents.writing.add(page.key)
             older = self._contents.index.superseded_by(page)
             # one that another thread is writing has been written: transactions take turns
-            if older is None or not self._contents.may_be_deleted(older) or not self._contents.may_be_stored(older):
+            if keeps_tail or older is None or not older.is_leaf or not self._contents.may_be_stored(older):
                 return Claim(None)
             if older.pinned and not page.pinned:
-                self._contents.index.change(page, pinned=True)
-                self._contents.undo(partial(self._contents.index.change, page, pinned=False))
-            return Claim(older, tuple(self._contents.delete(older.key)))
+                self._set_pinned(page, pinned=True)
+            return Claim(older, tuple(self._contents.delete(older.key, older.namespace)))
 
     def keep_superseded(self, claim: Claim) -> None:
         """The page that was to replace a tail is refused: the tail, which was not deleted, stays."""
         with self._lock:
             self._contents.put_back(claim.taken)
 
-    def put(self, new: PendingPage, stored_bytes: int, *, may_be_victim: bool) -> None:
-        """The open transaction has stored a page, or found it there: how many bytes the codec made of it.
-
-        An imported page competes with the others for the space from now on.
-        """
-        page = new.page
+    def put(self, new: PendingPage, record: Record, usage: Usage) -> None:
+        """The open transaction has stored a page with this record and usage, or found them there."""
         with self._lock:
-            if not page.is_stored:
-                self._contents.uncommitted.add(page.key)
-            self._contents.undo(
-                partial(self._contents.take_back, page, page.stored_bytes, page.is_stored, page.may_be_victim)
-            )
-            self._contents.index.change(page, stored_bytes=stored_bytes, is_stored=True, may_be_victim=may_be_victim)
-            if self._contents.is_pending(new):
-                self._contents.candidates.add(page)
+            if not new.page.is_stored:
+                self._contents.uncommitted.add(new.page.key)
+            self._contents.put(new.page, Entry(new.page.key, record, usage))
 
     def after_commit(self, step: Callable[[], None]) -> None:
         """Call this when the open transaction is committed; not if it fails."""
@@ -560,15 +789,8 @@ class Catalog:
                 self._contents.uncommitted.discard(new.page.key)
                 if self._contents.is_pending(new):
                     del self._contents.pending[new.page.key]
-                    self._contents.index.change(new.page, may_be_victim=True)
                     new.page.announced_expiry = new.page.expires
-                    self._contents.candidates.add(new.page)
             self._contents.deferred.subtract(deferred)
-            if deferred.damaged:
-                # those that are not damaged after all, because another process has replaced them
-                for key in deferred.damaged:
-                    self._contents.moved(key)
-                self._contents.place_again()
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
         """There is no space for a page, or no parent: give it up."""
@@ -603,150 +825,79 @@ class Catalog:
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
-    def victims(self, group: Group = None) -> Victims:
-        """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
-        with self._lock:
-            return Victims(self._lock, self._contents.candidates.victims(group))
-
-    def expiring(self) -> Victims:
-        """Stored leaves that expire, the first one first."""
-        with self._lock:
-            return Victims(self._lock, self._contents.candidates.expiring())
-
-    def put_back(self, page: Page) -> None:
-        """A victim is not deleted after all."""
-        with self._lock:
-            self._contents.candidates.add(page)
-
-    def remove_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
+    def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
 
         It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
         it.
         """
         with self._lock:
-            if self._contents.index.get(page.key) is not page or not self._contents.may_be_deleted(page):
+            page = self._contents.index.get(victim.key)
+            if self._contents.is_held(victim.key) or (page is not None and not page.is_leaf):
                 return False
             last_used = time_of_use(usage.last_used, time.time_ns()) if usage is not None else 0
-            if usage is not None and (last_used > page.last_used or usage.expires > page.expires or usage.pinned):
-                page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
-                self._contents.index.change(page, pinned=usage.pinned, expires=max(usage.expires, page.expires))
-                self._contents.candidates.add(page)
+            if usage is not None and (last_used > victim.last_used or usage.expires > victim.expires or usage.pinned):
+                if page is not None:
+                    page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
+                    page.pinned, page.expires = usage.pinned, max(usage.expires, page.expires)
+                self._table.spare(victim.key, usage, last_used)
                 return False
             if evicting:
-                self.after_commit(partial(self._policy.evicted, page))
-            self._contents.delete(page.key)
+                self.after_commit(partial(self._table.evicted, victim))
+            self._contents.delete(victim.key, victim.namespace)
             return True
 
-    def remove_leaf(self, key: bytes) -> Page | None:
-        """Take a page out of the index if it is a leaf, pinned or not; the page."""
+    def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
+        """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
         with self._lock:
             page = self._contents.index.get(key)
-            if page is None or not self._contents.may_be_deleted(page):
-                return None
-            self._contents.delete(key)
-            return page
-
-    def remove_stray_leaf(self) -> bytes | None:
-        """Forget a page that has no place in the index, to delete it; its key.
-
-        Not one that is pinned, or that others follow, nor one that was captured again: its transaction counts on it.
-        """
-        with self._lock:
-            strays, index = self._contents.strays, self._contents.index
-            found = (page.key for page in strays.leaves() if not page.pinned and page.key not in index)
-            key = next(found, None)
-            if key is not None:
-                self.lose(key)
-            return key
+            if key in self._contents.pending or (page is not None and not page.is_leaf):
+                return False
+            self._contents.delete(key, namespace)
+            return True
 
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
         with self._lock:
             doomed = usage is not None and not usage.pinned and key not in self._contents.pending
             if doomed:
-                self._contents.delete(key)
+                page = self._contents.index.get(key)
+                self._contents.delete(key, page.namespace if page is not None else None)
             return doomed
 
-    def lose(self, key: bytes) -> None:
+    def lose(self, key: bytes, namespace: bytes | None = None) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
         with self._lock:
-            page, is_newer = self._contents.remove_stray(key), self._contents.strays.remove_unreadable(key)
-            if page is not None:
-                self._contents.note_deleted_from(page.namespace)
-                self._contents.undo(partial(self._contents.add_stray, page))
-            if is_newer is not None:
-                self._contents.sweeps = True
-                self._contents.undo(partial(self._contents.strays.add_unreadable, key, is_newer=is_newer))
             here = self._contents.index.get(key)
-            if here is not None and key in self._contents.pending:
-                if here.is_stored:
-                    self._contents.note_deleted_from(here.namespace)
-                    self._contents.undo(partial(self._contents.index.change, here, is_stored=True))
-                    self._contents.index.change(here, is_stored=False)
-            elif here is not None:
-                self._contents.delete(key)
+            if here is None or key not in self._contents.pending:
+                self._contents.delete(key, namespace)
+                # whose page it was may not be known
+                self._contents.sweeps = self._contents.sweeps or (here is None and namespace is None)
+            elif here.is_stored:
+                self._contents.undo(partial(setattr, here, "is_stored", True))
+                here.is_stored = False
+                self._contents.note_deleted(key, here.namespace)
 
-    def with_descendants(self, keys: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
-        """These pages and all that is stored after them, children before their parents: keys and stored bytes.
-
-        To be used in a transaction, for which the catalog is up to date. Each step takes the lock for a moment.
-        """
-        waiting = [(key, False) for key in keys]
-        page: Page | None
-        seen: set[bytes] = set()
-        while waiting:
-            key, is_done = waiting.pop()
-            with self._lock:
-                page = self._contents.index.get(key) or self._contents.strays.get(key)
-                if not is_done and key not in seen:
-                    seen.add(key)
-                    waiting.append((key, True))
-                    dependents = page.dependents if page is not None and page.key in self._contents.index else []
-                    waiting += [(each.key, False) for each in (*dependents, *self._contents.strays.after(key))]
-                    continue
-            if is_done:
-                yield key, page.stored_bytes if page is not None else 0
-
-    def select_strays(self, choose: Callable[[Strays], Collection[bytes]]) -> set[bytes]:
-        """The keys that a function chooses of the stored pages that have no place in the index."""
+    def set_expiry(self, page: Page, expires: int) -> None:
+        """The open transaction changes when a page expires."""
         with self._lock:
-            return set(choose(self._contents.strays))
-
-    def damaged(self) -> set[bytes]:
-        """The keys of those of them that can never be restored: their records are damaged, or they follow nothing."""
-        with self._lock:
-            strays = self._contents.strays
-            return {key for key in self._contents.deferred.damaged if key in strays} | strays.corrupt
-
-    @property
-    def n_newer(self) -> int:
-        """How many stored pages a newer version wrote, so that their records cannot be read."""
-        with self._lock:
-            return len(self._contents.strays.newer)
-
-    def knows(self, key: bytes) -> bool:
-        """Whether there is such a page, in the index or not."""
-        with self._lock:
-            return key in self._contents.index or key in self._contents.strays
+            self._contents.undo(partial(self._contents.set_expiry, page, page.expires))
+            self._contents.set_expiry(page, expires)
 
     def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
         """These pages are pinned now, or not any more."""
         with self._lock:
-            # children first: while a parent is pinned, it need not know how long its children are kept
-            for page in sorted(pages, key=lambda page: -page.start):
-                self._contents.undo(partial(self._set_pinned, page, pinned=page.pinned))
+            for page in pages:
                 self._set_pinned(page, pinned=pinned)
             # what was refused may find space now
             self._refused.clear()
 
     def _set_pinned(self, page: Page, *, pinned: bool) -> None:
-        self._contents.index.change(page, pinned=pinned)
-        if self._contents.index.get(page.key) is page:
-            self._contents.candidates.add(page)
+        self._contents.undo(partial(self._contents.set_pinned, page, pinned=page.pinned))
+        self._contents.set_pinned(page, pinned=pinned)
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
-        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors.
+        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `load_all`.
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
@@ -764,11 +915,6 @@ class Catalog:
             return changed
 
 
-def roots(index: Index) -> list[Page]:
-    """The first pages of all sequences."""
-    return [page for page in index if page.parent == page.namespace]
-
-
 def depth_first(start: Iterable[Page]) -> Iterator[Page]:
     """Pages and their descendants, parents before their children."""
     waiting = list(start)[::-1]
@@ -776,3 +922,28 @@ def depth_first(start: Iterable[Page]) -> Iterator[Page]:
         page = waiting.pop()
         yield page
         waiting += page.dependents[::-1]
+
+
+def _with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
+    """What is stored of these pages, and of those that they follow."""
+    found: dict[bytes, Entry] = {}
+    wanted = list(keys)
+    while wanted:
+        new = {key: Entry(key, *one) for key, one in view.records(wanted).items()}
+        found |= new
+        records = [one.record for one in new.values() if isinstance(one.record, Record)]
+        parents = {record.parent for record in records if record.parent != record.namespace}
+        wanted = [key for key in parents if key not in found and key not in keys]
+    return found
+
+
+def _holds(entry: Entry, tokens: bytes) -> bool:
+    return isinstance(entry.record, Record) and entry.record.tokens == tokens
+
+
+def _start_of(entry: Entry) -> int:
+    return entry.record.start if isinstance(entry.record, Record) else -1
+
+
+def _parent_of(entry: Entry) -> bytes:
+    return entry.record.parent if isinstance(entry.record, Record) else b""

@@ -15,7 +15,7 @@ from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
-from prefixstore.engine.delete import Deleter
+from prefixstore.engine.delete import Deleter, has_dependents
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
@@ -95,6 +95,8 @@ class Committer:
         """
         catalog = self._catalog
         try:
+            if self._evictor.needs_table(self._backend):
+                catalog.load_table(self._backend)
             # Pack before the transaction: other processes wait while it is open.
             packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
             return self._write_with_space(packed)
@@ -185,6 +187,7 @@ class Committer:
                 if new.page.key in put:
                     catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
+            self._evictor.used = transaction.used
         self._counters.count("corrupt", n_damaged)
         return written
 
@@ -224,7 +227,7 @@ class Committer:
         if page.parent not in (page.namespace, *put) and not self._is_parent(known[0], page):
             return DropReason.ORPHAN
         # From here on no other thread supersedes it.
-        claim = self._catalog.claim(new)
+        claim = self._claim(transaction, new)
         if claim is None:
             return None
         tail = claim.superseded
@@ -242,11 +245,30 @@ class Committer:
             if tail.pinned and usage is not None and not usage.pinned:
                 transaction.touch(page.key, replace(usage, pinned=True), announce=True)
         stored = found.get(page.key)
-        stored_bytes = stored.stored_bytes if isinstance(stored, Record) else record.stored_bytes
-        # An imported page competes with the others at once: it may be the first victim of the next one.
-        self._catalog.put(new, stored_bytes, may_be_victim=not is_stored and one.usage is not None)
+        usage = transaction.usage(page.key)
+        self._catalog.put(new, stored if isinstance(stored, Record) else record, usage or _usage_of(one))
+        self._keep_ancestors(transaction, page)
         written.append(new)
         return None
+
+    def _claim(self, transaction: Transaction, new: PendingPage) -> Claim | None:
+        """Mark a page as being written, and take out the tail that it continues, unless something depends on it."""
+        catalog = self._catalog
+        catalog.load_beside(transaction, new.page)
+        tail = catalog.tail_before(new)
+        keeps = tail is not None and has_dependents(transaction, tail.key)
+        return catalog.claim(new, keeps_tail=keeps)
+
+    def _keep_ancestors(self, transaction: Transaction, page: Page) -> None:
+        """Have the pages that a new one follows expire no earlier than it does."""
+        for ancestor in self._catalog.path(page)[-2::-1]:
+            if ancestor.lasts_until(page):
+                return
+            usage = transaction.usage(ancestor.key)
+            if usage is not None:
+                expires = page.expires if page.expires and not page.pinned else 0
+                transaction.touch(ancestor.key, replace(usage, expires=expires), announce=True)
+                self._catalog.set_expiry(ancestor, expires)
 
     def _make_space(self, transaction: Transaction, one: PackedPage, claim: Claim) -> DropReason | None:
         """Make space for a page, and delete the tail that it replaces; if the page is refused, the tail stays."""

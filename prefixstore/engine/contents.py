@@ -1,10 +1,10 @@
-"""What a location contains, as far as this process knows, and the pages that are still to be written.
+"""What this process knows of a location, and the pages that are still to be written.
 
 Used by the catalog, under its lock: nothing here takes a lock, or asks the backend.
 
-In the index are the pages that lookups find: stored ones, and pending ones, whose bytes wait in a buffer. Strays are
-stored pages that have no place in the index. What the open transaction changes is noted in its journal, so that a
-failure takes back exactly that.
+The index has the pages that lookups came across and the pending ones, whose bytes wait in a buffer. The page table has
+what eviction needs of all stored pages, once that was read. What the open transaction changes is noted in its journal,
+so that a failure takes back exactly that.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.engine.eviction import Candidates, Policy
+from prefixstore.backends.base import Entry
 from prefixstore.engine.index import Index, Page, is_same
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.pending import Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
-from prefixstore.engine.strays import Strays
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, StorageError
+from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
 __all__ = ["Contents", "DropReason", "Taken"]
 
 log = logging.getLogger("prefixstore")
+
+# Pages in the index beyond which those that were not looked up for long are forgotten: 2.5 KB each.
+CACHED_PAGES = 8192
 
 
 class DropReason(str, Enum):
@@ -51,27 +55,27 @@ class Taken(NamedTuple):
 
 
 class Contents:
-    """The index, the pages that wait for a commit, and the stored pages without a place.
+    """The index, the pages that wait for a commit, and the table of stored pages.
 
     Parameters
     ----------
-    policy
-        The order of eviction.
     counters
         Counts what is dropped.
     ram
         Is told which pages have left the location.
+    table
+        Is told which pages are stored.
 
     Attributes
     ----------
     index
-        The pages that lookups find.
-    candidates
-        Those of them that may be deleted.
-    strays
-        Stored pages that have no place in the index.
+        The pages that lookups find without asking the location.
+    is_complete
+        Whether the index has all that is stored and can be restored.
     pending
         Pages that wait for a commit, by key.
+    contested
+        Keys of pending pages under which another page is stored.
     writing
         Keys of pending pages that are in a transaction, or were until just now: they may be stored already.
     uncommitted
@@ -86,288 +90,162 @@ class Contents:
         Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
     """
 
-    def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
-        self._policy = policy
+    def __init__(self, counters: Counters, ram: RamTier, table: PageTable) -> None:
         self._counters = counters
         self._ram = ram
-        self.start()
+        self.table = table
+        self.index = Index(CACHED_PAGES)
+        self.is_complete = False
         self.pending: dict[bytes, PendingPage] = {}
+        self.contested: set[bytes] = set()
         self.writing: set[bytes] = set()
         self.uncommitted: set[bytes] = set()
         self.deferred = Deferred()
         self.journal: Journal | None = None
+        self.sweeps = True
         self.latest = 0
 
-    def start(self) -> None:
-        """Begin with an empty index and no strays."""
-        self.index = Index()
-        self.candidates = Candidates(self.index, self._policy)
-        self.strays = Strays()
-        # keys of what has come into, or left, the index or the strays: strays there may have a place now
-        self._moved: set[bytes] = set()
-        self.sweeps = True
+    # -- what is stored -----------------------------------------------------------------------------------------------
 
-    def add(self, page: Page) -> bool:
-        """Add a page to the index; see `Index.add`."""
-        is_added = self.index.add(page)
-        if is_added:
-            self.moved(page.key)
-        return is_added
-
-    def add_stray(self, page: Page) -> None:
-        """A stored page has no place in the index."""
-        self.strays.add(page)
-        self.moved(page.key)
-
-    def moved(self, key: bytes) -> None:
-        """A page has come, has gone, or is not taken for damaged any more: strays may have a place in the index now."""
-        if self.strays.get(key) is not None or self.strays.follow(key):
-            self._moved.add(key)
-
-    def refresh_page(self, key: bytes, record: Record | StorageError | None, usage: Usage | None) -> None:
-        """Follow a change of one page: what is stored of it now, or why that cannot be read, or None."""
-        self.strays.remove_unreadable(key)
-        if isinstance(record, Record) and usage is not None:
-            is_known = self.know(key, record, usage)
-            if not is_known and record.parent not in self.strays and key not in self.index:
-                self.deferred.damaged.add(key)
-            return
-        self.remove_stray(key)
-        if record is not None:
-            log.warning("a page cannot be read: %s", record)
-            self.strays.add_unreadable(key, is_newer=not isinstance(record, CorruptError))
-        if isinstance(record, CorruptError):
+    def learn(self, entry: Entry) -> bool:
+        """Note what the location has under a key, if the index has the page or its parent; whether it has it now."""
+        key, record, usage = entry
+        if self.is_deleting(key) or key in self.deferred.damaged:
+            return False
+        if not isinstance(record, Record):
+            self._unreadable(key, record)
+            return False
+        page = self.index.get(key)
+        stored = self._node_of(key, record, usage)
+        if page is not None and not (is_same(page, record) and page.start == record.start):
+            log.warning("two different pages have the key %s", key.hex())
+            if key in self.pending:
+                # the stored one is deleted when the pending one is written, and what follows it
+                page.is_stored = False
+                self.contested.add(key)
+                return False
+            # another process has replaced it
+            self.lose(key)
+            page = None
+        if page is not None:
+            self._take_over(page, stored)
+        elif not self.index.has_parent_of(stored) or stored.parent in self.contested:
+            return False
+        elif not self.index.add(stored):
+            # its parent is here, and ends elsewhere
             self.deferred.damaged.add(key)
+            return False
+        return True
+
+    def refresh_page(self, key: bytes, entry: Entry | None) -> None:
+        """Follow a change of one page: what is stored of it now, None for nothing."""
+        self.table.follow(key, entry)
+        if entry is not None:
+            self.learn(entry)
+            return
         page = self.index.get(key)
         if page is not None:
-            self.index.change(page, is_stored=False)
-        if key not in self.pending:
-            self.lose(key)
+            page.is_stored = False
+            if key not in self.pending:
+                self.lose(key)
 
-    def rebuild(self, found: Mapping[bytes, tuple[Record | StorageError, Usage]]) -> None:
-        """Begin anew with all that is stored, and with the pending pages."""
-        stored: dict[bytes, tuple[Record, Usage]] = {}
-        corrupt: set[bytes] = set()
-        newer: set[bytes] = set()
-        for key, (record, usage) in found.items():
-            if isinstance(record, Record):
-                stored[key] = record, usage
-            elif isinstance(record, (CorruptError, IncompatibleError)):
-                (newer if isinstance(record, IncompatibleError) else corrupt).add(key)
-            else:
-                raise record
-        self.start()
-        self.strays.corrupt, self.strays.newer = corrupt, newer
-        self.deferred.damaged |= corrupt
+    def rebuild(self, found: Mapping[bytes, Entry]) -> None:
+        """Begin anew with the pending pages and with these stored ones, among them what pending ones follow."""
+        self.index = Index(CACHED_PAGES)
+        self.is_complete = False
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
-        places += [(record.start, 1, key) for key, (record, _) in stored.items()]
-        with self.index.adding_many():
-            for _, is_stored, key in sorted(places):
-                if is_stored:
-                    record, usage = stored[key]
-                    parent, _ = found.get(record.parent, (None, None))
-                    is_known = self.know(key, record, usage)
-                    if not is_known and not isinstance(parent, StorageError) and not record.follows(parent):
-                        self.deferred.damaged.add(key)
-                elif key in self.pending:
-                    # a node of the old index: its children are added again, if they are still there
-                    page = self.pending[key].page
-                    page.drop_children()
-                    page.is_stored = page.may_be_victim = False
-                    if not self.add(page):
-                        self.drop(key, DropReason.ORPHAN)
+        places += [(one.record.start, 1, key) for key, one in found.items() if isinstance(one.record, Record)]
+        for _, is_stored, key in sorted(places):
+            if is_stored:
+                self.learn(found[key])
+            elif key in self.pending:
+                page = self.pending[key].page
+                page.forget_dependents()
+                page.is_stored = False
+                if not self.index.add(page):
+                    self.drop(key, DropReason.ORPHAN)
+        for key, one in found.items():
+            if not isinstance(one.record, Record):
+                self._unreadable(key, one.record)
 
-    def know(self, key: bytes, record: Record, usage: Usage) -> bool:
-        """Note a stored page; whether it has its place in the index."""
+    def know_between(self, parent: bytes, namespace: bytes, tokens: bytes, near: Sequence[Entry]) -> None:
+        """The location has these children of a page, and none between them and one with these tokens."""
+        are_known = [
+            isinstance(one.record, Record)
+            and (one.record.parent, one.record.form) == (parent, PAGE)
+            and self.learn(one)
+            for one in near
+        ]
+        if all(are_known) and (parent == namespace or parent in self.index):
+            is_stored = any(isinstance(one.record, Record) and one.record.tokens == tokens for one in near)
+            self.index.seal(parent, namespace, tokens, is_stored=is_stored)
+
+    def know_snapshots(self, parents: Iterable[bytes], namespace: bytes, found: Iterable[Entry]) -> None:
+        """The location has these snapshots after these pages, and no others."""
+        incomplete = {one.record.parent for one in found if isinstance(one.record, Record) and not self.learn(one)}
+        for parent in parents:
+            if parent not in incomplete and (parent == namespace or parent in self.index):
+                self.index.node(parent, namespace).knows_snapshots = True
+
+    def rebuild_all(self, found: Mapping[bytes, Entry]) -> None:
+        """As `rebuild`, with everything that is stored."""
+        self.rebuild(found)
+        self.index.complete()
+        self.is_complete = True
+
+    def trim(self) -> None:
+        """Forget pages that were not looked up for long, if there are many."""
+        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
+            self.is_complete = False
+
+    def _node_of(self, key: bytes, record: Record, usage: Usage) -> Page:
         now = time.time_ns()
         last_used = time_of_use(usage.last_used, now)
         self.latest = max(self.latest, last_used)
         stored = Page.stored(key, record, usage)
         stored.last_used = last_used or now
-        self.remove_stray(key)
-        if self.strays.get(record.parent) is not None:
-            # what it was computed after has no place in the index, even if a pending page has that key
-            self.add_stray(stored)
-            return False
+        return stored
+
+    def _unreadable(self, key: bytes, error: StorageError) -> None:
+        log.warning("a page cannot be read: %s", error)
+        if isinstance(error, CorruptError):
+            self.deferred.damaged.add(key)
         page = self.index.get(key)
-        if page is not None and not (is_same(page, record) and page.start == record.start):
-            log.warning("two different pages have the key %s", key.hex())
-            if key in self.pending:
-                # the stored one is deleted when the pending one is written
-                self.index.change(page, is_stored=False)
-                self.add_stray(stored)
-                return False
-            # another process has replaced it
-            self.lose(key)
-            self.remove_stray(key)
-            page = None
         if page is not None:
-            page.last_used = max(page.last_used, last_used)
-            self._take_over(page, stored)
-        elif self.add(stored):
-            self.candidates.add(stored)
-        else:
-            self.add_stray(stored)
-            return False
-        return True
-
-    def place_again(self) -> None:
-        """Put stored pages into the index that had no place, as far as they have one now.
-
-        Looks only at those whose parent, or whose key, something has happened to since.
-        """
-        while self._moved:
-            key = self._moved.pop()
-            try:
-                here = self.strays.get(key)
-                for page in (*([here] if here is not None else []), *self.strays.after(key)):
-                    # what follows one that is placed has its turn later
-                    self._place(page)
-            except BaseException:
-                self._moved.add(key)
-                raise
-
-    def _place(self, page: Page) -> None:
-        here = self.index.get(page.key)
-        if self.strays.get(page.parent) is not None or (here is not None and not is_same(here, page)):
-            return  # it follows, or is, another page than the one in the index
-        if here is not None:
-            # captured again meanwhile
-            self._take_over(here, page)
-            self.remove_stray(page.key)
-        elif page.key not in self.deferred.damaged:
-            page.may_be_victim = True
-            page.drop_children()
-            if self.add(page):
-                self.remove_stray(page.key)
-                self.candidates.add(page)
+            page.is_stored = False
+            if key not in self.pending:
+                self.lose(key)
 
     def _take_over(self, here: Page, stored: Page) -> None:
         """A page that is in the index is stored: what is stored of it holds."""
         here.priority = stored.priority
         here.announced_expiry = stored.announced_expiry
-        self.index.change(
-            here,
-            stored_bytes=stored.stored_bytes,
-            pinned=stored.pinned,
-            expires=_later(here.expires, stored.expires),
-            is_stored=True,
-            may_be_victim=here.key not in self.pending,
-        )
-        self.candidates.add(here)
+        here.last_used = max(here.last_used, stored.last_used)
+        here.stored_bytes, here.pinned, here.is_stored = stored.stored_bytes, stored.pinned, True
+        # an expiry that is to be written with the next uses is later than the stored one
+        here.expires = max(here.expires, stored.expires) if here.expires and stored.expires else stored.expires
 
-    def remove_stray(self, key: bytes) -> Page | None:
-        """A stored page has a place in the index now, or is gone; the page."""
-        page = self.strays.remove(key)
-        if page is not None:
-            self.moved(key)
-        parent = self.index.get(page.parent) if page is not None else None
-        if parent is not None:
-            # it may be a leaf now
-            self.candidates.add(parent)
-        return page
+    # -- pending pages ------------------------------------------------------------------------------------------------
 
     def is_pending(self, new: PendingPage) -> bool:
         """Whether a page still waits: not superseded, dropped, or cleared and captured again."""
         return self.pending.get(new.page.key) is new
 
+    def is_held(self, key: bytes) -> bool:
+        """Whether the commit that writes a page counts on it; an imported one competes with the others at once."""
+        new = self.pending.get(key)
+        return new is not None and not (new.buffer is None and key in self.uncommitted)
+
     def may_be_stored(self, page: Page) -> bool:
         """Whether a page is stored, or is being written."""
         return page.is_stored or page.key in self.writing
 
-    def may_be_deleted(self, page: Page) -> bool:
-        """Whether nothing that is stored depends on a page, in the index or not."""
-        return page.is_leaf and not self.strays.follow(page.key)
-
-    def take_back(self, page: Page, stored_bytes: int, is_stored: bool, may_be_victim: bool) -> None:
+    def take_back(self, page: Page, before: tuple[int, bool, int, int, int], *, is_stored: bool) -> None:
         """A page was not put after all."""
         self.uncommitted.discard(page.key)
-        # one that another process has stored may have been given up here meanwhile
-        may_be_victim = may_be_victim or (is_stored and page.key not in self.pending)
-        self.index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
-        if may_be_victim and self.index.get(page.key) is page:
-            self.candidates.add(page)
-        if not is_stored and self.strays.get(page.key) is page:
-            # given up while it was written
-            self.remove_stray(page.key)
-
-    def undo(self, step: Callable[[], None]) -> None:
-        """If a transaction is open and fails, call this."""
-        if self.journal is not None:
-            self.journal.undo(step)
-
-    def note_deleted_from(self, namespace: bytes) -> None:
-        """The open transaction deletes a page of this namespace."""
-        if self.journal is not None:
-            self.journal.deleted_from.add(namespace)
-
-    def forget(self, key: bytes) -> list[Taken]:
-        """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
-        page = self.index.get(key)
-        lost_pages = self.index.remove(key)
-        self._ram.drop(lost.key for lost in lost_pages)
-        for lost in lost_pages:
-            self.moved(lost.key)
-        taken = [
-            Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
-        ]
-        parent = self.index.get(page.parent) if page is not None else None
-        if parent is not None:
-            self.candidates.add(parent)
-        for namespace in {lost.namespace for lost in lost_pages}:
-            salt = self.index.totals.salt_of(namespace)
-            if self.index.totals.forget_if_empty(namespace):
-                self.candidates.forget(namespace)
-                if salt is not None and not self.index.totals.namespaces(salt):
-                    self.candidates.forget(salt)
-        return taken
-
-    def delete(self, key: bytes) -> list[Taken]:
-        """The open transaction deletes a page: take it out of the index; what was taken."""
-        taken = self.forget(key)
-        for one in taken:
-            self.note_deleted_from(one.page.namespace)
-        self.undo(partial(self.put_back, taken))
-        self._leave_as_strays(one for one in taken if one.page.key != key)
-        return taken
-
-    def put_back(self, taken: Sequence[Taken]) -> None:
-        """Put stored pages back into the index, because they are not deleted after all."""
-        for page, new, n_uses in reversed(taken):
-            self.remove_stray(page.key)
-            here = self.index.get(page.key)
-            if not page.is_stored:
-                continue
-            if here is not None:
-                # captured again meanwhile
-                self._take_over(here, page)
-                continue
-            is_imported = new is not None and page.may_be_victim
-            page.may_be_victim = True
-            page.drop_children()
-            if not self.add(page):
-                self.add_stray(page)
-                continue
-            if new is not None and is_imported:
-                self.pending[page.key] = new
-            if n_uses:
-                self.deferred.uses[page.key] = self.deferred.uses.get(page.key, 0) + n_uses
-            self.candidates.add(page)
-
-    def _leave_as_strays(self, taken: Iterable[Taken]) -> None:
-        """Remember pages that are not in the index any more, but still stored.
-
-        Where another page is stored under the key of one that was given up, that one takes its place.
-        """
-        are_other = False
-        for one in taken:
-            if one.page.is_stored:
-                self.add_stray(one.page)
-            else:
-                are_other = are_other or self.strays.get(one.page.key) is not None
-        if are_other:
-            self.place_again()
+        page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry = before
+        page.is_stored = is_stored
 
     def drop(self, key: bytes, reason: DropReason) -> None:
         """Give a pending page up, with the pending pages that depend on it, and count them.
@@ -379,22 +257,95 @@ class Contents:
             self.keep_as_stored(page)
             return
         lost = 1 if self.pending.pop(key, None) is not None else 0
-        taken = self.forget(key)
-        self._leave_as_strays(taken)
-        lost += sum(1 for one in taken if one.new is not None)
+        lost += sum(1 for one in self.forget(key, is_deleted=False) if one.new is not None)
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
 
     def keep_as_stored(self, page: Page) -> None:
         """A page that another process has stored is not pending here any more."""
         self.pending.pop(page.key, None)
-        self.index.change(page, may_be_victim=True)
-        self.candidates.add(page)
+
+    # -- taking out ---------------------------------------------------------------------------------------------------
+
+    def undo(self, step: Callable[[], None]) -> None:
+        """If a transaction is open and fails, call this."""
+        if self.journal is not None:
+            self.journal.undo(step)
+
+    def is_deleting(self, key: bytes) -> bool:
+        """Whether the open transaction has deleted a page, and has not put it again."""
+        return self.journal is not None and key in self.journal.deleted
+
+    def forget(self, key: bytes, *, is_deleted: bool) -> list[Taken]:
+        """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
+        lost_pages = self.index.remove(key, is_deleted=is_deleted)
+        self.contested -= {lost.key for lost in lost_pages}
+        self._ram.drop(lost.key for lost in lost_pages)
+        return [
+            Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
+        ]
+
+    def delete(self, key: bytes, namespace: bytes | None) -> list[Taken]:
+        """The open transaction deletes a page: take it out of the index; what was taken."""
+        taken = self.forget(key, is_deleted=True)
+        self.note_deleted(key, taken[-1].page.namespace if taken else namespace)
+        self.undo(partial(self.put_back, taken))
+        return taken
+
+    def note_deleted(self, key: bytes, namespace: bytes | None) -> None:
+        """The open transaction deletes a page, whatever becomes of its place in the index."""
+        self.table.deleted(key)
+        if self.journal is not None:
+            self.journal.deleted.add(key)
+            self.journal.undo(partial(self.table.restore, key))
+            if namespace is not None:
+                self.journal.deleted_from.add(namespace)
+
+    def put(self, page: Page, entry: Entry) -> None:
+        """The open transaction has put a page, or found it stored."""
+        assert isinstance(entry.record, Record)
+        self.contested.discard(page.key)
+        before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
+        self.undo(partial(self.take_back, page, before, is_stored=page.is_stored))
+        self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
+        self.undo(partial(self.table.take_back, page.key, self.table.put(page, entry.record.codec)))
+        if self.journal is not None:
+            self.journal.deleted.discard(page.key)
+
+    def set_expiry(self, page: Page, expires: int) -> None:
+        """A page expires then, 0 for never."""
+        page.expires = page.announced_expiry = expires
+        self.table.set_expiry(page.key, expires)
+
+    def set_pinned(self, page: Page, *, pinned: bool) -> None:
+        """A page is pinned now, or not any more."""
+        page.pinned = pinned
+        self.table.set_pinned(page.key, pinned=pinned)
+
+    def put_back(self, taken: Sequence[Taken]) -> None:
+        """Put stored pages back into the index, because they are not deleted after all."""
+        for page, new, n_uses in reversed(taken):
+            if self.journal is not None:
+                self.journal.deleted.discard(page.key)
+            self.table.restore(page.key)
+            here = self.index.get(page.key)
+            if not page.is_stored:
+                continue
+            if here is not None:
+                # captured again meanwhile
+                self._take_over(here, page)
+                continue
+            page.forget_dependents()
+            if self.index.add(page):
+                if new is not None and new.buffer is None:
+                    # imported by the transaction that fails
+                    self.pending[page.key] = new
+                if n_uses:
+                    self.deferred.uses[page.key] = self.deferred.uses.get(page.key, 0) + n_uses
 
     def lose(self, key: bytes) -> None:
         """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
-        taken = self.forget(key)
-        self._leave_as_strays(taken)
+        taken = self.forget(key, is_deleted=True)
         if lost := sum(1 for one in taken if one.new is not None):
             self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 
@@ -402,8 +353,3 @@ class Contents:
         """The time of a use: nanoseconds since the epoch, and later than every other."""
         self.latest = max(self.latest + 1, time.time_ns())
         return self.latest
-
-
-def _later(known: int, stored: int) -> int:
-    """When a stored page expires: an expiry that is to be written with the next uses is later than the stored one."""
-    return max(known, stored) if known and stored else stored

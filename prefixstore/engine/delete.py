@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.base import Backend, Transaction
+from prefixstore.backends.base import Backend, Entry, Transaction
 from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
-from prefixstore.engine.catalog import Catalog, depth_first, roots
+from prefixstore.engine.catalog import Catalog, depth_first
 from prefixstore.engine.index import Index, Page
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import TOKEN_BYTES
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES
+from prefixstore.format.record import Record, Usage
 
 __all__ = [
     "Choice",
     "Deleter",
     "Removed",
     "beginning_with",
+    "has_dependents",
     "in_common",
     "of_namespaces",
     "subtree",
@@ -63,12 +65,12 @@ def subtree(index: Index, key: bytes) -> set[bytes]:
 
 def unused_since(index: Index, before: int) -> set[bytes]:
     """The pages that were last used before this, in nanoseconds since the epoch, and whose descendants were too."""
-    return _unused_since(roots(index), _dependents, before)
+    return _unused_since(index.roots(), _dependents, before)
 
 
 def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | None) -> set[bytes]:
     """The pages of sequences that begin with these tokens, and those that led only to them."""
-    start = [page for page in roots(index) if namespaces is None or page.namespace in namespaces]
+    start = [page for page in index.roots() if namespaces is None or page.namespace in namespaces]
     return _beginning_with(start, _dependents, tokens)
 
 
@@ -165,9 +167,7 @@ class Deleter:
         UnavailableError
             If others add pages faster than they are deleted. What was deleted until then stays deleted.
         """
-        with self._backend.view() as view:
-            self._catalog.refresh(view)
-        doomed = self._catalog.select(partial(in_common, choices=choices))
+        doomed = self._select(partial(in_common, choices=choices))
         # a page that is captured again is another one, and stays
         chosen = {page.key: page.created for page in doomed}
         removed, at_once = Removed(), PAGES_AT_ONCE
@@ -180,9 +180,7 @@ class Deleter:
                     at_once = fewer(self._backend, at_once, error)
                     continue
                 waiting = waiting[at_once:]
-            with self._backend.view() as view:
-                self._catalog.refresh(view)
-            doomed = self._catalog.select(partial(_left, chosen=chosen))
+            doomed = self._select(partial(_left, chosen=chosen))
             if not doomed:
                 return removed
         raise UnavailableError(
@@ -190,14 +188,21 @@ class Deleter:
             "pages; stop them, and delete again"
         )
 
+    def _select(self, choose: Choice) -> list[Page]:
+        self._catalog.read(self._backend, self._catalog.load_all)
+        return self._catalog.select(choose)
+
     def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
         with self._catalog.update(self._backend) as transaction:
-            for chosen in pages:
+            followed = _followed(transaction, [page.key for page in pages])
+            gone: set[bytes] = set()
+            for page in pages:
                 # not one that another process has continued since
-                page = self._catalog.remove_leaf(chosen.key)
-                if page is not None and transaction.delete(chosen.key):
-                    removed += Removed(1, page.stored_bytes)
+                if followed.get(page.key, set()) <= gone and self._catalog.remove_leaf(page.key, page.namespace):
+                    gone.add(page.key)
+                    if transaction.delete(page.key):
+                        removed += Removed(1, page.stored_bytes)
         return removed
 
     def delete_strays(
@@ -205,16 +210,32 @@ class Deleter:
     ) -> Removed:
         """Delete damaged pages, and those without a place in the index that match; see `strays_in_common`."""
         removed = self.delete_damaged_strays()
-        choose = partial(strays_in_common, namespaces=namespaces, before=before, tokens=tokens)
-        return removed + self._delete_all(self._catalog.select_strays(choose), strays_only=True)
+        found = strays_in_common(self._strays(), namespaces=namespaces, before=before, tokens=tokens)
+        return removed + self._delete_all(found, strays_only=True)
 
     def delete_damaged_strays(self) -> Removed:
         """Delete what can never be restored, nor told whose it is: damaged records, payloads without one, and so on."""
+        strays = self._strays()
         with self._backend.view() as view:
-            self._catalog.refresh(view)
             # a payload without a record is in no index
-            found = {key for key in view.payload_keys() if not self._catalog.knows(key)}
-        return self._delete_all(found | self._catalog.damaged(), strays_only=True)
+            found = {key for key in view.payload_keys() if not view.records([key])}
+        return self._delete_all(found | strays.damaged(), strays_only=True)
+
+    def _strays(self) -> Strays:
+        """What is stored and has no place in the index."""
+        strays = Strays()
+        self._catalog.read(self._backend, self._catalog.load_all)
+        with self._backend.view() as view:
+            for key, record, usage in view.scan():
+                if not isinstance(record, Record):
+                    strays.add_unreadable(key, is_newer=isinstance(record, IncompatibleError))
+                elif self._catalog.get(key) is None:
+                    strays.add(Page.stored(key, record, usage))
+        return strays
+
+    def n_newer(self) -> int:
+        """How many stored pages a newer version wrote, so that nothing is known of them."""
+        return len(self._strays().newer)
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants."""
@@ -252,13 +273,14 @@ class Deleter:
         """
         left = dict.fromkeys(keys)
         deleted: dict[bytes, int] = {}
-        for key, size in self._catalog.with_descendants(list(left)[::-1]):
+        for entry in _with_descendants(transaction, list(left)[::-1], at_once):
             if len(deleted) == at_once:
                 break
-            self._catalog.lose(key)
-            if transaction.delete(key):
-                deleted[key] = size
-            left.pop(key, None)
+            record = entry.record if isinstance(entry.record, Record) else None
+            self._catalog.lose(entry.key, record.namespace if record is not None else None)
+            if transaction.delete(entry.key):
+                deleted[entry.key] = record.stored_bytes if record is not None else 0
+            left.pop(entry.key, None)
         return deleted, set(left)
 
     def delete_damaged(
@@ -282,10 +304,11 @@ class Deleter:
     def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
         """Delete what is stored under a key that another page will have, and its descendants; their keys."""
         gone: list[bytes] = []
-        for one, _ in self._catalog.with_descendants([key]):
-            self._catalog.lose(one)
-            if transaction.delete(one):
-                gone.append(one)
+        while len(gone) % PAGES_AT_ONCE == 0:
+            deleted, left = self._delete_some(transaction, [key])
+            gone += deleted
+            if not left:
+                break
         return gone
 
     def drop_empty_namespaces(self) -> None:
@@ -317,3 +340,45 @@ def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | Non
         return True
     except IncompatibleError:
         return False
+
+
+def has_dependents(transaction: Transaction, key: bytes) -> bool:
+    """Whether anything is stored after a page."""
+    return any(transaction.children([key], form, 1) for form in (PAGE, SNAPSHOT))
+
+
+def _followed(transaction: Transaction, keys: Sequence[bytes]) -> dict[bytes, set[bytes]]:
+    """What is stored after each of these pages."""
+    followed: dict[bytes, set[bytes]] = {}
+    for form in (PAGE, SNAPSHOT):
+        for entry in transaction.children(keys, form):
+            if isinstance(entry.record, Record):
+                followed.setdefault(entry.record.parent, set()).add(entry.key)
+    return followed
+
+
+def _with_descendants(transaction: Transaction, keys: Iterable[bytes], at_once: int) -> Iterator[Entry]:
+    """These pages and all that is stored after them, children before their parents; each is to be deleted.
+
+    Of more than `at_once` children of one page only the first ones, and then not the page.
+    """
+    waiting = [(entry, False) for entry in _entries(transaction, keys)]
+    seen: set[bytes] = set()
+    while waiting:
+        entry, is_done = waiting.pop()
+        if is_done:
+            yield entry
+        elif entry.key not in seen:
+            seen.add(entry.key)
+            after = [one for form in (PAGE, SNAPSHOT) for one in transaction.children([entry.key], form, at_once)]
+            if len(after) < at_once:
+                waiting.append((entry, True))
+            waiting += [(one, False) for one in after]
+
+
+def _entries(transaction: Transaction, keys: Iterable[bytes]) -> list[Entry]:
+    """What is stored under these keys; something may be even where there is no record."""
+    keys = list(keys)
+    found = transaction.records(keys)
+    nothing = CorruptError("it has no record"), Usage(0)
+    return [Entry(key, *found.get(key, nothing)) for key in keys]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Used, View
+from prefixstore.backends.base import Backend, Transaction, Used, View
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
@@ -29,6 +29,7 @@ from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
+from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
@@ -151,7 +152,7 @@ class Engine:
         # held by the thread that closes the engine
         self._ending = threading.RLock()
         self._ram = RamTier(self._ram_bytes)
-        self._catalog = catalog = Catalog(self._policy, counters, self._ram)
+        self._catalog = catalog = Catalog(PageTable(self._policy), counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
@@ -279,7 +280,7 @@ class Engine:
         StorageError
             If the location cannot be asked; at once, while the circuit breaker is open.
         """
-        self._refresh()
+        self._load(namespace, tokens, page_tokens)
         return self._catalog.match(namespace, tokens, page_tokens)
 
     def match_snapshot(
@@ -296,12 +297,20 @@ class Engine:
         multiple_of
             The snapshot has to be at a multiple of this.
         """
-        self._refresh()
+        self._load(namespace, tokens[:limit], page_tokens, snapshots=True)
         return self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
 
-    def _refresh(self) -> None:
-        with self._breaker.asking() as request, self._backend.view() as view:
-            request.n_records = self._catalog.refresh(view)
+    def _load(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool = False) -> None:
+        """Bring the index up to date, and have it know what is stored of a sequence."""
+        with self._breaker.asking() as request:
+            load = partial(
+                self._catalog.load,
+                namespace=namespace,
+                tokens=tokens,
+                page_tokens=page_tokens,
+                snapshots=snapshots,
+            )
+            request.n_records = self._catalog.read(self._backend, load)
 
     def _probe(self, page: Page | None) -> int:
         """Repeat the request that failed or was slow; called by a thread of the breaker."""
@@ -334,8 +343,13 @@ class Engine:
             self._catalog.refresh(view)
             yield view
 
+    def load_all(self) -> None:
+        """Have the index know all that is stored, for maintenance."""
+        self._catalog.read(self._backend, self._catalog.load_all)
+
     def pages(self) -> list[Page]:
-        """The pages that the index has, parents before their children; see `view` for what is stored now."""
+        """All pages, stored and pending, parents before their children."""
+        self.load_all()
         return self._catalog.pages()
 
     def path(self, page: Page) -> list[Page]:
@@ -344,10 +358,12 @@ class Engine:
 
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
+        self.load_all()
         return [page.key for page in self._catalog.select(partial(in_common, choices=list(choices)))]
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and as states."""
+        self._catalog.load_table(self._backend)
         with self.view() as view:
             self._used = view.used
         return self.last_used()
@@ -459,7 +475,9 @@ class Engine:
 
         Pinned ones stay, and those from which other prompts branch off stay before others.
         """
-        return self._catalog.thin(namespace, tokens, page_tokens, keep, interval)
+        self._load(namespace, tokens, page_tokens, snapshots=True)
+        with self._backend.view() as view:
+            return self._catalog.thin(view, namespace, tokens, page_tokens, keep, interval)
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """Have a page deleted with the next commit, and its descendants, if its state does not fit then either.
@@ -520,15 +538,27 @@ class Engine:
 
     # -- importing ----------------------------------------------------------------------------------------------------
 
+    def _load_pages(self, keys: Sequence[bytes]) -> None:
+        self._catalog.read(self._backend, partial(self._catalog.load_pages, keys=keys))
+
     def has(self, record: Record) -> bool:
-        """Whether the index has the page of a record."""
-        page = self._catalog.get(record.key)
-        return page is not None and is_same(page, record)
+        """Whether the page of a record is here."""
+        known = self._known(record.key)
+        return known is not None and is_same(known, record)
 
     def has_other(self, record: Record) -> bool:
-        """Whether the index has another page under the key of a record: neither it nor its descendants can be here."""
-        page = self._catalog.get(record.key)
-        return page is not None and not is_same(page, record)
+        """Whether another page is here under the key of a record: neither it nor its descendants can be here."""
+        known = self._known(record.key)
+        return known is not None and not is_same(known, record)
+
+    def _known(self, key: bytes) -> Page | Record | None:
+        """The page with this key, pending or stored."""
+        page = self._catalog.get(key)
+        if page is not None:
+            return page
+        with self._backend.view() as view:
+            record, _ = view.records([key]).get(key, (None, None))
+        return record if isinstance(record, Record) else None
 
     def import_pages(self, batch: Sequence[StoredPage], settings: Mapping[bytes, bytes]) -> Imported:
         """Write pages that were stored elsewhere, parents before their children. Until then they cannot be restored.
@@ -547,8 +577,8 @@ class Engine:
         """
         news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
         try:
-            with self.view():
-                places = [self._catalog.announce(new) for new in news]
+            self._load_pages([key for one in batch for key in (one.key, one.record.parent)])
+            places = [self._catalog.announce(new) for new in news]
             written = self._committer.commit(
                 [new for new, place in zip(news, places, strict=True) if place is Placement.ADDED]
             )
@@ -565,8 +595,12 @@ class Engine:
         """Pin or unpin the committed pages of the longest stored prefix; the number of tokens they cover."""
         path = Path((), 0)
 
-        def chosen() -> Sequence[Page]:
+        def chosen(transaction: Transaction) -> Sequence[Page]:
             nonlocal path
+            for snapshots in (True, False):
+                self._catalog.load(
+                    transaction, self._catalog.epoch, namespace, tokens, page_tokens, snapshots=snapshots
+                )
             path = self._catalog.match_stored(namespace, tokens, page_tokens)
             return path.pages
 
@@ -578,12 +612,13 @@ class Engine:
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
-        return self._set_pinned(partial(self._catalog.pinned_with, page, pinned=pinned), pinned=pinned)
+        self.load_all()
+        return self._set_pinned(lambda _: self._catalog.pinned_with(page, pinned=pinned), pinned=pinned)
 
-    def _set_pinned(self, choose: Callable[[], Sequence[Page]], *, pinned: bool) -> int:
+    def _set_pinned(self, choose: Callable[[Transaction], Sequence[Page]], *, pinned: bool) -> int:
         changed = 0
         with self._catalog.update(self._backend) as transaction:
-            pages = choose()
+            pages = choose(transaction)
             for page in pages:
                 usage = transaction.usage(page.key)
                 if usage is not None and usage.pinned != pinned:
@@ -609,7 +644,7 @@ class Engine:
     @property
     def n_newer(self) -> int:
         """How many stored pages a newer version wrote, so that nothing is known of them."""
-        return self._catalog.n_newer
+        return self._deleter.n_newer()
 
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""

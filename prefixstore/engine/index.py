@@ -1,30 +1,30 @@
-"""The trie of pages in memory: finds the longest stored prefix, to the token. It can be rebuilt from any backend."""
+"""The trie of pages in memory: finds the longest stored prefix, to the token.
+
+It has pending pages, and those stored pages that lookups came across: a bounded cache. What it lacks is read from the
+location when a lookup needs it. It knows what it lacks: each gap between two siblings says whether anything may be
+stored there.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 
 import numpy as np
 
-from prefixstore.engine.totals import Totals
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["NEVER", "Index", "Page", "Path", "is_same"]
+__all__ = ["Index", "Page", "Path", "Unknown", "branches", "is_same"]
 
-# later than every time
-NEVER = 2**63
-# Siblings that `Index.branches` compares at each position: where there are many, they begin to differ in few places.
-SIBLINGS_COMPARED = 64
+# Roots of namespaces without pages here are kept so that a miss need not ask the location; so many of them.
+EMPTY_ROOTS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One stored page or snapshot: a node of the trie, with the facts that eviction needs.
+    """One page or snapshot: a node of the trie.
 
     Attributes
     ----------
@@ -49,24 +49,22 @@ class Page:
     priority
         Pages of lower priority are evicted first, under the policy of this name.
     expires
-        Nanoseconds since the epoch; 0 for never.
+        Nanoseconds since the epoch; 0 for never. The ancestors of a page do not expire before it does.
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.
-    policy_data
-        Belongs to the eviction policy of this process.
     announced_expiry
         The expiry that other processes know of.
     is_stored
         Whether the backend has it, or the open transaction of this process has put it there.
-    may_be_victim
-        Whether it is stored and not still in the hands of the transaction that wrote it.
-    kept_until
-        When the page and all its descendants will have expired; `NEVER` if one of them will not. Kept by the index.
-    n_fixed
-        How many of its dependents cannot be evicted. Kept by the index.
-    n_endless
-        For how many of its dependents `kept_until` is `NEVER`. Kept by the index.
+    child_tokens, children
+        The children that are in the index, in the order of their tokens.
+    sealed
+        For each gap before, between and after them: whether nothing is stored there.
+    snapshots
+        The snapshots that are in the index, by their tokens.
+    knows_snapshots
+        Whether these are all that are stored.
     """
 
     key: bytes
@@ -84,16 +82,13 @@ class Page:
     priority: int = 0
     expires: int = 0
     form: int = PAGE
-    policy_data: object = field(default=None, repr=False)
     announced_expiry: int = 0
     is_stored: bool = False
-    may_be_victim: bool = False
-    kept_until: int = 0
-    n_fixed: int = field(default=0, repr=False)
-    n_endless: int = field(default=0, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
+    sealed: list[bool] = field(default_factory=lambda: [False], repr=False)
     snapshots: dict[bytes, Page] = field(default_factory=dict, repr=False)
+    knows_snapshots: bool = field(default=False, repr=False)
 
     @classmethod
     def stored(cls, key: bytes, record: Record, usage: Usage) -> Page:
@@ -116,7 +111,6 @@ class Page:
             form=record.form,
             announced_expiry=usage.expires,
             is_stored=True,
-            may_be_victim=True,
         )
 
     @property
@@ -131,28 +125,33 @@ class Page:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether no stored page depends on this one."""
+        """Whether no page in the index depends on this one; the location may have others."""
         return not self.children and not self.snapshots
 
     @property
     def dependents(self) -> list[Page]:
-        """The pages and snapshots whose parent this page is."""
+        """The pages and snapshots in the index whose parent this page is."""
         return [*self.children, *self.snapshots.values()]
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether eviction cannot reach it: it is pinned, or not stored yet, or leads to such a page."""
-        return self.pinned or not self.may_be_victim or self.n_fixed > 0
+    def has_expired(self, now: int) -> bool:
+        """Whether the page is not to be found any more, at this time in nanoseconds since the epoch."""
+        return 0 < self.expires <= now and not self.pinned
 
-    @property
-    def own_expiry(self) -> int:
-        """When the page itself expires; `NEVER` if it does not."""
-        return NEVER if self.pinned or not self.expires else self.expires
+    def lasts_until(self, other: Page) -> bool:
+        """Whether the page is kept at least as long as another one."""
+        if self.pinned or not self.expires:
+            return True
+        return bool(other.expires) and not other.pinned and self.expires >= other.expires
 
-    def drop_children(self) -> None:
-        """Forget the children and snapshots of this page."""
-        self.child_tokens, self.children, self.snapshots = [], [], {}
-        self.n_fixed = self.n_endless = 0
+    def forget_dependents(self) -> None:
+        """Forget the children and snapshots of this page, and what is known of them."""
+        self.child_tokens, self.children, self.sealed, self.snapshots = [], [], [False], {}
+        self.knows_snapshots = False
+
+    def has_no_other_dependents(self) -> None:
+        """Nothing is stored after this page but what is in the index."""
+        self.sealed = [True] * len(self.sealed)
+        self.knows_snapshots = True
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:
@@ -173,6 +172,25 @@ class Path:
     n_tokens: int
 
 
+@dataclass(frozen=True)
+class Unknown:
+    """Where the location may have more of a sequence than the index.
+
+    Attributes
+    ----------
+    parent
+        Key of the last known page, or of the namespace.
+    at
+        Where that page ends: how many tokens are known.
+    without_snapshots
+        Keys of the pages up to there, the namespace included, whose snapshots are not known.
+    """
+
+    parent: bytes
+    at: int
+    without_snapshots: tuple[bytes, ...] = ()
+
+
 class Index:
     """Pages by key, and by parent and tokens.
 
@@ -180,15 +198,18 @@ class Index:
     are sorted by their tokens. The sibling with the longest common prefix is next to the position where the wanted
     tokens would be inserted, so a bisection finds it. No page's tokens are a prefix of a sibling's (see
     `superseded_by`). Snapshots are kept apart from the children, by their tokens.
+
+    Parameters
+    ----------
+    limit
+        Beyond this number of pages, those that were not looked up for the longest time are forgotten; see `trim`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        # those looked up last come last, as far as `limit` matters
         self.pages: dict[bytes, Page] = {}
         self._roots: dict[bytes, Page] = {}
-        self.raw_bytes = 0
-        self.stored_bytes = 0
-        self.totals = Totals()
-        self._in_bulk = False
 
     def __len__(self) -> int:
         return len(self.pages)
@@ -203,6 +224,10 @@ class Index:
         """The page with this key."""
         return self.pages.get(key)
 
+    def roots(self) -> list[Page]:
+        """The first pages of all sequences."""
+        return [page for root in self._roots.values() for page in root.dependents]
+
     def has_parent_of(self, page: Page) -> bool:
         """Whether the parent of `page` is in the index; the first page of a sequence needs none."""
         return page.parent == page.namespace or page.parent in self.pages
@@ -211,7 +236,7 @@ class Index:
         """Add a page; False, and nothing changes, if it is known, or its parent is missing or ends elsewhere."""
         if page.key in self.pages or not self.has_parent_of(page):
             return False
-        parent = self._parent_node(page.parent, page.namespace)
+        parent = self.node(page.parent, page.namespace)
         if (page.start, page.namespace, PAGE) != (parent.end, parent.namespace, parent.form):
             return False
         if page.form == SNAPSHOT:
@@ -220,123 +245,92 @@ class Index:
             at = bisect_left(parent.child_tokens, page.tokens)
             parent.child_tokens.insert(at, page.tokens)
             parent.children.insert(at, page)
+            parent.sealed.insert(at, parent.sealed[at])
         self.pages[page.key] = page
-        self._count(page, 1)
-        if page.is_fixed:
-            self._change_fixed(page.parent, 1)
-        page.kept_until = page.own_expiry
-        parent.n_endless += page.kept_until == NEVER
-        if not self._in_bulk:
-            self._keep_longer(self.pages.get(page.parent), page.kept_until)
         return True
 
-    @contextmanager
-    def adding_many(self) -> Iterator[None]:
-        """Add pages, parents first, at constant cost each: how long parents are kept is worked out at the end."""
-        self._in_bulk = True
-        try:
-            yield
-        finally:
-            self._in_bulk = False
-            for page in reversed(self.pages.values()):
-                parent = self.pages.get(page.parent)
-                if parent is not None and parent.kept_until < page.kept_until:
-                    self._keep_until(parent, page.kept_until)
+    def remove(self, key: bytes, *, is_deleted: bool = True) -> list[Page]:
+        """Remove a page and its descendants; the removed pages, deepest first.
 
-    def remove(self, key: bytes) -> list[Page]:
-        """Remove a page and its descendants; the removed pages, deepest first."""
+        With `is_deleted`, nothing is stored in its place; otherwise that is not known.
+        """
         page = self.pages.get(key)
         if page is None:
             return []
         subtree = [page]
         for node in subtree:
             subtree.extend(node.dependents)
-        parent = self._parent_node(page.parent, page.namespace)
+        parent = self.node(page.parent, page.namespace)
         if page.form == SNAPSHOT:
             del parent.snapshots[page.tokens]
+            parent.knows_snapshots = parent.knows_snapshots and is_deleted
         else:
             at = parent.children.index(page, bisect_left(parent.child_tokens, page.tokens))
             del parent.child_tokens[at], parent.children[at]
-        if page.parent == page.namespace and parent.is_leaf:
-            del self._roots[page.namespace]
+            parent.sealed[at : at + 2] = [is_deleted and parent.sealed[at] and parent.sealed[at + 1]]
         for gone in subtree:
             del self.pages[gone.key]
-            self._count(gone, -1)
-        if page.is_fixed:
-            self._change_fixed(page.parent, -1)
-        parent.n_endless -= page.kept_until == NEVER
-        self._keep_shorter(self.pages.get(page.parent), page.kept_until)
         return subtree[::-1]
 
-    def change(
-        self,
-        page: Page,
-        *,
-        stored_bytes: int | None = None,
-        pinned: bool | None = None,
-        expires: int | None = None,
-        is_stored: bool | None = None,
-        may_be_victim: bool | None = None,
-    ) -> None:
-        """Change facts on which totals, or the ancestors, depend. The page may have been removed meanwhile."""
-        is_here = self.pages.get(page.key) is page
-        was_fixed, was_kept = page.is_fixed, page.own_expiry
-        is_counted = is_here and (stored_bytes, pinned, is_stored, may_be_victim) != (None,) * 4
-        if is_counted:
-            self._count(page, -1)
-        page.stored_bytes = page.stored_bytes if stored_bytes is None else stored_bytes
-        page.pinned = page.pinned if pinned is None else pinned
-        page.expires = page.expires if expires is None else expires
-        page.is_stored = page.is_stored if is_stored is None else is_stored
-        page.may_be_victim = page.may_be_victim if may_be_victim is None else may_be_victim
-        if not is_here:
+    def unseal(self, parent: bytes, namespace: bytes) -> None:
+        """More may be stored after this page, or namespace, than is known."""
+        node = self._node(parent, namespace)
+        if node is not None:
+            node.sealed = [False] * len(node.sealed)
+            node.knows_snapshots = False
+
+    def seal(self, parent: bytes, namespace: bytes, tokens: bytes, *, is_stored: bool) -> None:
+        """The stored children are in the index between which one with these tokens is, or would be."""
+        node = self.node(parent, namespace)
+        at = bisect_left(node.child_tokens, tokens)
+        if not is_stored:
+            node.sealed[at] = True
+        if at < len(node.children) and node.child_tokens[at] == tokens:
+            node.sealed[at + 1] = True
+
+    def is_sealed(self, page: Page) -> bool:
+        """Whether nothing else is stored next to a page that is, or may be put, into the index."""
+        node = self._node(page.parent, page.namespace)
+        if node is None:
+            return False
+        at = bisect_left(node.child_tokens, page.tokens)
+        is_here = at < len(node.children) and node.child_tokens[at] == page.tokens
+        return node.sealed[at] and (not is_here or node.sealed[at + 1])
+
+    def complete(self) -> None:
+        """The index has all that is stored."""
+        for node in (*self._roots.values(), *self.pages.values()):
+            node.has_no_other_dependents()
+
+    def trim(self, keep: Collection[bytes]) -> bool:
+        """Forget stored pages that were not looked up for the longest time, if there are too many; whether it did.
+
+        Not those to keep. A page is forgotten before its parent.
+        """
+        if self._limit is None or len(self.pages) <= self._limit:
+            return False
+        # a page that has to stay has its turn again when all others had theirs
+        for _ in range(len(self.pages)):
+            if len(self.pages) <= self._limit - self._limit // 16:
+                break
+            key, page = next(iter(self.pages.items()))
+            if page.is_leaf and page.is_stored and key not in keep:
+                self.remove(key, is_deleted=False)
+            else:
+                self.pages[key] = self.pages.pop(key)
+        empty = [key for key, root in self._roots.items() if root.is_leaf]
+        for key in empty[: max(len(empty) - EMPTY_ROOTS, 0)]:
+            del self._roots[key]
+        return True
+
+    def used(self, pages: Sequence[Page]) -> None:
+        """These pages, from the start of a sequence, were looked up."""
+        if self._limit is None or len(self.pages) <= self._limit // 2:
             return
-        if is_counted:
-            self._count(page, 1)
-        if page.is_fixed != was_fixed:
-            self._change_fixed(page.parent, 1 if page.is_fixed else -1)
-        self._keep_longer(page, page.own_expiry)
-        if page.own_expiry < was_kept:
-            self._keep_shorter(page, was_kept)
-
-    def _count(self, page: Page, sign: int) -> None:
-        self.raw_bytes += sign * page.raw_bytes
-        self.stored_bytes += sign * page.stored_bytes
-        n_bytes = page.stored_bytes + len(page.tokens)
-        self.totals.count(page.namespace, sign, n_bytes, is_stored=page.is_stored, is_fixed=page.is_fixed)
-
-    def _change_fixed(self, key: bytes, sign: int) -> None:
-        """A dependent of this page cannot be evicted any more (1), or can again (-1)."""
-        page = self.pages.get(key)
-        while page is not None:
-            was_fixed = page.is_fixed
-            self._count(page, -1)
-            page.n_fixed += sign
-            self._count(page, 1)
-            if page.is_fixed == was_fixed:
-                return
-            page = self.pages.get(page.parent)
-
-    def _keep_until(self, page: Page, until: int) -> None:
-        parent = self.pages.get(page.parent)
-        if parent is not None:
-            parent.n_endless += (until == NEVER) - (page.kept_until == NEVER)
-        page.kept_until = until
-
-    def _keep_longer(self, page: Page | None, until: int) -> None:
-        """The page, or a dependent, is kept until then."""
-        while page is not None and page.kept_until < until:
-            self._keep_until(page, until)
-            page = self.pages.get(page.parent)
-
-    def _keep_shorter(self, page: Page | None, was: int) -> None:
-        """The page, or a dependent, was kept until then, and is not any more."""
-        while page is not None and page.kept_until == was and page.own_expiry < was:
-            until = NEVER if page.n_endless else _longest_kept(page, was)
-            if until == was:
-                return
-            self._keep_until(page, until)
-            page = self.pages.get(page.parent)
+        # parents after their children, so that those are forgotten first
+        for page in reversed(pages):
+            if self.pages.pop(page.key, None) is not None:
+                self.pages[page.key] = page
 
     def of_namespace(self, namespace: bytes) -> Iterator[Page]:
         """The pages of a namespace."""
@@ -347,67 +341,63 @@ class Index:
             yield page
             waiting += page.dependents
 
-    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`; its last page may extend beyond it."""
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> tuple[Path, Unknown | None]:
+        """The longest known prefix of `tokens`; its last page may extend beyond it. And where there may be more."""
         node = self._roots.get(namespace)
+        if node is None:
+            return Path((), 0), Unknown(namespace, 0)
         raw = tokens.tobytes()
         step = page_tokens * TOKEN_BYTES
         pages: list[Page] = []
         at = 0
-        while node is not None:
+        while True:
             wanted = raw[at : at + step]
             i = bisect_left(node.child_tokens, wanted)
-            if len(wanted) == step and i < len(node.child_tokens) and node.child_tokens[i] == wanted:
+            is_here = i < len(node.child_tokens) and node.child_tokens[i] == wanted
+            if is_here and len(wanted) == step:
                 node = node.children[i]
                 pages.append(node)
                 at += step
                 continue
+            unknown = None if is_here or node.sealed[i] or not wanted else Unknown(node.key, at // TOKEN_BYTES)
             shared, nearest = max(
                 ((_shared_tokens(wanted, node.child_tokens[j]), j) for j in (i, i - 1) if 0 <= j < len(node.children)),
                 default=(0, -1),
             )
             if shared:
                 pages.append(node.children[nearest])
-            return Path(tuple(pages), at // TOKEN_BYTES + shared)
-        return Path((), 0)
+            return Path(tuple(pages), at // TOKEN_BYTES + shared), unknown
 
-    def snapshots_along(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[Path]:
-        """The snapshots whose tokens are a prefix of `tokens`, the deepest first, each at the end of its path."""
+    def snapshots_along(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> tuple[list[Path], Unknown | None]:
+        """The known snapshots whose tokens are a prefix of `tokens`, the deepest first, each at the end of its path.
+
+        And where there may be more pages on the way, or snapshots.
+        """
         node = self._roots.get(namespace)
+        if node is None:
+            return [], Unknown(namespace, 0, (namespace,))
         raw = tokens.tobytes()
         step = page_tokens * TOKEN_BYTES
         pages: list[Page] = []
         found: list[Path] = []
-        while node is not None:
+        without: list[bytes] = []
+        while True:
             at = len(pages) * step
-            here = _prefixes(node.snapshots, raw[at : at + step])
-            found += [Path((*pages, page), page.end) for page in sorted(here, key=lambda page: page.end)]
             wanted = raw[at : at + step]
+            if not node.knows_snapshots:
+                without.append(node.key)
+            here = _prefixes(node.snapshots, wanted)
+            found += [Path((*pages, page), page.end) for page in sorted(here, key=lambda page: page.end)]
             i = bisect_left(node.child_tokens, wanted)
             if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
+                is_certain = len(wanted) < step or node.sealed[i]
                 break
             node = node.children[i]
             pages.append(node)
-        return found[::-1]
-
-    def branches(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> list[int]:
-        """The positions along `tokens` at which stored sequences branch off, to the token."""
-        node = self._roots.get(namespace)
-        raw = tokens.tobytes()
-        step = page_tokens * TOKEN_BYTES
-        at = 0
-        found: list[int] = []
-        while node is not None:
-            wanted = raw[at : at + step]
-            others = islice(chain(node.child_tokens, node.snapshots), SIBLINGS_COMPARED)
-            found += [
-                at // TOKEN_BYTES + _shared_tokens(wanted, other) for other in others if not _agree(other, wanted)
-            ]
-            i = bisect_left(node.child_tokens, wanted)
-            if len(wanted) < step or i == len(node.child_tokens) or node.child_tokens[i] != wanted:
-                break
-            node, at = node.children[i], at + step
-        return found
+        unknown = None
+        if without or not is_certain:
+            unknown = Unknown(node.key, len(pages) * page_tokens, tuple(without))
+        return found[::-1], unknown
 
     def superseded_by(self, page: Page) -> Page | None:
         """The sibling whose tokens are a proper prefix of those of `page`: the tail that `page` continues."""
@@ -420,18 +410,20 @@ class Index:
         return node.children[at]
 
     def covers(self, page: Page) -> bool:
-        """Whether a sibling already holds all tokens of `page`."""
+        """Whether a sibling already holds all tokens of `page`, and more."""
         if page.form == SNAPSHOT:
             return False
         node = self._node(page.parent, page.namespace)
         at = bisect_left(node.child_tokens, page.tokens) if node is not None else 0
+        if node is not None and at < len(node.children) and node.child_tokens[at] == page.tokens:
+            at += 1
         return node is not None and at < len(node.children) and node.child_tokens[at].startswith(page.tokens)
 
     def _node(self, parent: bytes, namespace: bytes) -> Page | None:
         return self._roots.get(namespace) if parent == namespace else self.pages.get(parent)
 
-    def _parent_node(self, parent: bytes, namespace: bytes) -> Page:
-        """The node of a parent; the root of a namespace is created when it is first needed."""
+    def node(self, parent: bytes, namespace: bytes) -> Page:
+        """The node of a parent that is in the index; the root of a namespace is created when it is first needed."""
         if parent == namespace and namespace not in self._roots:
             self._roots[namespace] = Page(namespace, b"", namespace, 0, b"", 0, 0, 0, 0, 0)
         node = self._node(parent, namespace)
@@ -439,14 +431,27 @@ class Index:
         return node
 
 
-def _longest_kept(page: Page, most: int) -> int:
-    """When a page and its dependents will have expired; none of them is kept longer than `most`."""
-    longest = page.own_expiry
-    for each in chain(page.children, page.snapshots.values()):
-        longest = max(longest, each.kept_until)
-        if longest == most:
-            break
-    return longest
+def branches(path: Iterable[tuple[int, Iterable[bytes]]], tokens: Tokens) -> list[int]:
+    """The positions along `tokens` at which stored sequences branch off, to the token.
+
+    Parameters
+    ----------
+    path
+        For each page along `tokens`, the start of the sequence included: where it ends, and the tokens of its children
+        and snapshots.
+    tokens
+        The sequence.
+    """
+    raw = tokens.tobytes()
+    found: list[int] = []
+    for end, others in path:
+        wanted = raw[end * TOKEN_BYTES :]
+        found += [
+            end + _shared_tokens(wanted[: len(other)], other)
+            for other in others
+            if not (wanted.startswith(other) or other.startswith(wanted))
+        ]
+    return found
 
 
 def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:
@@ -455,10 +460,6 @@ def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:
         return [page for tokens, page in snapshots.items() if wanted.startswith(tokens)]
     starts = (wanted[:n] for n in range(0, len(wanted) + 1, TOKEN_BYTES))
     return [snapshots[tokens] for tokens in starts if tokens in snapshots]
-
-
-def _agree(a: bytes, b: bytes) -> bool:
-    return a.startswith(b) or b.startswith(a)
 
 
 def _shared_tokens(a: bytes, b: bytes) -> int:

@@ -12,6 +12,8 @@ class Journal:
 
     Attributes
     ----------
+    deleted
+        Keys of the pages that the transaction has deleted, and not put again.
     deleted_from
         Namespaces from which the transaction has deleted pages.
     """
@@ -19,6 +21,7 @@ class Journal:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
         self._after_commit: list[Callable[[], None]] = []
+        self.deleted: set[bytes] = set()
         self.deleted_from: set[bytes] = set()
 
     def undo(self, step: Callable[[], None]) -> None:

@@ -93,6 +93,10 @@ class Strays:
         self.corrupt.discard(key)
         return found
 
+    def damaged(self) -> set[bytes]:
+        """Those that can never be restored: their records are damaged, or what they follow is not stored."""
+        return self.corrupt | {page.key for page in self.roots() if page.parent not in self.newer}
+
     def roots(self) -> list[Page]:
         """The pages that follow none of the others."""
         return [page for page in self._pages.values() if page.parent not in self._pages]

@@ -14,7 +14,7 @@ import xxhash
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
-__all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum", "time_of_use"]
+__all__ = ["CHECKSUM_BYTES", "CLOCK_SLACK", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum", "time_of_use"]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 

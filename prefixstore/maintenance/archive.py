@@ -209,8 +209,7 @@ class Archive:
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
         """The pages of a namespace, or of all, parents before their children."""
-        with self.view():
-            return [page for page in self.engine.pages() if namespace in (None, page.namespace)]
+        return [page for page in self.engine.pages() if namespace in (None, page.namespace)]
 
     def find(self, digits: str) -> Page:
         """The page whose key begins with these hexadecimal digits.
@@ -258,8 +257,7 @@ class Archive:
         page
             The page with this key, and its descendants; see `find`.
         """
-        with self.view():
-            return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
+        return set(self.engine.select(self._choices(namespaces, None, tokens, page)))
 
     def with_ancestors(self, keys: Collection[bytes]) -> set[bytes]:
         """These keys, and those of their ancestors, without which the pages could not be restored."""

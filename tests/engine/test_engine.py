@@ -219,7 +219,7 @@ def test_a_pin_that_fails_pins_nothing():
 
 
 def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():
-    backend = FaultyBackend(MemoryBackend(), "view", at=3)
+    backend = FaultyBackend(MemoryBackend(), "view", at=4)
     with store_of(backend) as store:
         store.put(A)
         store.match(A)

@@ -35,7 +35,7 @@ from tests.support.engines import (
     state_of,
     two_stores,
 )
-from tests.support.fragile import Fragile, assert_complete
+from tests.support.fragile import Fragile, assert_true
 from tests.support.models import TORTURE
 
 SETTINGS = Namespace({"salt": "tenant"}).canonical
@@ -142,12 +142,12 @@ def test_whichever_call_fails_the_catalog_says_what_is_stored_and_nothing_is_rea
         store.backend.fails_at = None
         store.engine.commit([])
         store.match(A)
-        assert_complete(store.engine)
+        assert_true(store.engine)
         # what failed can be done again
         if failed:
             act()
             store.match(A)
-            assert_complete(store.engine)
+            assert_true(store.engine)
         store.close()
         if is_over:
             break
@@ -165,7 +165,7 @@ def test_a_failure_costs_no_more_steps_in_a_large_store_than_in_a_small_one(new_
         store.backend.fails_at = 12
         assert store.put(A, 1) == 0
         assert store.match(A) == 0
-        assert_complete(store.engine)
+        assert_true(store.engine)
         after = dict(store.backend.calls)
         store.engine.close()
         return {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)}
@@ -244,20 +244,20 @@ def test_a_page_that_is_given_up_while_it_is_written_leaves_nothing_behind(how, 
 
     store.backend.on_call = interfere
     store.engine.commit(batch)
-    assert_complete_beside(store, more)
+    assert_true_beside(store, more)
     store.engine.commit(more)
     store.match(A)
-    assert_complete(store.engine)
+    assert_true(store.engine)
     # given up too late, it is stored all the same
     given_up = 7 if moment == "commit" and not fails else 4
     assert store.match(A) == (8 if how == "continue" else given_up)
     store.close()
 
 
-def assert_complete_beside(store, more):
+def assert_true_beside(store, more):
     store.match(A)
     if not more and not store.engine._catalog._contents.deferred.damaged:
-        assert_complete(store.engine)
+        assert_true(store.engine)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -274,7 +274,7 @@ def test_a_page_that_another_process_has_stored_stays_when_it_is_given_up_here(f
         assert ours.backend.fails_at is None
     else:
         ours.engine._catalog.abandon(batch)
-    assert_complete(ours.engine)
+    assert_true(ours.engine)
     assert ours.match(A) == 8
     for number in range(5, 9):
         assert ours.put([number] * P) == 1
@@ -296,7 +296,7 @@ def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_c
     ours.backend.on_call = give_up_and_fail
     ours.engine.commit(batch)
     ours.backend.on_call = lambda name: None
-    assert_complete(ours.engine)
+    assert_true(ours.engine)
     for number in range(5, 9):
         assert ours.put([number] * P) == 1
     assert ours.match(A) == 0
@@ -392,7 +392,7 @@ class Machine(RuleBasedStateMachine):
             store.match(A)
             assert store.backend.calls["scan"] <= 1
             if not store.engine._catalog._contents.deferred.damaged and not waiting:
-                assert_complete(store.engine)
+                assert_true(store.engine)
             with store.backend.inner.view() as view:
                 assert violations(view, store.engine._budget) == []
 

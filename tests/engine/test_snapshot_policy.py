@@ -202,5 +202,5 @@ def test_expired_snapshots_are_not_found():
     with store_of() as store:
         put_snapshots(store, tokens, [8, 17])
         path = store.engine.match_snapshot(NS, as_tokens(tokens), P, 30)
-        store.engine._catalog._contents.index.change(path.pages[-1], expires=1)
+        path.pages[-1].expires = 1
         assert store.match_snapshot(tokens) == 8

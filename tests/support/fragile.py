@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from typing import Any
 
+from prefixstore.backends.base import Entry
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.index import NEVER
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
+from prefixstore.format.keys import SNAPSHOT
+from prefixstore.format.record import Record
 from prefixstore.stats import Counters
 
-__all__ = ["Fragile", "assert_complete", "knowledge"]
+__all__ = ["Fragile", "assert_true", "known_keys"]
 
 
 class _Counted:
@@ -91,48 +94,54 @@ class Fragile:
                 self._in_update = False
 
 
-def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]:
-    """What the catalog of an engine says about what is stored; without the expiry of these pages."""
+def known_keys(engine: Engine) -> set[bytes]:
+    """All pages that an engine knows once it has read everything."""
+    return {page.key for page in engine.pages()}
+
+
+def assert_true(engine: Engine) -> None:
+    """What the catalog of an engine knows is what the location has; and what it knows to be missing, is."""
     catalog = engine._catalog
-    index = catalog._contents.index
+    contents = catalog._contents
+    with engine.view() as view:
+        stored = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
+    records = {key: one.record for key, one in stored.items() if isinstance(one.record, Record)}
+    # uses that are still to be written have moved the expiry
+    used = contents.deferred.uses
+    for page in contents.index:
+        assert page.is_stored == (page.key in records) or page.key in contents.pending
+        if page.is_stored:
+            record, usage = records[page.key], stored[page.key].usage
+            assert (page.parent, page.start, page.tokens) == (record.parent, record.start, record.tokens)
+            assert (page.form, page.stored_bytes) == (record.form, record.stored_bytes)
+            assert (page.pinned, page.priority) == (usage.pinned, usage.priority)
+            assert page.expires == usage.expires or page.key in used
+    for node in (*contents.index._roots.values(), *contents.index):
+        assert len(node.sealed) == len(node.children) + 1
+        for key, record in records.items():
+            if (record.parent, key in contents.index) == (node.key, False) and record.follows(records.get(node.key)):
+                if record.form == SNAPSHOT:
+                    assert not node.knows_snapshots
+                else:
+                    assert not node.sealed[bisect_left(node.child_tokens, record.tokens)]
+    assert contents.journal is None
+    if catalog.has_table:
+        assert_same_rows(engine)
+
+
+def assert_same_rows(engine: Engine) -> None:
+    """The table of an engine is what one is that is read from the location now."""
+    with closing(Engine(_Lent(engine._backend), engine._budget, POLICIES["lru"](), pick("raw"), Counters())) as fresh:
+        fresh.used()
+        assert rows(engine) == rows(fresh)
+        assert engine._catalog.total() == fresh._catalog.total()
+
+
+def rows(engine: Engine) -> dict[bytes, Any]:
     return {
-        "pages": {
-            page.key: (page.parent, page.start, page.tokens, page.form, page.stored_bytes, page.pinned, page.priority)
-            for page in index
-            if page.is_stored
-        },
-        "expires": {page.key: page.expires for page in index if page.key not in without},
-        "victims": {page.key for page in index if page.may_be_victim},
-        "fixed": {page.key for page in index if page.is_fixed},
-        "unplaced": set(catalog._contents.strays._pages),
-        "unreadable": (catalog._contents.strays.corrupt, catalog._contents.strays.newer),
-        "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
-        "bytes": catalog.payload_bytes,
+        key: (row.parent, row.start, row.stored_bytes, row.raw_bytes, row.pinned, row.priority, row.form)
+        for key, row in engine._catalog._table.rows.items()
     }
-
-
-def assert_complete(engine: Engine) -> None:
-    """The catalog says what one says that is built from the location now, and its running figures are right."""
-    catalog = engine._catalog
-    inner = engine._backend.inner
-    with closing(Engine(_Lent(inner), engine._budget, POLICIES["lru"](), pick("raw"), Counters())) as fresh:
-        with fresh.view():
-            pass
-        # uses that are still to be written have moved the expiry
-        used = set(catalog._contents.deferred.uses)
-        assert knowledge(engine, used) == knowledge(fresh, used)
-    index = catalog._contents.index
-    queued = {key for _, key in catalog._contents.candidates._victims._heap}
-    expiring = {key for _, key in catalog._contents.candidates._expiring._heap}
-    for page in index:
-        assert page.n_fixed == sum(child.is_fixed for child in page.dependents)
-        assert page.n_endless == sum(child.kept_until == NEVER for child in page.dependents)
-        assert page.kept_until == max([page.own_expiry, *(child.kept_until for child in page.dependents)])
-        if page.may_be_victim and page.is_leaf and not page.pinned:
-            assert page.key in queued
-            assert not page.expires or page.key in expiring
-    assert all(page.kept_until <= NEVER for page in index)
-    assert catalog._contents.journal is None
 
 
 class _Lent:
