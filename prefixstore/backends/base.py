@@ -37,7 +37,11 @@ from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
+<<<<<<< HEAD
 __all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View"]
+=======
+__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Transaction", "Used", "View", "facts_of"]
+>>>>>>> places
 
 # generations for which our own backends remember what changed
 CHANGES_KEPT = 4096
@@ -201,7 +205,7 @@ class View(ABC):
         """
         entries = (Entry(*each) for each in self.scan())
         first = nsmallest(at_most, (each for each in entries if each.key > after), key=lambda each: each.key)
-        return np.array([_facts_of(each) for each in first], FACTS)
+        return np.array([facts_of(each) for each in first], FACTS)
 
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
@@ -244,7 +248,8 @@ def _tokens_of(entry: Entry) -> bytes:
     return entry.record.tokens
 
 
-def _facts_of(entry: Entry) -> tuple[object, ...]:
+def facts_of(entry: Entry) -> tuple[object, ...]:
+    """The values of `FACTS` for one page."""
     key, record, usage = entry
     if not isinstance(record, Record):
         return key, b"", b"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False
@@ -259,8 +264,8 @@ def _facts_of(entry: Entry) -> tuple[object, ...]:
         usage.expires,
         record.start,
         len(record.tokens) // TOKEN_BYTES,
-        record.compute_us,
-        usage.hits,
+        min(record.compute_us, 2**32 - 1),
+        min(usage.hits, 2**32 - 1),
         usage.priority,
         record.codec,
         record.form,

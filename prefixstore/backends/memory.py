@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError, StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
 
 # What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
 ENTRY_BYTES = RECORD.size + USAGE.size + 720
+
+# The children of a page that have one form: tokens and key of each, in order. A list is never changed, but replaced.
+_Siblings: TypeAlias = "list[tuple[bytes, bytes]]"
+
+
+_ABOVE_KEYS = b"\xff" * (KEY_BYTES + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,10 @@ class _Pages:
         self.entries: dict[bytes, _Entry] = {}
         self.namespaces: dict[bytes, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
+        # by parent and form
+        self.children: dict[tuple[bytes, int], _Siblings] = {}
+        # all keys in order, for a generation; made when they are asked for
+        self.ordered: tuple[int, list[bytes]] = 0, []
         self.changes: deque[tuple[int, list[bytes]]] = deque(maxlen=CHANGES_KEPT)
         self.generation = 0
         self.bytes = 0
@@ -76,9 +92,43 @@ class _View(View):
             return None
         return [key for generation, keys in kept if generation > since for key in keys]
 
+    def _siblings(self, parent: bytes, form: int) -> _Siblings:
+        return self._pages.children.get((parent, form), [])
+
+    def _keys(self) -> list[bytes]:
+        """All keys in order."""
+        with self._lock:
+            if self._pages.ordered[0] != self._pages.generation:
+                self._pages.ordered = self._pages.generation, sorted(self._pages.entries)
+            return self._pages.ordered[1]
+
+    def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Those of these pages that are still there."""
+        found = ((key, self._entry(key)) for key in keys)
+        return [Entry(key, entry.record, entry.usage) for key, entry in found if entry is not None]
+
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         for key, entry in self._items():
             yield key, entry.record, entry.usage
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        siblings = self._siblings(parent, PAGE)
+        n_below = bisect_right(siblings, (tokens, _ABOVE_KEYS))
+        return self._entries([key for _, key in siblings[max(n_below - 1, 0) : n_below + 1]])
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        lists = (self._siblings(parent, form)[:at_most] for parent in dict.fromkeys(parents))
+        return self._entries([key for siblings in lists for _, key in siblings])
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        keys = self._keys()
+        at = bisect_right(keys, after)
+        while at < len(keys):
+            found = self._entries(keys[at : at + at_most])
+            if found:
+                return np.array([facts_of(each) for each in found], FACTS)
+            at += at_most  # all of these were deleted since
+        return np.empty(0, FACTS)
 
     def record(self, key: bytes) -> Record | None:
         entry = self._entry(key)
@@ -117,11 +167,12 @@ class _Change(_View, Transaction):
     def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
         super().__init__(pages, lock)
         self._staged: dict[bytes, _Entry | None] = {}
+        self._staged_children: dict[tuple[bytes, int], _Siblings] = {}
         self._structural: list[bytes] = []
         self._staged_namespaces: dict[bytes, bytes | None] = {}
         self._staged_notes: dict[bytes, bytes | None] = {}
         self._bytes = pages.bytes
-        self._entries = len(pages.entries)
+        self._n_entries = len(pages.entries)
 
     def _entry(self, key: bytes) -> _Entry | None:
         return self._staged[key] if key in self._staged else super()._entry(key)
@@ -129,6 +180,20 @@ class _Change(_View, Transaction):
     def _items(self) -> list[tuple[bytes, _Entry]]:
         items = dict(super()._items()) | self._staged
         return [(key, entry) for key, entry in items.items() if entry is not None]
+
+    def _siblings(self, parent: bytes, form: int) -> _Siblings:
+        staged = self._staged_children.get((parent, form))
+        return super()._siblings(parent, form) if staged is None else staged
+
+    def _own_siblings(self, record: Record) -> _Siblings:
+        """The siblings of a page, in a list that may be changed until the transaction ends."""
+        of = record.parent, record.form
+        if of not in self._staged_children:
+            self._staged_children[of] = super()._siblings(*of).copy()
+        return self._staged_children[of]
+
+    def _keys(self) -> list[bytes]:
+        return sorted(key for key, _ in self._items())
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         return _overlaid(super().namespaces(), self._staged_namespaces)
@@ -141,7 +206,7 @@ class _Change(_View, Transaction):
 
     @property
     def used(self) -> Used:
-        return Used(self._bytes, self._entries)
+        return Used(self._bytes, self._n_entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
         return _cost(record, n_bytes)
@@ -150,8 +215,9 @@ class _Change(_View, Transaction):
         self.delete(key)
         entry = _Entry(record, usage, bytes(payload))
         self._staged[key] = entry
+        insort(self._own_siblings(record), (record.tokens, key))
         self._bytes += entry.bytes
-        self._entries += 1
+        self._n_entries += 1
         self._structural.append(key)
 
     def delete(self, key: bytes) -> bool:
@@ -159,8 +225,10 @@ class _Change(_View, Transaction):
         if entry is None:
             return False
         self._staged[key] = None
+        siblings = self._own_siblings(entry.record)
+        del siblings[bisect_left(siblings, (entry.record.tokens, key))]
         self._bytes -= entry.bytes
-        self._entries -= 1
+        self._n_entries -= 1
         self._structural.append(key)
         return True
 
@@ -189,6 +257,11 @@ class _Change(_View, Transaction):
                     pages.entries.pop(key, None)
                 else:
                     pages.entries[key] = entry
+            for of, siblings in self._staged_children.items():
+                if siblings:
+                    pages.children[of] = siblings
+                else:
+                    pages.children.pop(of, None)
             if self._staged_namespaces:
                 pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
             pages.notes = _overlaid(pages.notes, self._staged_notes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from prefixstore.errors import IncompatibleError, LocationError, UnavailableError
-from prefixstore.format.record import FORMAT_VERSION
 
 __all__ = ["closed", "foreign", "no_store", "other_format", "read_only"]
 
@@ -28,14 +27,14 @@ def foreign(where: object, what: str) -> IncompatibleError:
     return IncompatibleError(f"{where} holds another application's {what}; choose another location")
 
 
-def other_format(where: object, found: int) -> IncompatibleError:
+def other_format(where: object, found: int, known: int) -> IncompatibleError:
     """A location has a format that this version does not know, or does not read any more."""
-    if found < FORMAT_VERSION:
+    if found < known:
         return IncompatibleError(
-            f"{where} has format {found}, this prefixstore reads {FORMAT_VERSION} only; choose another location, or "
+            f"{where} has format {found}, this prefixstore reads {known} only; choose another location, or "
             "delete this one: its pages will be computed again"
         )
     return IncompatibleError(
-        f"{where} has format {found}, this prefixstore reads up to {FORMAT_VERSION}; upgrade prefixstore, or choose "
+        f"{where} has format {found}, this prefixstore reads up to {known}; upgrade prefixstore, or choose "
         "another location"
     )

@@ -435,8 +435,7 @@ class Catalog:
     def _enter(self, facts: Facts, after: bytes) -> bytes:
         """Enter a slice into the table; up to which key it is filled now."""
         # a time in the future is not believed
-        now = time.time_ns()
-        facts["last_used"][facts["last_used"] > now + CLOCK_SLACK] = now
+        facts["last_used"][facts["last_used"] > time.time_ns() + CLOCK_SLACK] = self._contents.started
         self._table.fill(facts)
         journal = self._contents.journal
         for key in journal.deleted if journal is not None else ():
@@ -444,6 +443,9 @@ class Catalog:
         if len(facts):
             return bytes(facts["key"][-1])
         self._table.end()
+        # uses that are not written yet
+        used = map(self._contents.index.get, self._contents.deferred.uses)
+        self._table.looked_up(b"", [page for page in used if page is not None])
         self._contents.deferred.damaged |= set(self._table.strays())
         return after
 

@@ -104,6 +104,7 @@ class Contents:
         self.journal: Journal | None = None
         self.sweeps = True
         self.latest = 0
+        self.started = time.time_ns()
 
     # -- what is stored -----------------------------------------------------------------------------------------------
 
@@ -204,7 +205,8 @@ class Contents:
         last_used = time_of_use(usage.last_used, now)
         self.latest = max(self.latest, last_used)
         stored = Page.stored(key, record, usage)
-        stored.last_used = last_used or now
+        # a time that is not believable: no use of it was seen by this process
+        stored.last_used = last_used or self.started
         return stored
 
     def _unreadable(self, key: bytes, error: StorageError) -> None:

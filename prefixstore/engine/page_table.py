@@ -116,7 +116,7 @@ class PageTable:
             self._drop(key)
         else:
             page = Page.stored(entry.key, entry.record, entry.usage)
-            page.last_used = time_of_use(page.last_used, time.time_ns()) or time.time_ns()
+            page.last_used = time_of_use(page.last_used, time.time_ns()) or 1
             self._put(page, entry.record.codec)
 
     def _put(self, page: Page, codec: int) -> None:

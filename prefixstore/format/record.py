@@ -9,12 +9,26 @@ import struct
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import xxhash
 
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, page_key
 
-__all__ = ["CHECKSUM_BYTES", "CLOCK_SLACK", "FORMAT_VERSION", "Buffer", "Record", "StoredPage", "Usage", "checksum", "time_of_use"]
+__all__ = [
+    "CHECKSUM_BYTES",
+    "CLOCK_SLACK",
+    "FORMAT_VERSION",
+    "RECORDS",
+    "USAGES",
+    "Buffer",
+    "Record",
+    "StoredPage",
+    "Usage",
+    "checksum",
+    "place_of",
+    "time_of_use",
+]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -28,6 +42,34 @@ RECORD = struct.Struct(f"<BBBBIIIQQQ{KEY_BYTES}s{KEY_BYTES}s{CHECKSUM_BYTES}s")
 RECORD_SEAL = struct.Struct("<Q")
 # last used, hits, pinned, reserved, priority, expires
 USAGE = struct.Struct("<QIB1xhQ")
+# `RECORD` and `USAGE` for NumPy, to read many at once
+RECORDS = np.dtype(
+    [
+        ("version", "u1"),
+        ("codec", "u1"),
+        ("form", "u1"),
+        ("reserved", "u1"),
+        ("n_tokens", "<u4"),
+        ("start", "<u4"),
+        ("compute_us", "<u4"),
+        ("raw_bytes", "<u8"),
+        ("stored_bytes", "<u8"),
+        ("created", "<u8"),
+        ("namespace", f"V{KEY_BYTES}"),
+        ("parent", f"V{KEY_BYTES}"),
+        ("checksum", f"V{CHECKSUM_BYTES}"),
+    ]
+)
+USAGES = np.dtype(
+    [
+        ("last_used", "<u8"),
+        ("hits", "<u4"),
+        ("pinned", "u1"),
+        ("reserved", "u1"),
+        ("priority", "<i2"),
+        ("expires", "<u8"),
+    ]
+)
 # how much later than now a use can have been, by the clock of another machine
 CLOCK_SLACK = 300 * 10**9
 # the largest time or size: every database has an integer type for it
@@ -201,6 +243,14 @@ class Record:
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
             raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record
+
+
+def place_of(stored: Buffer) -> tuple[bytes, int, bytes] | None:
+    """Parent, form and tokens in a stored record, which may be damaged; None if it is too short to have them."""
+    if len(stored) < RECORD.size + RECORD_SEAL.size:
+        return None
+    head = RECORD.unpack_from(stored)
+    return head[11], head[2], bytes(stored[RECORD.size : -RECORD_SEAL.size])
 
 
 class StoredPage(NamedTuple):

@@ -17,16 +17,16 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from prefixstore.backends.base import Backend, Transaction
+from prefixstore.backends.base import FACTS, Backend, Transaction, Used, View
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, as_tokens, page_key
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, as_tokens, page_key
 from prefixstore.format.record import Buffer, Record, Usage, checksum
 
 __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
@@ -63,6 +63,127 @@ def _stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage,
     """All that a backend holds."""
     with backend.view() as view:
         return {key: (record, usage, bytes(view.payload(key) or b"")) for key, record, usage in view.scan()}
+
+
+class _Defaults(View):
+    """A view whose calls for many pages are those of `View`: what every backend's own have to agree with."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    @property
+    def generation(self) -> int:
+        return self._view.generation
+
+    def changes(self, since: int) -> list[bytes] | None:
+        return self._view.changes(since)
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        return self._view.scan()
+
+    def record(self, key: bytes) -> Record | None:
+        return self._view.record(key)
+
+    def usage(self, key: bytes) -> Usage | None:
+        return self._view.usage(key)
+
+    def payload(self, key: bytes) -> Buffer | None:
+        return self._view.payload(key)
+
+    def payload_keys(self) -> Iterator[bytes]:
+        return self._view.payload_keys()
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return self._view.namespaces()
+
+    @property
+    def used(self) -> Used:
+        return self._view.used
+
+
+class _Family:
+    """Random pages that share beginnings of every length with their siblings.
+
+    Parameters
+    ----------
+    seed
+        Of the random numbers.
+    longest
+        The most tokens of a page.
+    """
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.chance = random.Random(seed)
+        self.longest = longest
+        # what is stored, by key; namespaces are parents that end at position 0
+        self.stored: dict[bytes, Record] = {}
+        self.namespaces = [NAMESPACE, bytes(reversed(NAMESPACE))]
+        self.seen: list[bytes] = [b""]
+
+    def tokens(self) -> list[int]:
+        """Some tokens: others that were chosen before, up to a random place, and then new ones, or none."""
+        known = np.frombuffer(self.chance.choice(self.seen), "<i4").tolist()
+        shared = known[: self.chance.choice([0, 1, 3, 15, 16, 17, 64, 200, 300, len(known)])]
+        more = self.chance.choice([0, 0, 1, 2, 16, 60, 300])
+        tokens = (shared + [self.chance.randrange(-3, 3) for _ in range(more)])[: self.longest]
+        self.seen.append(as_tokens(tokens).tobytes())
+        return list(tokens)
+
+    def page(self) -> tuple[bytes, Record]:
+        """A page or a snapshot that may be stored: after a namespace, or after a page that is stored."""
+        pages = [key for key, record in self.stored.items() if record.form == PAGE]
+        parent = self.chance.choice([*self.namespaces, *self.namespaces, *pages[-3:], *pages[:3]])
+        tokens, form = self.tokens(), self.chance.choice([PAGE, PAGE, PAGE, SNAPSHOT])
+        before = self.stored.get(parent)
+        namespace = parent if before is None else before.namespace
+        start = 0 if before is None else before.start + len(before.tokens) // TOKEN_BYTES
+        if form == PAGE and not tokens:
+            tokens = [7]
+        _, record = make_page(_payload(1, 10), tokens, parent=parent, start=start, namespace=namespace)
+        record = replace(record, form=form)
+        return record.key, record
+
+    def leaf(self) -> bytes | None:
+        """A page without children."""
+        parents = {record.parent for record in self.stored.values()}
+        leaves = sorted(key for key in self.stored if key not in parents)
+        return self.chance.choice(leaves) if leaves else None
+
+    def change(self, transaction: Transaction, n_times: int) -> None:
+        """Put and delete pages, in a transaction."""
+        for _ in range(n_times):
+            leaf = self.leaf() if self.chance.random() < 0.3 else None
+            if leaf is not None:
+                assert transaction.delete(leaf)
+                del self.stored[leaf]
+                continue
+            key, record = self.page()
+            if self.stored and self.chance.random() < 0.1:
+                key, record = self.chance.choice(sorted(self.stored.items()))  # once more
+            usage = Usage(self.chance.randrange(1, 9), 2, pinned=key[0] % 2 == 0, priority=-5, expires=key[1])
+            transaction.put_namespace(record.namespace, SETTINGS)
+            transaction.put(key, record, usage, _payload(1, 10))
+            self.stored[key] = record
+
+    def require_agreement(self, view: View) -> None:
+        """Compare a view with what is stored, and with the defaults of `View`."""
+        defaults = _Defaults(view)
+        parents = [*self.namespaces, *self.stored, bytes(KEY_BYTES)]
+        self.chance.shuffle(parents)
+        for form in (PAGE, SNAPSHOT):
+            for at_most in (None, 1, 3):
+                assert view.children(parents, form, at_most) == defaults.children(parents, form, at_most)
+        assert len(view.children(parents, PAGE)) + len(view.children(parents, SNAPSHOT)) == len(self.stored)
+        wanted = self.chance.sample(self.seen, min(len(self.seen), 12))
+        for parent in (*self.namespaces, *parents[:8]):
+            for tokens in (*wanted, as_tokens(self.tokens()).tobytes(), b"", b"\xff" * 4 * self.longest):
+                assert view.neighbors(parent, tokens) == defaults.neighbors(parent, tokens)
+        after, n_facts = b"", 0
+        while len(facts := view.facts(after, 7)):
+            assert facts.dtype == FACTS
+            assert facts.tolist() == defaults.facts(after, 7).tolist()
+            after, n_facts = facts["key"][-1].tobytes(), n_facts + len(facts)
+        assert n_facts == len(self.stored)
 
 
 def _together(*works: Callable[[], None]) -> None:
@@ -314,6 +435,90 @@ class BackendContract:
                     fetched = [(record, bytes(payload)) for record, payload in view.fetch(wanted)]
                     assert fetched == [(pages[2][1], payloads[2]), (pages[0][1], payloads[0])]
                     assert list(view.fetch([])) == []
+
+    # -- lookups and eviction -----------------------------------------------------------------------------------------
+
+    def test_leading_pages_end_at_the_first_that_is_missing(self, tmp_path: Path) -> None:
+        pages: list[tuple[bytes, Record]] = []
+        for i in range(40):
+            pages.append(make_page(b"x", [i], parent=pages[-1][0] if pages else NAMESPACE, start=i))
+        keys = [key for key, _ in pages]
+        with self.opened(tmp_path) as backend:
+            for n_stored in (0, 1, 2, 23, 40):
+                with backend.update() as transaction:
+                    for key, record in pages[:n_stored]:
+                        transaction.put(key, record, Usage(record.start), b"x")
+                for opened in (backend.view, backend.update):
+                    with opened() as view:
+                        for n_wanted in (0, 1, 3, 22, 23, 24, 40):
+                            found = view.leading(keys[:n_wanted])
+                            expected = [(key, record, Usage(record.start)) for key, record in pages[:n_stored]]
+                            assert found == expected[:n_wanted]
+
+    def test_an_empty_backend_has_no_children_and_no_facts(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            for opened in (backend.view, backend.update):
+                with opened() as view:
+                    assert view.neighbors(NAMESPACE, b"") == []
+                    assert view.children([NAMESPACE], PAGE) == []
+                    assert view.children([], PAGE) == []
+                    assert view.leading([bytes(KEY_BYTES)]) == []
+                    assert len(view.facts(b"", 10)) == 0
+
+    def test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(self, tmp_path: Path) -> None:
+        for seed, longest in ((1, 4), (2, 40), (3, 600), (4, 2048)):
+            family = _Family(seed, longest)
+            (tmp_path / str(seed)).mkdir()
+            with self.opened(tmp_path / str(seed)) as backend:
+                for step in range(12):
+                    with backend.update() as transaction:
+                        family.change(transaction, family.chance.choice([1, 2, 12]))
+                        if step % 4 == 1:
+                            family.require_agreement(transaction)
+                    before = dict(family.stored)
+                    with suppress(_Rollback), backend.update() as transaction:
+                        family.change(transaction, 5)
+                        if step % 4 == 2:
+                            family.require_agreement(transaction)
+                        raise _Rollback
+                    family.stored = before
+                    if step % 3 == 2:
+                        with backend.view() as view:
+                            family.require_agreement(view)
+                while family.stored:
+                    with backend.update() as transaction:
+                        for _ in range(min(12, len(family.stored))):
+                            leaf = family.leaf()
+                            assert leaf is not None
+                            assert transaction.delete(leaf)
+                            del family.stored[leaf]
+                    with backend.view() as view:
+                        family.require_agreement(view)
+
+    def test_neighbors_among_many_siblings_share_the_longest_prefix(self, tmp_path: Path) -> None:
+        """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
+        chance = random.Random(3)
+        with self.opened(tmp_path) as backend:
+            for beginning in ([], [5] * 200, [6] * 255):
+                parent, _ = make_page(b"", beginning or [1])
+                siblings = [[*beginning, number] for number in chance.sample(range(10_000), 300)]
+                siblings += [[*each, 7] for each in siblings[:100]]
+                with backend.update() as transaction:
+                    for tokens in siblings:
+                        key, record = make_page(b"", tokens, parent=parent, start=1)
+                        transaction.put(key, record, Usage(1), b"")
+                stored = sorted(as_tokens(tokens).tobytes() for tokens in siblings)
+                with backend.view() as view:
+                    for _ in range(60):
+                        wanted = [*chance.choice(siblings)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
+                        raw = as_tokens(wanted).tobytes()
+                        found = [
+                            entry.record.tokens
+                            for entry in view.neighbors(parent, raw)
+                            if isinstance(entry.record, Record)
+                        ]
+                        below, above = [each for each in stored if each <= raw], [each for each in stored if each > raw]
+                        assert found == below[-1:] + above[:1]
 
     def test_scrubbing_changes_nothing_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:

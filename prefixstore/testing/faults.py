@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.backends.base import Backend, Entry, Transaction, Used, View
 from prefixstore.errors import StorageError, UnavailableError
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -42,6 +45,17 @@ class _WrappedView(View):
     def payload(self, key: bytes) -> Buffer | None:
         self._before("payload")
         return self._view.payload(key)
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        self._before("record")
+        return self._view.neighbors(parent, tokens)
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        self._before("record")
+        return self._view.children(parents, form, at_most)
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        return self._view.facts(after, at_most)
 
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()

@@ -21,6 +21,7 @@ from prefixstore.backends import forks, open_backend
 from prefixstore.backends import memory as memory_module
 from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.environment import LMDB_VERSION
 from prefixstore.backends.location import cache_directory
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
@@ -38,7 +39,7 @@ from prefixstore.errors import (
 )
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import page_key
-from prefixstore.format.record import FORMAT_VERSION, Usage
+from prefixstore.format.record import Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import (
     BackendContract,
@@ -301,15 +302,15 @@ def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, 
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
-@pytest.mark.parametrize(("step", "says"), [(1, f"up to {FORMAT_VERSION}"), (-1, f"reads {FORMAT_VERSION} only")])
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {LMDB_VERSION}"), (-1, f"reads {LMDB_VERSION} only")])
 def test_another_format_is_refused_with_both_versions(tmp_path, step, says):
     LMDBBackend(tmp_path, MIB).close()
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        txn.put(b"format", (FORMAT_VERSION + step).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+        txn.put(b"format", (LMDB_VERSION + step).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
     before = (tmp_path / "data.mdb").read_bytes()
     message = refusal(tmp_path)
     assert message.startswith("IncompatibleError: ")
-    assert f"format {FORMAT_VERSION + step}" in message
+    assert f"format {LMDB_VERSION + step}" in message
     assert says in message
     assert (tmp_path / "data.mdb").read_bytes() == before
 

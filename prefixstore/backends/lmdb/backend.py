@@ -17,30 +17,35 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice, takewhile
 from typing import Any
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 from prefixstore.backends import refusals
-from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View
 from prefixstore.backends.files import absolute, make_directory
+from prefixstore.backends.lmdb.children import Siblings
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
+from prefixstore.backends.lmdb.facts import facts_of
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
-from prefixstore.format.keys import KEY_BYTES
-from prefixstore.format.record import Buffer, Record, Usage
+from prefixstore.format.keys import KEY_BYTES, PAGE
+from prefixstore.format.record import Buffer, Record, Usage, place_of
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
 
-# Pages of the file that a transaction leaves. To delete one of ours takes some 30 of them at most, a commit some 10.
-LEFT_BY_PUTS = 160
-LEFT_BY_OTHERS = 80
+# Pages of the file that a transaction leaves. To delete one of ours takes some 40 of them at most, a commit some 10.
+LEFT_BY_PUTS = 176
+LEFT_BY_OTHERS = 96
 LEFT_BY_RECLAIM = 32
 
 META_GENERATION = struct.Struct("<Q")
@@ -75,6 +80,18 @@ class _View(View):
             for i in range(0, len(keys), KEY_BYTES)
         ]
 
+    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+        records = self._db[b"records"]
+        low, high = 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if self._txn.get(keys[middle], db=records) is not None:
+                low = middle + 1
+            else:
+                high = middle
+        found = self.records(keys[:low])
+        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys[:low])]
+
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
         for stored_key, stored in self._txn.cursor(self._db[b"records"]):
             key = bytes(stored_key)
@@ -96,6 +113,38 @@ class _View(View):
 
     def payload(self, key: bytes) -> Buffer | None:
         return self._txn.get(key, db=self._db[b"payloads"])
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        return self._siblings(parent, PAGE).around(tokens)
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        return [
+            each
+            for parent in dict.fromkeys(parents)
+            for each in islice(self._siblings(parent, form).ordered(), at_most)
+        ]
+
+    def _siblings(self, parent: bytes, form: int) -> Siblings:
+        return Siblings(self._txn, self._db[b"children"], parent, form, self._readable)
+
+    def _readable(self, key: bytes) -> Entry | None:
+        """The page with this key, if its record and usage can be read."""
+        try:
+            record = self.record(key)
+            return Entry(key, record, self.usage(key) or Usage(record.created)) if record is not None else None
+        except StorageError:
+            return None
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        cursor = self._txn.cursor(self._db[b"records"])
+        found = cursor.set_range(after) if after else cursor.first()
+        if found and cursor.key() == after:
+            found = cursor.next()
+        if not found:
+            return np.empty(0, FACTS)
+        keys, records = zip(*((bytes(key), stored) for key, stored in islice(cursor, at_most)), strict=True)
+        used = dict(self._txn.cursor(self._db[b"usage"]).getmulti(keys))
+        return facts_of(keys, records, [used.get(key) for key in keys])
 
     def payload_keys(self) -> Iterator[bytes]:
         return map(bytes, self._txn.cursor(self._db[b"payloads"]).iternext(values=False))
@@ -127,25 +176,41 @@ class _Change(_View, Transaction):
         self.to_leave = 0
 
     def cost(self, record: Record, n_bytes: int) -> int:
-        # a payload has pages of its own; each of the four trees may split a leaf and the branch above it
+        # a payload has pages of its own; each of the five trees may split a leaf and the branch above it
         payload = -(-(n_bytes + PAGE_HEADER) // self._page_size)
         tokens = -(-(len(record.tokens) + 256) // self._page_size)
-        return (payload + tokens + 8) * self._page_size
+        return (payload + tokens + 10) * self._page_size
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         self.to_leave = LEFT_BY_PUTS
         # the bytes first, then the record that makes them visible
         self._txn.put(key, payload, db=self._db[b"payloads"])
         self._txn.put(key, usage.pack(), db=self._db[b"usage"])
+        place = record.parent, record.form, record.tokens
+        old = self._place(key)
+        if old != place:
+            self._remove_child(key, old)
         self._txn.put(key, record.pack(), db=self._db[b"records"])
+        self._siblings(record.parent, record.form).add(key, record.tokens)
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
         self.to_leave = self.to_leave or LEFT_BY_OTHERS
+        self._remove_child(key, self._place(key))
         found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
         if any(found):
             self._changed.append(key)
         return any(found)
+
+    def _place(self, key: bytes) -> tuple[bytes, int, bytes] | None:
+        """Parent, form and tokens of a stored page, as far as its record tells."""
+        stored = self._txn.get(key, db=self._db[b"records"])
+        return place_of(stored) if stored is not None else None
+
+    def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> None:
+        if place is not None:
+            parent, form, tokens = place
+            self._siblings(parent, form).remove(key, tokens)
 
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         self.to_leave = self.to_leave or LEFT_BY_OTHERS

@@ -32,9 +32,8 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.format.record import FORMAT_VERSION
 
-__all__ = ["DATABASES", "FILE_EXTRA", "SCRUBS", "Environment", "acquire", "release"]
+__all__ = ["DATABASES", "FILE_EXTRA", "LMDB_VERSION", "SCRUBS", "Environment", "acquire", "release"]
 
 SMALLEST_MAP = 1 << 20
 # what the file may have more than its budget needs, so that there is space to delete
@@ -50,7 +49,9 @@ CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
 SCRUBS = b"scrubs"
-DATABASES = (b"meta", b"namespaces", b"records", b"usage", b"payloads", b"changes")
+DATABASES = (b"meta", b"namespaces", b"records", b"usage", b"payloads", b"changes", b"children")
+# version of the databases and of what is in them besides records and usage, which have one of their own
+LMDB_VERSION = 3
 META_FORMAT = struct.Struct("<I")
 
 
@@ -152,10 +153,10 @@ class Environment:
         self._check_trees()
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
-        if names and not names >= set(DATABASES):
-            raise refusals.foreign(self.path, "LMDB database")
         if not names and self.read_only:
             raise refusals.no_store(self.path)
+        if names:
+            self._require_format(names)
         if self.read_only:
             databases = {name: self.env.open_db(name) for name in DATABASES}
         else:
@@ -163,15 +164,24 @@ class Environment:
             with self.begin(write=True) as txn:
                 databases = _make_databases(self.env, txn)
         with self.begin(write=False) as txn:
-            magic, version, self._scrubs = (
-                bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format", SCRUBS)
-            )
-        if magic != MAGIC or len(version) != META_FORMAT.size:
-            raise refusals.foreign(self.path, "LMDB database")
-        found = META_FORMAT.unpack(version)[0]
-        if found != FORMAT_VERSION:
-            raise refusals.other_format(self.path, found)
+            self._scrubs = bytes(txn.get(SCRUBS, b"", db=databases[b"meta"]))
         return databases
+
+    def _require_format(self, names: set[bytes]) -> None:
+        """Refuse an environment with these databases if it is not a store of this version. Nothing is written to it."""
+        foreign = refusals.foreign(self.path, "LMDB database")
+        if b"meta" not in names:
+            raise foreign
+        meta = self.env.open_db(b"meta", create=False)
+        with self.begin(write=False) as txn:
+            magic, version = (bytes(txn.get(name, b"", db=meta)) for name in (b"magic", b"format"))
+        if magic != MAGIC or len(version) != META_FORMAT.size:
+            raise foreign
+        found = META_FORMAT.unpack(version)[0]
+        if found != LMDB_VERSION:
+            raise refusals.other_format(self.path, found, LMDB_VERSION)
+        if not names >= set(DATABASES):
+            raise foreign
 
     def _wait_for_writer(self) -> None:
         """Wait until no process holds the write lock, but not for long: who opens a store may be able to go on without.
@@ -379,7 +389,7 @@ def _make_databases(env: lmdb.Environment, txn: lmdb.Transaction) -> dict[bytes,
     databases = {name: env.open_db(name, txn) for name in DATABASES}
     if new:
         txn.put(b"magic", MAGIC, db=databases[b"meta"])
-        txn.put(b"format", META_FORMAT.pack(FORMAT_VERSION), db=databases[b"meta"])
+        txn.put(b"format", META_FORMAT.pack(LMDB_VERSION), db=databases[b"meta"])
     return databases
 
 

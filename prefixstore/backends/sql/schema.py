@@ -167,7 +167,7 @@ def require_format(rows: Sequence[Row[Any]], where: str) -> Row[Any]:
     if len(rows) != 1:
         raise IncompatibleError(f"{where} has {len(rows)} rows in {META.name}; it is not a store of prefixstore")
     if rows[0].format != FORMAT_VERSION:
-        raise refusals.other_format(where, rows[0].format)
+        raise refusals.other_format(where, rows[0].format, FORMAT_VERSION)
     return rows[0]
 
 

@@ -1,0 +1,270 @@
+"""The children of a page in the order of their tokens: rows of the database ``children``.
+
+A key of LMDB has at most 511 bytes, and the tokens of a page have thousands, so they are cut into chunks. The children
+of a page form a tree of nodes; its root has the page's own key (the namespace's for first pages):
+
+    key      node, 32 bytes; form, 1 byte; chunk: the next `CHUNK` bytes of the tokens, fewer where they end
+    value    0, u32; key of the child
+        or   depth, u32; node, 32 bytes
+
+A row names a child unless several share its chunk. Then it names the node at which they part, and the depth of that
+node: how many bytes of tokens precede it, all of which they share. So a child adds at most two rows, and the rows on
+the way to it are as many as the places at which its siblings part from it: at most one for each chunk, and mostly one.
+
+The bytes between two nodes are in no row. So a way through the rows may lead to a child that shares less of the tokens
+than the rows say; its record tells how much. Rows are derived from records: whatever they name is compared with its
+record, and a row that names anything else is ignored by readers, and replaced by a writer in whose way it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import lmdb
+
+from prefixstore.backends.base import Entry
+from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.record import Buffer, Record
+
+__all__ = ["CHUNK", "Siblings"]
+
+# 16 tokens: a multiple of the size of a token
+CHUNK = 64
+# depth of a node, or 0 for a child; its key
+ROW = struct.Struct(f"<I{KEY_BYTES}s")
+# what BLAKE2b calls the person: no node below a root has the key of a page or of a namespace
+_OF_NODE = b"prefixstore node"
+
+
+class _Target(NamedTuple):
+    """What a row leads to: a child if the depth is 0, else a node."""
+
+    depth: int
+    key: bytes
+
+
+class _Step(NamedTuple):
+    """A row on a way through the tree; without a target if it is not there."""
+
+    node: _Target
+    row: bytes
+    target: _Target | None
+
+
+class Siblings:
+    """The children of one page that have one form.
+
+    Parameters
+    ----------
+    txn, database
+        The transaction, and the database ``children``.
+    parent, form
+        Whose children, and which.
+    entry_of
+        The page with this key, if its record and usage can be read.
+    """
+
+    def __init__(
+        self, txn: lmdb.Transaction, database: Any, parent: bytes, form: int, entry_of: Callable[[bytes], Entry | None]
+    ) -> None:
+        self._txn = txn
+        self._db = database
+        self._parent = parent
+        self._form = form
+        self._entry_of = entry_of
+        self._root = _Target(0, parent)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def ordered(self) -> Iterator[Entry]:
+        """All of them, in the order of their tokens."""
+        return self._children(self._rows(self._root))
+
+    def keys(self) -> Iterator[bytes]:
+        """The keys of all of them, those included whose records cannot be read."""
+        waiting = [self._root]
+        for node in waiting:
+            for target in self._rows(node):
+                if target.depth:
+                    waiting.append(target)
+                else:
+                    yield target.key
+
+    def around(self, tokens: bytes) -> list[Entry]:
+        """The last one whose tokens are not above these, and the first one whose tokens are, as far as they exist."""
+        steps = self._way(tokens)
+        other = self._any_near(steps)
+        if other is None:
+            return []
+        shared = _shared(_tokens_of(other), tokens)
+        while steps[-1].node.depth > shared:
+            steps.pop()
+        below = above = None
+        if (target := steps[-1].target) is not None:
+            # all children that it leads to are on the same side
+            if _tokens_of(other) <= tokens:
+                below = next(self._children(iter([target]), backwards=True), None)
+            else:
+                above = next(self._children(iter([target])), None)
+        below = below or self._beside(steps, backwards=True)
+        above = above or self._beside(steps)
+        return [each for each in (below, above) if each is not None]
+
+    def leads_to(self, key: bytes, tokens: bytes) -> bool:
+        """Whether the rows lead from these tokens to this child."""
+        return self._way(tokens)[-1].target == _Target(0, key)
+
+    def _way(self, tokens: bytes) -> list[_Step]:
+        """The rows on the way of these tokens, from the root. The last one leads to a child, or is not there."""
+        steps: list[_Step] = []
+        target: _Target | None = self._root
+        while target is not None and (target.depth or not steps):
+            node, row = target, self._head(target) + tokens[target.depth : target.depth + CHUNK]
+            target = _target_of(self._txn.get(row, db=self._db), node)
+            steps.append(_Step(node, row, target))
+        return steps
+
+    def _any_near(self, steps: list[_Step]) -> Entry | None:
+        """A child that shares as much of a way as any does: all that the last row leads to do, or all in its node."""
+        for step in reversed(steps):
+            near = self._rows(step.node) if step.target is None else iter([step.target])
+            found = next(self._children(near), None)
+            if found is not None:
+                return found
+        return next(self.ordered(), None)
+
+    def _beside(self, steps: list[_Step], *, backwards: bool = False) -> Entry | None:
+        """The first child that comes after the rows of a way (before them, backwards)."""
+        for step in reversed(steps):
+            rows = self._rows(step.node, step.row, backwards=backwards)
+            found = next(self._children(rows, backwards=backwards), None)
+            if found is not None:
+                return found
+        return None
+
+    def _children(self, targets: Iterator[_Target], *, backwards: bool = False) -> Iterator[Entry]:
+        """The children that some rows lead to, in order."""
+        waiting = [targets]
+        while waiting:
+            target = next(waiting[-1], None)
+            if target is None:
+                waiting.pop()
+            elif target.depth:
+                waiting.append(self._rows(target, backwards=backwards))
+            elif (entry := self._child(target.key)) is not None:
+                yield entry
+
+    def _child(self, key: bytes) -> Entry | None:
+        """The page with this key, if it is one of the children."""
+        entry = self._entry_of(key)
+        if entry is None or not isinstance(entry.record, Record):
+            return None
+        return entry if (entry.record.parent, entry.record.form) == (self._parent, self._form) else None
+
+    def _rows(self, node: _Target, beyond: bytes | None = None, *, backwards: bool = False) -> Iterator[_Target]:
+        """What the rows of a node lead to, in order; those beyond one of them, if it is given."""
+        head = self._head(node)
+        cursor = self._txn.cursor(self._db)
+        if backwards:
+            found = cursor.set_range(beyond or head + b"\xff" * (CHUNK + 1))
+            found = cursor.prev() if found else cursor.last()
+        else:
+            found = cursor.set_range(beyond or head)
+            if found and beyond is not None and cursor.key() == beyond:
+                found = cursor.next()
+        while found:
+            row, value = cursor.item()
+            if row[: len(head)] != head:
+                return
+            target = _target_of(value, node)
+            if target is not None:
+                yield target
+            found = cursor.prev() if backwards else cursor.next()
+
+    def _head(self, node: _Target) -> bytes:
+        return node.key + bytes([self._form])
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def add(self, key: bytes, tokens: bytes) -> None:
+        """Add a child, whose record need not be stored yet; nothing happens if it is there."""
+        steps = self._way(tokens)
+        added = _Target(0, key)
+        if steps[-1].target == added:
+            return
+        other = self._any_near(steps)
+        shared = 0 if other is None else _shared(_tokens_of(other), tokens) // CHUNK * CHUNK
+        while steps[-1].node.depth > shared:
+            steps.pop()
+        node, row, target = steps[-1]
+        if other is None or target is None or shared <= node.depth:
+            # there is no such row, or it leads to nothing that is stored
+            self._put(row, added)
+            return
+        # what the row leads to shares so much with the new child: both go below a new node
+        parting = _Target(shared, self._node_after(tokens[:shared]))
+        self._put(self._head(parting) + _chunk(_tokens_of(other), shared), target)
+        self._put(self._head(parting) + _chunk(tokens, shared), added)
+        self._put(row, parting)
+
+    def remove(self, key: bytes, tokens: bytes) -> bool:
+        """Remove a child; returns whether the rows led to it."""
+        steps = self._way(tokens)
+        if steps[-1].target != _Target(0, key):
+            return False
+        self._txn.delete(steps.pop().row, db=self._db)
+        if steps:
+            self._shorten(steps[-1])
+        return True
+
+    def _shorten(self, step: _Step) -> None:
+        """A row that leads to a node with one row takes over what that one leads to."""
+        assert step.target is not None
+        cursor = self._txn.cursor(self._db)
+        head = self._head(step.target)
+        rows: list[tuple[bytes, bytes]] = []
+        found = cursor.set_range(head)
+        while found and len(rows) < 2 and cursor.key()[: len(head)] == head:
+            rows.append((bytes(cursor.key()), bytes(cursor.value())))
+            found = cursor.next()
+        if len(rows) == 1:
+            self._txn.put(step.row, rows[0][1], db=self._db)
+            self._txn.delete(rows[0][0], db=self._db)
+        elif not rows:
+            self._txn.delete(step.row, db=self._db)
+
+    def _put(self, row: bytes, target: _Target) -> None:
+        self._txn.put(row, ROW.pack(*target), db=self._db)
+
+    def _node_after(self, tokens: bytes) -> bytes:
+        content = self._parent + bytes([self._form]) + tokens
+        return hashlib.blake2b(content, digest_size=KEY_BYTES, person=_OF_NODE).digest()
+
+
+def _target_of(stored: Buffer | None, node: _Target) -> _Target | None:
+    """What a row of a node leads to; None if it is not there, or holds nothing that leads further down."""
+    if stored is None or len(stored) != ROW.size:
+        return None
+    target = _Target(*ROW.unpack(stored))
+    return target if not target.depth or target.depth > node.depth else None
+
+
+def _chunk(tokens: bytes, depth: int) -> bytes:
+    return tokens[depth : depth + CHUNK]
+
+
+def _tokens_of(entry: Entry) -> bytes:
+    assert isinstance(entry.record, Record)
+    return entry.record.tokens
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """How many bytes two byte strings have in common at their start."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    difference = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
+    return n - (difference.bit_length() + 7) // 8
