@@ -37,11 +37,7 @@ from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
-<<<<<<< HEAD
-__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View"]
-=======
-__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Transaction", "Used", "View", "facts_of"]
->>>>>>> places
+__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View", "facts_of"]
 
 # generations for which our own backends remember what changed
 CHANGES_KEPT = 4096
@@ -186,6 +182,16 @@ class View(ABC):
                 found[record.parent].append(Entry(key, record, usage))
         count = self.used.entries if at_most is None else at_most
         return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of these pages, and namespaces, after which anything is stored, even if it cannot be read."""
+        wanted, found = set(keys), set[bytes]()
+        for _, record, _ in self.scan():
+            if not isinstance(record, Record):
+                # it may follow any of them
+                return wanted
+            found |= {record.parent} & wanted
+        return found
 
     def facts(self, after: bytes, at_most: int) -> Facts:
         """Facts of the pages whose keys come after this one, in the order of their keys.

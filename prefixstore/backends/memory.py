@@ -18,7 +18,7 @@ from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError, StorageError
-from prefixstore.format.keys import KEY_BYTES, PAGE
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
 __all__ = ["MemoryBackend", "open_memory"]
@@ -119,6 +119,9 @@ class _View(View):
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         lists = (self._siblings(parent, form)[:at_most] for parent in dict.fromkeys(parents))
         return self._entries([key for siblings in lists for _, key in siblings])
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        return {key for key in keys if any(self._siblings(key, form) for form in (PAGE, SNAPSHOT))}
 
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
         keys = self._keys()

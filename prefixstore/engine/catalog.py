@@ -258,12 +258,8 @@ class Catalog:
                 journal.after_commit(self._swept)
         if sweeps:
             emptied = set(transaction.namespaces())
-        for form in (PAGE, SNAPSHOT):
-            emptied -= {_parent_of(entry) for entry in transaction.children(sorted(emptied), form, 1)}
-        for namespace in emptied:
-            # what cannot be read does not say what it follows
-            if not any(transaction.children([namespace], form, 1) for form in (PAGE, SNAPSHOT)):
-                transaction.drop_namespace(namespace)
+        for namespace in emptied - transaction.followed(sorted(emptied)):
+            transaction.drop_namespace(namespace)
 
     def _swept(self) -> None:
         self._contents.sweeps = False
@@ -412,13 +408,14 @@ class Catalog:
                 with backend.view() as view:
                     self.refresh(view)
                     facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
+                    damaged = _damaged(view, facts)
                 with self._lock:
                     if not self._table.is_loading:
                         # what was read before, if anything, was forgotten since
                         self._table.begin()
                         after = b""
                     elif self._may_learn(generation, epoch):
-                        after = self._enter(facts, after)
+                        after = self._enter(facts, after, damaged)
 
     def require_table(self, transaction: Transaction) -> None:
         """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""
@@ -429,14 +426,16 @@ class Catalog:
             self._table.begin()
         while not self._table.is_loaded:
             facts = transaction.facts(after, FACTS_AT_ONCE)
+            damaged = _damaged(transaction, facts)
             with self._lock:
-                after = self._enter(facts, after)
+                after = self._enter(facts, after, damaged)
 
-    def _enter(self, facts: Facts, after: bytes) -> bytes:
+    def _enter(self, facts: Facts, after: bytes, damaged: Collection[bytes]) -> bytes:
         """Enter a slice into the table; up to which key it is filled now."""
         # a time in the future is not believed
         facts["last_used"][facts["last_used"] > time.time_ns() + CLOCK_SLACK] = self._contents.started
         self._table.fill(facts)
+        self._contents.deferred.damaged |= set(damaged)
         journal = self._contents.journal
         for key in journal.deleted if journal is not None else ():
             self._table.deleted(key)
@@ -727,9 +726,15 @@ class Catalog:
         with self._lock:
             if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
                 return
-        near = transaction.neighbors(page.parent, page.tokens)
+        wanted, near = page.tokens, transaction.neighbors(page.parent, page.tokens)
         with self._lock:
-            self._contents.know_between(page.parent, page.namespace, page.tokens, near)
+            self._contents.know_between(page.parent, page.namespace, wanted, near)
+        if any(_holds(entry, wanted) for entry in near):
+            # it is stored: a tail that it continues comes just before
+            wanted = page.tokens[:-TOKEN_BYTES]
+            near = transaction.neighbors(page.parent, wanted)
+            with self._lock:
+                self._contents.know_between(page.parent, page.namespace, wanted, near)
 
     def tail_before(self, new: PendingPage) -> Page | None:
         """The stored tail that a pending page continues."""
@@ -939,13 +944,15 @@ def _with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
     return found
 
 
+def _damaged(view: View, facts: Facts) -> list[bytes]:
+    """Those of these pages whose records are damaged."""
+    unreadable = [bytes(key) for key in facts["key"][~facts["is_readable"]]]
+    return [key for key, (error, _) in view.records(unreadable).items() if isinstance(error, CorruptError)]
+
+
 def _holds(entry: Entry, tokens: bytes) -> bool:
     return isinstance(entry.record, Record) and entry.record.tokens == tokens
 
 
 def _start_of(entry: Entry) -> int:
     return entry.record.start if isinstance(entry.record, Record) else -1
-
-
-def _parent_of(entry: Entry) -> bytes:
-    return entry.record.parent if isinstance(entry.record, Record) else b""

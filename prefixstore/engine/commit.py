@@ -15,7 +15,7 @@ from prefixstore.backends.base import Backend, Transaction
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
-from prefixstore.engine.delete import Deleter, has_dependents
+from prefixstore.engine.delete import Deleter
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
 from prefixstore.engine.ram import RamTier
@@ -256,7 +256,7 @@ class Committer:
         catalog = self._catalog
         catalog.load_beside(transaction, new.page)
         tail = catalog.tail_before(new)
-        keeps = tail is not None and has_dependents(transaction, tail.key)
+        keeps = tail is not None and bool(transaction.followed([tail.key]))
         return catalog.claim(new, keeps_tail=keeps)
 
     def _keep_ancestors(self, transaction: Transaction, page: Page) -> None:

@@ -24,7 +24,6 @@ __all__ = [
     "Deleter",
     "Removed",
     "beginning_with",
-    "has_dependents",
     "in_common",
     "of_namespaces",
     "subtree",
@@ -195,14 +194,17 @@ class Deleter:
     def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
         with self._catalog.update(self._backend) as transaction:
-            followed = _followed(transaction, [page.key for page in pages])
-            gone: set[bytes] = set()
-            for page in pages:
-                # not one that another process has continued since
-                if followed.get(page.key, set()) <= gone and self._catalog.remove_leaf(page.key, page.namespace):
-                    gone.add(page.key)
-                    if transaction.delete(page.key):
+            waiting = list(pages)
+            while waiting:
+                # not those that another process has continued since
+                followed = transaction.followed([page.key for page in waiting])
+                leaves = [page for page in waiting if page.key not in followed]
+                if not leaves:
+                    break
+                for page in leaves:
+                    if self._catalog.remove_leaf(page.key, page.namespace) and transaction.delete(page.key):
                         removed += Removed(1, page.stored_bytes)
+                waiting = [page for page in waiting if page.key in followed]
         return removed
 
     def delete_strays(
@@ -340,21 +342,6 @@ def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | Non
         return True
     except IncompatibleError:
         return False
-
-
-def has_dependents(transaction: Transaction, key: bytes) -> bool:
-    """Whether anything is stored after a page."""
-    return any(transaction.children([key], form, 1) for form in (PAGE, SNAPSHOT))
-
-
-def _followed(transaction: Transaction, keys: Sequence[bytes]) -> dict[bytes, set[bytes]]:
-    """What is stored after each of these pages."""
-    followed: dict[bytes, set[bytes]] = {}
-    for form in (PAGE, SNAPSHOT):
-        for entry in transaction.children(keys, form):
-            if isinstance(entry.record, Record):
-                followed.setdefault(entry.record.parent, set()).add(entry.key)
-    return followed
 
 
 def _with_descendants(transaction: Transaction, keys: Iterable[bytes], at_once: int) -> Iterator[Entry]:

@@ -7,6 +7,7 @@ another engine commits, or the location fails.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -30,11 +31,12 @@ from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
-from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.format.record import PAGE, SNAPSHOT, StoredPage
 from prefixstore.stats import Counters
 from tests.support import in_thread
 from tests.support.engines import MIB, NS, P, state_of
+from tests.support.fragile import assert_true, known_keys
 from tests.support.models import TORTURE
 from tests.support.places import place
 
@@ -168,7 +170,7 @@ class Interleaving(RuleBasedStateMachine):
         if hasattr(self, "opened"):
             with self.opened:
                 for which in range(ENGINES):
-                    self.look(which)
+                    self.look_at_all(which)
 
     # -- steps of one engine, interrupted -----------------------------------------------------------------------------
 
@@ -351,18 +353,34 @@ class Interleaving(RuleBasedStateMachine):
         problems = self.members[0].engine.check()
         assert problems == [], list(map(str, problems))
 
-    @rule(which=engines)
-    def look(self, which):
-        """The index has what is stored, and what is pending."""
+    @rule(which=engines, tokens=prompts)
+    def look(self, which, tokens=()):
+        """What an engine knows is what is stored, and what is pending; and a prompt finds all of its pages."""
         member = self.members[which]
-        member.engine.match(NS, as_tokens([]), P)
+        found = {page.key for page in member.engine.match(NS, as_tokens(list(tokens)), P).pages}
+        assert_true(member.engine)
         with member.backend.view() as view:
-            stored = {key for key, _, _ in view.scan()}
-        indexed, pending = set(member.catalog._contents.index.pages), set(member.catalog._contents.pending)
-        assert pending <= indexed <= stored | pending
+            stored = {
+                key
+                for key, _, usage in view.scan()
+                if usage.pinned or not usage.expires or usage.expires > time.time_ns()
+            }
+        pending = set(member.catalog._contents.pending)
         # what was taken for damaged is hidden until the next commit
         if not member.catalog._contents.deferred.damaged:
-            assert indexed == stored | pending
+            wanted = itertools.takewhile((stored | pending).__contains__, page_keys(NS, as_tokens(list(tokens)), P))
+            assert found >= set(wanted)
+
+    def look_at_all(self, which):
+        """Once an engine has read everything, it knows all that is stored, and what is pending."""
+        member = self.members[which]
+        self.look(which)
+        known, pending = known_keys(member.engine), set(member.catalog._contents.pending)
+        with member.backend.view() as view:
+            stored = {key for key, _, _ in view.scan()}
+        assert pending <= known <= stored | pending
+        if not member.catalog._contents.deferred.damaged:
+            assert known == stored | pending
 
 
 def interleave(machine, examples, steps=30):

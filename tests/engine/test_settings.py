@@ -11,11 +11,12 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.delete import of_namespaces
-from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from tests.support.engines import MIB, NS, OTHER, A, B, P, Store, put_snapshots, store_of
 from tests.support.fragile import Fragile
+from tests.support.newer import make_corrupt
 
 
 def settings_of(store):
@@ -71,22 +72,12 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
             store.engine.repair(store.engine.check())
         else:
             for key in page_keys(NS, as_tokens(A), P):
-                entry = store.backend._pages.entries[key]
-                object.__setattr__(entry, "record", CorruptError("flipped"))
-            monkeypatch.setattr("prefixstore.backends.memory._cost", lambda record, n: n)
-            monkeypatch.setattr("prefixstore.backends.memory._View.record", raise_what_is_stored)
+                make_corrupt(store.backend, key, monkeypatch)
             store.open(ttl=60.0)
             assert store.match(A) == 0
             store.engine.commit([])
         assert store.stored_keys() == set()
         assert settings_of(store) == set()
-
-
-def raise_what_is_stored(view, key):
-    entry = view._entry(key)
-    if entry is not None and isinstance(entry.record, Exception):
-        raise entry.record
-    return entry.record if entry is not None else None
 
 
 def test_a_thinned_snapshot_and_its_pages_take_their_settings_along():
@@ -113,6 +104,7 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
     with store_of() as store:
         store.put(A[:4])
         store.put(B[:4])
+        assert store.fetch(A[:4]) == 1
         store.engine.condemn(store.engine.match(NS, as_tokens(A), P).pages[0], lambda *_: False)
         store.engine.evict_to(store.engine.used()[0].bytes - 1)
         assert len(store.stored_keys()) == 1

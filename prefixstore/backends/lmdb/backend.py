@@ -36,7 +36,7 @@ from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
-from prefixstore.format.keys import KEY_BYTES, PAGE
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import Buffer, Record, Usage, place_of
 
 __all__ = ["LMDBBackend", "open_lmdb"]
@@ -123,6 +123,13 @@ class _View(View):
             for parent in dict.fromkeys(parents)
             for each in islice(self._siblings(parent, form).ordered(), at_most)
         ]
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        return {key for key in keys if any(self._has_children(key, form) for form in (PAGE, SNAPSHOT))}
+
+    def _has_children(self, parent: bytes, form: int) -> bool:
+        records = self._db[b"records"]
+        return any(self._txn.get(key, db=records) is not None for key in self._siblings(parent, form).stored_or_not())
 
     def _siblings(self, parent: bytes, form: int) -> Siblings:
         return Siblings(self._txn, self._db[b"children"], parent, form, self._readable)

@@ -83,7 +83,7 @@ class Siblings:
         """All of them, in the order of their tokens."""
         return self._children(self._rows(self._root))
 
-    def keys(self) -> Iterator[bytes]:
+    def stored_or_not(self) -> Iterator[bytes]:
         """The keys of all of them, those included whose records cannot be read."""
         waiting = [self._root]
         for node in waiting:
