@@ -70,6 +70,7 @@ class _Defaults(View):
 
     def __init__(self, view: View) -> None:
         self._view = view
+        self._pages = list(view.scan())
 
     @property
     def generation(self) -> int:
@@ -79,7 +80,7 @@ class _Defaults(View):
         return self._view.changes(since)
 
     def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        return self._view.scan()
+        return iter(self._pages)
 
     def record(self, key: bytes) -> Record | None:
         return self._view.record(key)

@@ -34,7 +34,7 @@ from prefixstore.errors import (
     UnavailableError,
 )
 from prefixstore.format.autocodec import FixedCodec
-from prefixstore.format.keys import page_key
+from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
@@ -493,6 +493,10 @@ def test_each_query_of_a_lookup_is_one_round_trip(new_database):
             "pages": lambda view: len(list(view.fetch(keys))) == 30,
             "records": lambda view: len(view.records(every)) == 30,
             "what is used": lambda view: view.used.entries == 30,
+            "leading pages": lambda view: len(view.leading(every + unknown)) == 30,
+            "neighbors": lambda view: len(view.neighbors(keys[3], pages[4][1].tokens[:-4])) == 1,
+            "children of many": lambda view: len(view.children([NAMESPACE, *every], PAGE)) == 30,
+            "facts": lambda view: len(view.facts(b"", 100)) == 30,
         }
         for what, ask in asked.items():
             with statements(backend) as sent, backend.view() as view:
@@ -552,6 +556,9 @@ def test_every_query_of_a_lookup_or_an_eviction_uses_an_index(url):
             view.payload(keys[0])
             view.records(keys[:20])
             list(view.fetch(keys[:20]))
+            assert len(view.neighbors(NAMESPACE, page(1)[1].tokens)) == 2
+            assert len(view.children([NAMESPACE, *keys[:20]], PAGE, 3)) == 3
+            assert len(view.facts(keys[0], 10)) == 10
         with backend.update() as transaction:
             transaction.touch(keys[0], Usage(1))
             transaction.delete(keys[1])
@@ -561,7 +568,9 @@ def test_every_query_of_a_lookup_or_an_eviction_uses_an_index(url):
             for statement, parameters in sent
             if statement.split()[0] in ("SELECT", "WITH", "UPDATE", "DELETE") and "pragma" not in statement
         }
-        assert len(plans) >= 8
+        assert len(plans) >= 11
+        ordered = [plan for plan in plans.values() if "prefixstore_children" in plan]
+        assert len(ordered) == 2
         for statement, plan in plans.items():
             print(statement, plan, sep="\n")
             if "prefixstore_meta" not in statement:  # one row
@@ -808,7 +817,9 @@ def test_two_processes_keep_the_budget_together(url):
 
 def test_used_is_at_least_what_postgresql_reports(new_database):
     sizes = "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relname LIKE 'prefixstore%'"
-    for pages in ([page(i, 10) for i in range(500)], [page(i, 2500) for i in range(300)], chain(6, 3 * MIB)):
+    chance = np.random.default_rng(5)
+    long = [(*make_page(b"x", chance.integers(0, 2**30, 256).tolist()), b"x") for _ in range(1000)]
+    for pages in ([page(i, 10) for i in range(500)], [page(i, 2500) for i in range(300)], chain(6, 3 * MIB), long):
         with opened(new_database()) as backend:
             put(backend, *pages)
             with backend.view() as view, backend.database.connection() as connection:

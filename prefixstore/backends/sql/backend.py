@@ -6,14 +6,18 @@ table of changes for each key. The number of pages and their bytes are stored wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
 
-from prefixstore.backends.base import CHANGES_KEPT, Backend, Transaction, Used, View
+from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
 from prefixstore.backends.sql.database import Database, translated
+from prefixstore.backends.sql.facts import SELECT_FACTS, facts_of_rows
 from prefixstore.backends.sql.schema import (
     CHANGES,
     META,
@@ -32,6 +36,7 @@ from prefixstore.backends.sql.schema import (
     usage_row,
 )
 from prefixstore.errors import StorageError
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["SQLBackend"]
@@ -69,6 +74,17 @@ _TOUCH = (
     .values({column.name: bindparam(f"new_{column.name}") for column in USAGE_COLUMNS})
 )
 _FORGET = delete(CHANGES).where(CHANGES.c.generation <= bindparam("until"))
+
+
+def _entries_of(rows: Iterable[Row[Any]]) -> list[Entry]:
+    """The pages in these rows that can be read, in the order of their tokens."""
+    found = ((row, *readable(row)) for row in rows)
+    entries = [
+        (record.tokens, Entry(bytes(row.key), record, usage))
+        for row, record, usage in found
+        if isinstance(record, Record)
+    ]
+    return [entry for _, entry in sorted(entries, key=lambda each: each[0])]
 
 
 class _View(View):
@@ -134,6 +150,39 @@ class _View(View):
             return {}
         rows = self._rows(self._database.RECORDS, **self._database.keys(keys))
         return {bytes(row.key): readable(row) for row in rows}
+
+    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+        # one statement, instead of a bisection of many
+        found = self.records(keys)
+        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys)]
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        rows = self._rows(self._database.NEIGHBORS, parent=parent, tokens=tokens)
+        entries = _entries_of(rows)
+        # pages that cannot be read do not count: then there may be another one beyond
+        return entries if len(entries) == len(rows) else super().neighbors(parent, tokens)
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        if not parents:
+            return []
+        return [
+            entry
+            for rows in self._database.children(self._rows, list(dict.fromkeys(parents)), form, at_most)
+            for entry in _entries_of(rows)
+        ]
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        while rows := self._rows(SELECT_FACTS, after=after, count=at_most):
+            try:
+                return facts_of_rows(rows)
+            except (TypeError, ValueError, OverflowError):
+                # something in them is damaged: one by one
+                keys = [bytes(row.key) for row in rows]
+                found = self.records([key for key in keys if len(key) == KEY_BYTES])
+                if found:
+                    return np.array([facts_of(Entry(key, *found[key])) for key in sorted(found)], FACTS)
+                after = keys[-1]
+        return np.empty(0, FACTS)
 
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         return self._database.fetch(self._connection, keys, retry=self._retry)

@@ -6,7 +6,7 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -130,6 +130,8 @@ class Database(ABC):
     is_local = False
     # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
+    # `children.neighbors`
+    NEIGHBORS: Executable
 
     def __init_subclass__(cls) -> None:
         wanted = cls.wanted()
@@ -249,6 +251,15 @@ class Database(ABC):
     def keys(keys: Sequence[bytes]) -> dict[str, Any]:
         """The parameters for `wanted`; at least one key."""
         return {"keys": b"".join(keys), "last": len(keys) - 1}
+
+    @abstractmethod
+    def children(
+        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
+    ) -> Iterable[Sequence[Row[Any]]]:
+        """The rows of the children of each parent that has any, as `View.children` orders them; at least one parent.
+
+        `rows_of` takes a statement and its parameters.
+        """
 
     @abstractmethod
     def fix(self, connection: Connection) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,7 @@ from sqlalchemy import (
     FromClause,
     Integer,
     LargeBinary,
+    Row,
     bindparam,
     column,
     create_engine,
@@ -35,6 +36,7 @@ from sqlalchemy import (
 from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
+from prefixstore.backends.sql.children import children_of_many, neighbors
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
@@ -148,6 +150,7 @@ class PostgreSQL(Database):
     """
 
     BEGIN = "BEGIN"
+    NEIGHBORS = neighbors(by_prefix=True)
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
@@ -229,6 +232,12 @@ class PostgreSQL(Database):
             bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
         )
         return select(positions.c.position, key.label("key")).subquery("wanted")
+
+    def children(
+        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
+    ) -> Iterable[Sequence[Row[Any]]]:
+        found = rows_of(_CHILDREN, **self.keys(parents), form=form, count=at_most)
+        return (list(rows) for _, rows in groupby(found, key=lambda row: row.position))
 
     def fix(self, connection: Connection) -> None:
         with translated(self.location):
@@ -342,6 +351,7 @@ def _fetch() -> Executable:
 
 
 _FETCH = _fetch()
+_CHILDREN = children_of_many(PostgreSQL.wanted())
 
 
 def _weight(entries: int, n_bytes: int) -> int:

@@ -31,12 +31,14 @@ from prefixstore.format.record import FORMAT_VERSION, RECORD_SEAL, Buffer, Recor
 __all__ = [
     "APPLICATION_ID",
     "CHANGES",
+    "CHILDREN",
     "HEAD",
     "MAGIC",
     "META",
     "METADATA",
     "NAMESPACES",
     "NOTES",
+    "ORDERED_BYTES",
     "PAGES",
     "PIECES",
     "PIECE_BYTES",
@@ -58,11 +60,14 @@ MAGIC = "prefixstore"
 # of a SQLite file, in its header: "pfxs"
 APPLICATION_ID = 0x70667873
 # revisions of the schema, oldest first; a test compares them with the files in migrations/versions
-REVISIONS = ("1",)
+REVISIONS = ("2",)
 # of development versions, whose stores were never released
-UNRELEASED = ("0001", "0002")
+UNRELEASED = ("0001", "0002", "1")
 HEAD = REVISIONS[-1]
 VERSION_TABLE = "prefixstore_schema"
+# the index of children by parent, form and tokens; how many bytes of the tokens it has in PostgreSQL
+CHILDREN = "prefixstore_children"
+ORDERED_BYTES = 1024
 # a payload is stored in pieces of this size: no row is huge, and a piece stays in the CPU's cache while it is copied
 PIECE_BYTES = 1 << 20
 

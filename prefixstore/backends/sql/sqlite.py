@@ -12,11 +12,11 @@ import sqlite3
 import sys
 import threading
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from sqlalchemy import (
     Engine,
     FromClause,
     LargeBinary,
+    Row,
     bindparam,
     create_engine,
     func,
@@ -37,6 +38,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from prefixstore.backends import refusals
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
+from prefixstore.backends.sql.children import children_of_one, neighbors
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
@@ -71,7 +73,7 @@ from prefixstore.format.record import Buffer, Record
 __all__ = ["SQLite"]
 
 # a store without a page in it, and some space for more tables
-EMPTY_BYTES = 20 * PAGE_BYTES
+EMPTY_BYTES = 21 * PAGE_BYTES
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
@@ -94,6 +96,7 @@ _ROWS = str(
     .order_by(PIECES.c.number)
     .compile(dialect=dialect.dialect())
 )
+_CHILDREN = children_of_one()
 _SIZES = (
     "SELECT page_count, freelist_count, page_size FROM pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
 )
@@ -124,6 +127,7 @@ class SQLite(Database):
     """
 
     BEGIN = "BEGIN IMMEDIATE"
+    NEIGHBORS = neighbors(by_prefix=False)
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -289,6 +293,12 @@ class SQLite(Database):
         )
         return select(positions.c.position, key.label("key")).subquery("wanted")
 
+    def children(
+        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
+    ) -> Iterable[Sequence[Row[Any]]]:
+        count = -1 if at_most is None else at_most
+        return (rows_of(_CHILDREN, parent=parent, form=form, count=count) for parent in parents)
+
     def fix(self, connection: Connection) -> None:
         """Nothing to do: a read transaction sees one moment."""
 
@@ -346,10 +356,10 @@ class SQLite(Database):
 
     def cost(self, record: Record, n_bytes: int) -> int:
         # a row larger than a page has overflow pages besides the part that stays in the tree; and each of the
-        # trees (pages, pieces, changes, namespaces, and their keys) may split a leaf and the branch above it
+        # trees (pages, children, pieces, changes, namespaces, and their keys) may split a leaf and the branch above it
         usable = PAGE_BYTES - 4
         pieces = n_bytes // PIECE_BYTES + 1
-        return (-(-n_bytes // usable) + 2 * pieces + -(-len(record.tokens) // usable) + 14) * PAGE_BYTES
+        return (-(-n_bytes // usable) + 2 * pieces + 2 * -(-len(record.tokens) // usable) + 16) * PAGE_BYTES
 
     def sync(self) -> None:
         if self.read_only:

@@ -1,11 +1,11 @@
-"""Pages, their payloads in pieces, namespaces, notes, and the keys that each generation changed."""
+"""Pages, their order below each parent, payloads in pieces, namespaces, notes, and what each generation changed."""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "1"
+revision = "2"
 down_revision = None
 
 
@@ -70,7 +70,11 @@ def upgrade() -> None:
         sa.Column("name", sa.LargeBinary(), primary_key=True),
         sa.Column("value", sa.LargeBinary(), nullable=False),
     )
-    if op.get_context().dialect.name == "postgresql":
+    is_postgresql = op.get_context().dialect.name == "postgresql"
+    # an entry of an index of PostgreSQL cannot hold all tokens of a long page
+    tokens = "substr(tokens, 1, 1024)" if is_postgresql else "tokens"
+    op.execute(f"CREATE INDEX prefixstore_children ON prefixstore_pages (parent, form, {tokens})")
+    if is_postgresql:
         # payloads are compressed already: the server need not try
         op.execute("ALTER TABLE prefixstore_pieces ALTER COLUMN data SET STORAGE EXTERNAL")
         # by default the server cleans up only when a fifth of the table are dead rows
