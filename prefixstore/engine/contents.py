@@ -111,10 +111,15 @@ class Contents:
     def learn(self, entry: Entry) -> bool:
         """Note what the location has under a key, if the index has the page or its parent; whether it has it now."""
         key, record, usage = entry
-        if self.is_deleting(key) or key in self.deferred.damaged:
+        if self.is_deleting(key):
             return False
         if not isinstance(record, Record):
             self._unreadable(key, record)
+            return False
+        if key in self.deferred.damaged:
+            # looked for again when the next commit has found out whether it is
+            self.index.unseal(record.parent, record.namespace)
+            self.is_complete = False
             return False
         page = self.index.get(key)
         stored = self._node_of(key, record, usage)
@@ -124,6 +129,7 @@ class Contents:
                 # the stored one is deleted when the pending one is written, and what follows it
                 page.is_stored = False
                 self.contested.add(key)
+                self.is_complete = False
                 return False
             # another process has replaced it
             self.lose(key)
@@ -131,6 +137,7 @@ class Contents:
         if page is not None:
             self._take_over(page, stored)
         elif not self.index.has_parent_of(stored) or stored.parent in self.contested:
+            self.is_complete = False
             return False
         elif not self.index.add(stored):
             # its parent is here, and ends elsewhere
@@ -281,6 +288,7 @@ class Contents:
     def forget(self, key: bytes, *, is_deleted: bool) -> list[Taken]:
         """Take a page, and what depends on it, out of the index; what was taken, children before their parents."""
         lost_pages = self.index.remove(key, is_deleted=is_deleted)
+        self.is_complete = self.is_complete and is_deleted and len(lost_pages) < 2
         self.contested -= {lost.key for lost in lost_pages}
         self._ram.drop(lost.key for lost in lost_pages)
         return [
@@ -347,7 +355,8 @@ class Contents:
 
     def lose(self, key: bytes) -> None:
         """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
-        taken = self.forget(key, is_deleted=True)
+        page = self.index.get(key)
+        taken = self.forget(key, is_deleted=page is not None and not page.is_stored)
         if lost := sum(1 for one in taken if one.new is not None):
             self._counters.count(f"dropped:{DropReason.ORPHAN.value}", lost)
 

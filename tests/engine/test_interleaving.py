@@ -363,9 +363,11 @@ class Interleaving(RuleBasedStateMachine):
             stored = {
                 key
                 for key, _, usage in view.scan()
-                if usage.pinned or not usage.expires or usage.expires > time.time_ns()
+                # that others have used a page is announced from time to time only
+                if usage.pinned or not usage.expires or usage.expires > time.time_ns() + TTL * 0.5e9
             }
-        pending = set(member.catalog._contents.pending)
+        waiting = member.catalog._contents.pending
+        pending = {key for key, new in waiting.items() if not new.page.has_expired(time.time_ns())}
         # what was taken for damaged is hidden until the next commit
         if not member.catalog._contents.deferred.damaged:
             wanted = itertools.takewhile((stored | pending).__contains__, page_keys(NS, as_tokens(list(tokens)), P))
