@@ -155,6 +155,16 @@ class Environment:
                     self._checked.found_sound(state)
                     return
 
+    def check(self, txn: lmdb.Transaction) -> None:
+        """Walk the whole file as this transaction sees it.
+
+        Raises
+        ------
+        CorruptError
+            If it is not sound.
+        """
+        check_trees(self.path / DATA, txn.id())
+
     def _open_databases(self) -> dict[bytes, Any]:
         self._check_trees()
         with self.begin(write=False) as txn:

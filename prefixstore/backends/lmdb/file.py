@@ -103,10 +103,13 @@ def allowed_size(path: Path) -> int:
 def check_trees(path: Path, transaction: int) -> bool:
     """Check the file as a transaction has left it, while the caller reads at that transaction.
 
+    A later state is checked instead if its meta page has replaced that of this transaction: while the caller reads,
+    LMDB reuses none of the pages of later states either.
+
     Returns
     -------
     bool
-        False if later transactions have overwritten the meta page of this one: begin another, and check again.
+        False if the file has neither state: begin another transaction, and check again.
 
     Raises
     ------
@@ -116,11 +119,11 @@ def check_trees(path: Path, transaction: int) -> bool:
     with _opened(path) as handle:
         walk = _Walk(path, handle)
         metas = walk.metas()
-        found = [meta for meta in metas if meta.transaction == transaction]
+        found = [meta for meta in metas if meta.transaction >= transaction]
         if not found:
             # a store that is being created has no meta at all
             return not metas
-        walk.check(found[0])
+        walk.check(min(found, key=lambda meta: meta.transaction))
         return True
 
 
