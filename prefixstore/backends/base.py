@@ -243,6 +243,14 @@ class View(ABC):
         """The note that `Transaction.put_note` wrote under this name."""
         return None
 
+    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
+        """What is wrong with what a backend keeps beside the pages, such as an order of children, for `check`.
+
+        Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Backend.reindex` mends it), the key
+        of the page or ``b""``, and a message. Raises `CorruptError` if the location cannot be used at all.
+        """
+        return iter(())
+
     @property
     @abstractmethod
     def used(self) -> Used:
@@ -356,6 +364,9 @@ class Backend(ABC):
     def compact(self) -> int:
         """Give space that deletions freed back to the disk; returns its bytes. Raises `UnavailableError`."""
         return 0
+
+    def reindex(self) -> None:  # noqa: B027 - most backends have nothing to do
+        """Build what is derived from pages again, such as an order of children. Meanwhile pages may not be found."""
 
     @abstractmethod
     def after_fork(self) -> None:

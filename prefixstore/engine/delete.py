@@ -240,8 +240,11 @@ class Deleter:
         return len(self._strays().newer)
 
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants."""
-        return self._delete_all({bytes.fromhex(violation.key) for violation in found if violation.key})
+        """Delete the pages that a check has named, and their descendants; an index is built again instead."""
+        found = list(found)
+        if any(violation.rule == "index" for violation in found):
+            self._backend.reindex()
+        return self._delete_all({bytes.fromhex(one.key) for one in found if one.key and one.rule != "index"})
 
     def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.

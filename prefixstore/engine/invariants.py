@@ -23,7 +23,9 @@ class Violation:
     rule
         ``"record"`` (it cannot be read), ``"parent"`` (the parent is missing, or cannot have children), ``"position"``
         (the page does not start where its parent ends), ``"payload"`` (missing, damaged, or of the wrong length),
-        ``"orphan"`` (a payload without a record), ``"namespace"`` (unknown, or not that of the parent), ``"budget"``
+        ``"orphan"`` (a payload without a record), ``"index"`` (the backend does not find a page among the children of
+        its parent, or finds another there), ``"file"`` (the file is damaged elsewhere),
+        ``"namespace"`` (unknown, or not that of the parent), ``"budget"``
         (exceeded).
     key
         The page, as hexadecimal digits; empty for the location as a whole.
@@ -41,7 +43,7 @@ class Violation:
 
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
-    found: list[Violation] = []
+    found = [Violation(rule, key.hex(), message) for rule, key, message in view.flaws()]
     records: dict[bytes, Record] = {}
     foreign: set[bytes] = set()
     for key, record, _ in view.scan():

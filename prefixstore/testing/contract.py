@@ -168,6 +168,7 @@ class _Family:
 
     def require_agreement(self, view: View) -> None:
         """Compare a view with what is stored, and with the defaults of `View`."""
+        assert list(view.flaws()) == []
         defaults = _Defaults(view)
         parents = [*self.namespaces, *self.stored, bytes(KEY_BYTES)]
         self.chance.shuffle(parents)
@@ -495,6 +496,21 @@ class BackendContract:
                             del family.stored[leaf]
                     with backend.view() as view:
                         family.require_agreement(view)
+
+    def test_building_indexes_again_changes_nothing(self, tmp_path: Path) -> None:
+        family = _Family(9, 300)
+        with self.opened(tmp_path) as backend:
+            backend.reindex()
+            with backend.update() as transaction:
+                family.change(transaction, 60)
+            before = _stored(backend)
+            with backend.view() as view:
+                generation = view.generation
+            backend.reindex()
+            assert _stored(backend) == before
+            with backend.view() as view:
+                assert view.generation == generation
+                family.require_agreement(view)
 
     def test_neighbors_among_many_siblings_share_the_longest_prefix(self, tmp_path: Path) -> None:
         """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""

@@ -57,6 +57,9 @@ class _WrappedView(View):
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
         return self._view.facts(after, at_most)
 
+    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
+        return self._view.flaws()
+
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()
 
@@ -143,6 +146,9 @@ class _WrappedBackend(Backend):
 
     def compact(self) -> int:
         return self._backend.compact()
+
+    def reindex(self) -> None:
+        self._backend.reindex()
 
     def after_fork(self) -> None:
         self._backend.after_fork()

@@ -10,8 +10,9 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.children import CHUNK
-from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
-from prefixstore.format.record import Record, Usage
+from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
+from prefixstore.format.record import Record, Usage, checksum
+from prefixstore.maintenance.archive import Archive
 
 MIB = 1 << 20
 PARENT = bytes(range(32))
@@ -29,7 +30,8 @@ def put(backend, many, parent=PARENT, form=PAGE):
     with backend.update() as transaction:
         for tokens in many:
             raw = as_tokens(tokens).tobytes()
-            record = Record(PARENT, parent, 0, raw, 0, 0, 0, bytes(16), 0, 1, form)
+            record = Record(PARENT, parent, 0, raw, 0, 0, 0, checksum(b""), 0, 1, form)
+            transaction.put_namespace(PARENT, b"{}")
             transaction.put(record.key, record, Usage(1), b"")
             keys.append(record.key)
     return keys
@@ -142,3 +144,120 @@ def in_thread(work):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damage(backend, chance):
+    """Change, delete and add rows, as no store does."""
+    environment = backend._open()
+    rows = rows_of(backend)
+    names = sorted(rows)
+    with environment.begin(write=True) as txn:
+        database = environment.databases[b"children"]
+        for _ in range(chance.randrange(1, 12)):
+            row = chance.choice(names)
+            other = rows[chance.choice(names)]
+            what = chance.randrange(6)
+            if what == 0:
+                txn.delete(row, db=database)
+            elif what == 1:
+                txn.put(row, other, db=database)
+            elif what == 2:
+                txn.put(row, chance.randbytes(36), db=database)
+            elif what == 3:
+                txn.put(row, chance.randbytes(chance.choice([0, 5, 35, 80])), db=database)
+            elif what == 4:
+                txn.put(row[: chance.randrange(1, len(row))] + chance.randbytes(3), other, db=database)
+            else:
+                # a node deeper or less deep than it is
+                txn.put(row, chance.choice([0, 16, 64, 128, 2**31]).to_bytes(4, "little") + other[4:], db=database)
+
+
+def some_pages(chance):
+    lengths = [1, 16, 17, 64, 65, 200]
+    known = [[chance.randrange(3) for _ in range(200)] for _ in range(4)]
+    return [
+        [
+            *chance.choice(known)[: chance.choice(lengths)],
+            *(chance.randrange(3) for _ in range(chance.randrange(1, 20))),
+        ]
+        for _ in range(60)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_rows_lose_hits_at_most_and_are_reported_and_built_again(tmp_path, seed):
+    chance = random.Random(seed)
+    many = [list(page) for page in dict.fromkeys(map(tuple, some_pages(chance)))]
+    with closing(LMDBBackend(tmp_path / "one", 64 * MIB)) as backend:
+        keys = set(put(backend, many[:40]))
+        sound = rows_of(backend)
+        damage(backend, chance)
+        with backend.view() as view:
+            found = list(view.flaws())
+            assert {rule for rule, _, _ in found} <= {"index"}
+            assert bool(found) == (rows_of(backend) != sound)
+            require_true_answers(view, keys, many)
+        # who writes meanwhile neither fails nor makes it worse than that
+        keys |= set(put(backend, many[30:]))
+        gone = set(chance.sample(sorted(keys), 10))
+        with backend.update() as transaction:
+            assert all(transaction.delete(key) for key in gone)
+        keys -= gone
+        with backend.view() as view:
+            require_true_answers(view, keys, many)
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert {each.key for each in view.children([PARENT], PAGE)} == keys
+        with closing(LMDBBackend(tmp_path / "two", 64 * MIB)) as other:
+            put(other, [tokens for tokens in many if page_key(PARENT, as_tokens(tokens).tobytes()) in keys])
+            assert rows_of(other) == rows_of(backend)
+
+
+def require_true_answers(view, keys, many):
+    """Whatever is found is a page that is stored, with the right parent."""
+    answers = [view.children([PARENT], PAGE), *(view.neighbors(PARENT, as_tokens(tokens).tobytes()) for tokens in many)]
+    for answer in answers:
+        for key, record, usage in answer:
+            assert key in keys
+            assert (record, usage) == (view.record(key), view.usage(key))
+            assert (record.parent, record.form) == (PARENT, PAGE)
+
+
+def test_a_damaged_record_is_not_found_and_its_row_goes_with_it(tmp_path):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        keys = put(backend, [[1, 2], [1, 3], [1, 4]])
+        environment = backend._open()
+        with environment.begin(write=True) as txn:
+            database = environment.databases[b"records"]
+            record = bytearray(txn.get(keys[1], db=database))
+            record[20] ^= 1
+            txn.put(keys[1], bytes(record), db=database)
+        with backend.view() as view:
+            assert [each.key for each in view.children([PARENT], PAGE)] == [keys[0], keys[2]]
+            assert [each.key for each in view.neighbors(PARENT, as_tokens([1, 3]).tobytes())] == [keys[0], keys[2]]
+            assert list(view.flaws()) == []
+            assert [row["is_readable"] for row in view.facts(b"", 9)].count(False) == 0  # they are not verified
+        with backend.update() as transaction:
+            assert transaction.delete(keys[1])
+        assert len(rows_of(backend)) == 2
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+
+
+def test_check_reports_damaged_rows_and_repair_deletes_no_page_for_them(tmp_path):
+    location = f"lmdb://{tmp_path}"
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        put(backend, [[1], [2], [3]])
+        environment = backend._open()
+        with environment.begin(write=True) as txn:
+            txn.drop(environment.databases[b"children"], delete=False)
+    with Archive(location) as archive:
+        assert [one.rule for one in archive.check()] == ["index"] * 3
+        found, removed = archive.repair()
+        assert (len(found), removed.pages) == (3, 0)
+        assert list(archive.check()) == []
+        assert archive.used().entries == 3

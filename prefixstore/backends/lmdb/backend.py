@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice, takewhile
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -30,6 +29,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View
 from prefixstore.backends.files import absolute, make_directory
 from prefixstore.backends.lmdb.children import Siblings
+from prefixstore.backends.lmdb.children_check import ChildrenCheck
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.facts import facts_of
 from prefixstore.backends.lmdb.file import read_layout
@@ -55,12 +55,15 @@ PAGE_HEADER = 16
 # seconds that a scrub waits for readers of an older state, and bytes that it clears at a time while writers wait
 READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20
+# records whose place among the children is written in one transaction
+RECORDS_AT_ONCE = 512
 
 
 class _View(View):
-    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
+    def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
         self._txn = txn
-        self._db = databases
+        self._environment = environment
+        self._db = environment.databases
 
     @property
     def generation(self) -> int:
@@ -153,6 +156,12 @@ class _View(View):
         used = dict(self._txn.cursor(self._db[b"usage"]).getmulti(keys))
         return facts_of(keys, records, [used.get(key) for key in keys])
 
+    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
+        self._environment.check(self._txn)
+        check = ChildrenCheck(self._txn, self._db[b"children"], self._readable)
+        for key, message in check.flaws(Entry(*each) for each in self.scan()):
+            yield "index", key, message
+
     def payload_keys(self) -> Iterator[bytes]:
         return map(bytes, self._txn.cursor(self._db[b"payloads"]).iternext(values=False))
 
@@ -175,9 +184,9 @@ class _View(View):
 
 
 class _Change(_View, Transaction):
-    def __init__(self, txn: lmdb.Transaction, databases: Mapping[bytes, Any]) -> None:
-        super().__init__(txn, databases)
-        self._page_size = txn.stat(databases[b"meta"])["psize"]
+    def __init__(self, txn: lmdb.Transaction, environment: Environment) -> None:
+        super().__init__(txn, environment)
+        self._page_size = txn.stat(self._db[b"meta"])["psize"]
         self._changed: list[bytes] = []
         # pages of the file that it has to leave; none if it has written nothing
         self.to_leave = 0
@@ -218,6 +227,19 @@ class _Change(_View, Transaction):
         if place is not None:
             parent, form, tokens = place
             self._siblings(parent, form).remove(key, tokens)
+
+    def order(self, after: bytes, at_most: int) -> bytes | None:
+        """Put the pages with keys after this one, at most so many, among their siblings; the last key, None at the end.
+
+        Those that cannot be read are left out.
+        """
+        cursor = self._txn.cursor(self._db[b"records"])
+        found = cursor.set_range(after + b"\0") if after else cursor.first()
+        keys = [bytes(key) for key in islice(cursor.iternext(values=False), at_most)] if found else []
+        for key in keys:
+            if (entry := self._readable(key)) is not None and isinstance(entry.record, Record):
+                self._siblings(entry.record.parent, entry.record.form).add(key, entry.record.tokens)
+        return keys[-1] if keys else None
 
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
         self.to_leave = self.to_leave or LEFT_BY_OTHERS
@@ -332,13 +354,13 @@ class LMDBBackend(Backend):
     def view(self) -> Iterator[View]:
         environment = self._open()
         with environment.begin(write=False) as txn:
-            yield _View(txn, environment.databases)
+            yield _View(txn, environment)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
         environment = self._writable()
         with environment.begin(write=True) as txn:
-            change = _Change(txn, environment.databases)
+            change = _Change(txn, environment)
             yield change
             change.finish()
             environment.require_free(txn, change.to_leave)
@@ -377,6 +399,19 @@ class LMDBBackend(Backend):
         The file keeps its length, and gets holes. Raises `UnavailableError` where files cannot have holes.
         """
         return self._clear_free_space(punch, gaps=False)
+
+    def reindex(self) -> None:
+        """Build the order of children again from all records, some at a time."""
+        environment = self._writable()
+        with environment.begin(write=True) as txn:
+            txn.drop(environment.databases[b"children"], delete=False)
+            environment.require_free(txn, LEFT_BY_RECLAIM)
+        self.reclaim()
+        after: bytes | None = b""
+        while after is not None:
+            with environment.begin(write=True) as txn:
+                after = _Change(txn, environment).order(after, RECORDS_AT_ONCE)
+                environment.require_free(txn, LEFT_BY_OTHERS)
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
         """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""

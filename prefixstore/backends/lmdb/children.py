@@ -29,7 +29,7 @@ from prefixstore.backends.base import Entry
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["CHUNK", "Siblings"]
+__all__ = ["CHUNK", "Siblings", "Target", "target_of"]
 
 # 16 tokens: a multiple of the size of a token
 CHUNK = 64
@@ -39,7 +39,7 @@ ROW = struct.Struct(f"<I{KEY_BYTES}s")
 _OF_NODE = b"prefixstore node"
 
 
-class _Target(NamedTuple):
+class Target(NamedTuple):
     """What a row leads to: a child if the depth is 0, else a node."""
 
     depth: int
@@ -49,9 +49,9 @@ class _Target(NamedTuple):
 class _Step(NamedTuple):
     """A row on a way through the tree; without a target if it is not there."""
 
-    node: _Target
+    node: Target
     row: bytes
-    target: _Target | None
+    target: Target | None
 
 
 class Siblings:
@@ -75,7 +75,7 @@ class Siblings:
         self._parent = parent
         self._form = form
         self._entry_of = entry_of
-        self._root = _Target(0, parent)
+        self._root = Target(0, parent)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -113,17 +113,18 @@ class Siblings:
         above = above or self._beside(steps)
         return [each for each in (below, above) if each is not None]
 
-    def leads_to(self, key: bytes, tokens: bytes) -> bool:
-        """Whether the rows lead from these tokens to this child."""
-        return self._way(tokens)[-1].target == _Target(0, key)
+    def row_of(self, key: bytes, tokens: bytes) -> bytes | None:
+        """The row to which the way of these tokens leads, if it names this child."""
+        _, row, target = self._way(tokens)[-1]
+        return row if target == Target(0, key) else None
 
     def _way(self, tokens: bytes) -> list[_Step]:
         """The rows on the way of these tokens, from the root. The last one leads to a child, or is not there."""
         steps: list[_Step] = []
-        target: _Target | None = self._root
+        target: Target | None = self._root
         while target is not None and (target.depth or not steps):
             node, row = target, self._head(target) + tokens[target.depth : target.depth + CHUNK]
-            target = _target_of(self._txn.get(row, db=self._db), node)
+            target = target_of(self._txn.get(row, db=self._db), node)
             steps.append(_Step(node, row, target))
         return steps
 
@@ -145,7 +146,7 @@ class Siblings:
                 return found
         return None
 
-    def _children(self, targets: Iterator[_Target], *, backwards: bool = False) -> Iterator[Entry]:
+    def _children(self, targets: Iterator[Target], *, backwards: bool = False) -> Iterator[Entry]:
         """The children that some rows lead to, in order."""
         waiting = [targets]
         while waiting:
@@ -164,7 +165,7 @@ class Siblings:
             return None
         return entry if (entry.record.parent, entry.record.form) == (self._parent, self._form) else None
 
-    def _rows(self, node: _Target, beyond: bytes | None = None, *, backwards: bool = False) -> Iterator[_Target]:
+    def _rows(self, node: Target, beyond: bytes | None = None, *, backwards: bool = False) -> Iterator[Target]:
         """What the rows of a node lead to, in order; those beyond one of them, if it is given."""
         head = self._head(node)
         cursor = self._txn.cursor(self._db)
@@ -179,12 +180,12 @@ class Siblings:
             row, value = cursor.item()
             if row[: len(head)] != head:
                 return
-            target = _target_of(value, node)
+            target = target_of(value, node)
             if target is not None:
                 yield target
             found = cursor.prev() if backwards else cursor.next()
 
-    def _head(self, node: _Target) -> bytes:
+    def _head(self, node: Target) -> bytes:
         return node.key + bytes([self._form])
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Siblings:
     def add(self, key: bytes, tokens: bytes) -> None:
         """Add a child, whose record need not be stored yet; nothing happens if it is there."""
         steps = self._way(tokens)
-        added = _Target(0, key)
+        added = Target(0, key)
         if steps[-1].target == added:
             return
         other = self._any_near(steps)
@@ -205,7 +206,7 @@ class Siblings:
             self._put(row, added)
             return
         # what the row leads to shares so much with the new child: both go below a new node
-        parting = _Target(shared, self._node_after(tokens[:shared]))
+        parting = Target(shared, self._node_after(tokens[:shared]))
         self._put(self._head(parting) + _chunk(_tokens_of(other), shared), target)
         self._put(self._head(parting) + _chunk(tokens, shared), added)
         self._put(row, parting)
@@ -213,7 +214,7 @@ class Siblings:
     def remove(self, key: bytes, tokens: bytes) -> bool:
         """Remove a child; returns whether the rows led to it."""
         steps = self._way(tokens)
-        if steps[-1].target != _Target(0, key):
+        if steps[-1].target != Target(0, key):
             return False
         self._txn.delete(steps.pop().row, db=self._db)
         if steps:
@@ -236,7 +237,7 @@ class Siblings:
         elif not rows:
             self._txn.delete(step.row, db=self._db)
 
-    def _put(self, row: bytes, target: _Target) -> None:
+    def _put(self, row: bytes, target: Target) -> None:
         self._txn.put(row, ROW.pack(*target), db=self._db)
 
     def _node_after(self, tokens: bytes) -> bytes:
@@ -244,11 +245,11 @@ class Siblings:
         return hashlib.blake2b(content, digest_size=KEY_BYTES, person=_OF_NODE).digest()
 
 
-def _target_of(stored: Buffer | None, node: _Target) -> _Target | None:
+def target_of(stored: Buffer | None, node: Target) -> Target | None:
     """What a row of a node leads to; None if it is not there, or holds nothing that leads further down."""
     if stored is None or len(stored) != ROW.size:
         return None
-    target = _Target(*ROW.unpack(stored))
+    target = Target(*ROW.unpack(stored))
     return target if not target.depth or target.depth > node.depth else None
 
 

@@ -21,6 +21,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.files import make_directory, publish
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.lmdb.checked import CheckedFile
 from prefixstore.backends.lmdb.file import allowed_size, check_head, check_trees
 from prefixstore.backends.lmdb.lock_file import writer_of
 from prefixstore.backends.trusted import require_trusted_directory, require_trusted_files
@@ -91,6 +92,7 @@ class Environment:
         self._file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
+        self._checked = CheckedFile(path / DATA, read_only=read_only)
         self._open(map_size)
         register_at_fork(self, ForkLevel.HANDLE)
 
@@ -146,8 +148,22 @@ class Environment:
         """Check the file before LMDB follows a pointer in it: a wrong one would lead out of the map."""
         for _ in range(CHECKS):
             with self.begin(write=False) as txn:
-                if check_trees(self.path / DATA, txn.id()):
+                if self._checked.is_sound(txn.id()):
                     return
+                state = self._checked.state(txn.id())
+                if check_trees(self.path / DATA, txn.id()):
+                    self._checked.found_sound(state)
+                    return
+
+    def check(self, txn: lmdb.Transaction) -> None:
+        """Walk the whole file as this transaction sees it.
+
+        Raises
+        ------
+        CorruptError
+            If it is not sound.
+        """
+        check_trees(self.path / DATA, txn.id())
 
     def _open_databases(self) -> dict[bytes, Any]:
         self._check_trees()
@@ -219,11 +235,17 @@ class Environment:
             with self._handle_lock.shared():
                 try:
                     self._check_size()
-                    with self.env.begin(write=write, buffers=True) as txn:
-                        if not write or not self._was_scrubbed(txn):
-                            begun = True
-                            yield txn
-                            return
+                    before = None
+                    try:
+                        with self.env.begin(write=write, buffers=True) as txn:
+                            if not write or not self._was_scrubbed(txn):
+                                before = self._checked.begin(txn.id()) if write else None
+                                begun = True
+                                yield txn
+                                return
+                    finally:
+                        if before is not None:
+                            self._checked.end(self.env.info()["last_txnid"])
                 except lmdb.MapResizedError:
                     repair = self._follow_growth  # raised by begin only: another process has let the file grow
                 except lmdb.PanicError:
@@ -270,6 +292,7 @@ class Environment:
             )
         else:
             self._bytes = (found.st_ino, found.st_size)
+        self._checked.note(found)
 
     def _was_scrubbed(self, txn: lmdb.Transaction) -> bool:
         """Whether the file was scrubbed after the handle was opened.
@@ -323,6 +346,8 @@ class Environment:
     def close(self) -> None:
         """Close the handle once no transaction is open."""
         with self._handle_lock.exclusive():
+            if not self._is_broken:
+                self._checked.close()
             self._is_broken = True
             self.env.close()
 

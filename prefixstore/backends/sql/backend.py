@@ -130,6 +130,9 @@ class _View(View):
         for row in self._walk(_SCAN, "key"):
             yield bytes(row.key), *readable(row)
 
+    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
+        return ((rule, b"", message) for rule, message in self._database.flaws(self._connection))
+
     def payload_keys(self) -> Iterator[bytes]:
         return (bytes(row.page) for row in self._walk(_PAYLOAD_KEYS, "page"))
 
@@ -358,6 +361,9 @@ class SQLBackend(Backend):
         before = self._database.disk_bytes()
         self._database.scrub()
         return max(before - self._database.disk_bytes(), 0)
+
+    def reindex(self) -> None:
+        self._database.reindex()
 
     def after_fork(self) -> None:
         self._database.after_fork()

@@ -130,6 +130,8 @@ class Database(ABC):
     is_local = False
     # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
+    # what builds the indexes of the pages again
+    REINDEX: str
     # `children.neighbors`
     NEIGHBORS: Executable
 
@@ -291,6 +293,15 @@ class Database(ABC):
     @abstractmethod
     def scrub(self) -> None:
         """`Backend.scrub`."""
+
+    def flaws(self, connection: Connection) -> Sequence[tuple[str, str]]:
+        """Rules and messages of `View.flaws`. A server looks after its files itself."""
+        return ()
+
+    def reindex(self) -> None:
+        """`Backend.reindex`."""
+        with self.writing() as connection, translated(self.location):
+            connection.exec_driver_sql(self.REINDEX)
 
     @abstractmethod
     def disk_bytes(self) -> int:

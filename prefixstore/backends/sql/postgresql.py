@@ -150,6 +150,7 @@ class PostgreSQL(Database):
     """
 
     BEGIN = "BEGIN"
+    REINDEX = f"REINDEX TABLE {PAGES.name}"
     NEIGHBORS = neighbors(by_prefix=True)
 
     def __init__(self, location: str, *, read_only: bool) -> None:

@@ -44,6 +44,7 @@ from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.schema import (
     APPLICATION_ID,
+    PAGES,
     PIECE_BYTES,
     PIECES,
     readable,
@@ -127,6 +128,7 @@ class SQLite(Database):
     """
 
     BEGIN = "BEGIN IMMEDIATE"
+    REINDEX = f"REINDEX {PAGES.name}"
     NEIGHBORS = neighbors(by_prefix=False)
     is_local = True
 
@@ -377,6 +379,11 @@ class SQLite(Database):
 
     def reclaim(self) -> None:
         """Nothing to do: what a transaction deletes is free for what it writes next."""
+
+    def flaws(self, connection: Connection) -> Sequence[tuple[str, str]]:
+        with translated(self.location):
+            messages = connection.exec_driver_sql(f"PRAGMA integrity_check({PAGES.name})").scalars().all()
+        return [("index" if "index" in each else "file", each) for each in messages if each != "ok"]
 
     def disk_bytes(self) -> int:
         return self.path.stat().st_size
