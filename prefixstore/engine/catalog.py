@@ -16,11 +16,11 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.buffers import PooledBuffer
@@ -38,9 +38,12 @@ from prefixstore.format.keys import TOKEN_BYTES, Tokens
 from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Claim", "Placement", "Victims"]
+__all__ = ["Catalog", "Claim", "Lock", "LockT", "Placement", "Victims"]
 
 log = logging.getLogger("prefixstore")
+
+Lock: TypeAlias = AbstractContextManager[object]
+LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
 
 class Placement(Enum):
@@ -65,7 +68,7 @@ class Claim(NamedTuple):
 class Victims:
     """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
 
-    def __init__(self, lock: threading.RLock, pages: Generator[Page, None, None]) -> None:
+    def __init__(self, lock: Lock, pages: Generator[Page, None, None]) -> None:
         self._lock = lock
         self._pages = pages
 
@@ -96,7 +99,7 @@ class Catalog:
     def __init__(self, policy: Policy, counters: Counters, ram: RamTier) -> None:
         self._policy = policy
         self._ram = ram
-        self._lock = threading.RLock()
+        self._lock: Lock = threading.RLock()
         self._contents = Contents(policy, counters, ram)
         # pages for which there was no space
         self._refused: set[bytes] = set()
@@ -104,6 +107,11 @@ class Catalog:
         self._trusted = False
         # taken by one transaction of this process at a time
         self._turn = threading.Lock()
+
+    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
+        """Use what `wrap` makes of the lock; see `Engine.wrap_lock`."""
+        self._lock = wrapped = wrap(self._lock)
+        return wrapped
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 
