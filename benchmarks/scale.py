@@ -26,7 +26,8 @@ which it is packed, written and flushed:
 ``first_insert_ms``, ``insert_p50_ms``
     Without a limit that is reached.
 ``first_evicting_insert_ms``, ``evicting_insert_p50_ms``
-    With what the location holds as the limit, so pages have to be evicted.
+    With the number of pages as the limit, so that each one evicts another. (Not the bytes: LMDB gives back a page of
+    its trees when most of what is on it is gone, and of such tiny pages it would take thousands.)
 ``dropped_inserts``
     How many pages found no space in spite of that.
 ``evicting_rss_bytes``, ``evicting_rss_bytes_per_page``
@@ -91,8 +92,9 @@ NAMES = {
     "postgresql": ("prefixstore.backends.sql.backend", "prefixstore.backends.sql.postgresql"),
 }
 COLD, WARM, INSERTS = 400, 400, 200
-# A location is filled from the start if so few of its conversations are left whole: each measurement evicts some pages.
-WHOLE = 0.6
+# Each measurement adds and evicts pages. A location is filled from the start if it has so many pages too many, or if a
+# smaller share of its conversations is left whole.
+SPARE, WHOLE = 2_000, 0.6
 # of `run`, for the report
 PAGES = (10_000, 100_000)
 # what a location may hold that is not to evict anything; LMDB maps as much
@@ -152,8 +154,8 @@ class Writer:
         self._engine.drain()
 
 
-def opened(location: str, max_bytes: int = AMPLE) -> PrefixStore:
-    return PrefixStore(location, namespace="scale", codec="raw", max_bytes=max_bytes)
+def opened(location: str, max_entries: int | None = None) -> PrefixStore:
+    return PrefixStore(location, namespace="scale", codec="raw", max_bytes=AMPLE, max_entries=max_entries)
 
 
 # -- the processes that measure ---------------------------------------------------------------------------------------
@@ -333,7 +335,8 @@ def fill(location: str, n_pages: int) -> tuple[int, float]:
         migrations.upgrade(location)
     with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         _, whole = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
-    if whole < WHOLE:
+        is_used_up = whole < WHOLE or view.used.entries > n_pages + max(SPARE, n_pages // 20)
+    if is_used_up:
         with opened(location) as store:
             store.clear(everything=True)
         with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.update() as transaction:
@@ -350,7 +353,7 @@ def options_of(location: str, processes: int, inserts: int) -> dict[str, Any]:
     """What the processes are told: conversations that are stored, and the limit that makes them evict."""
     with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         chains, _ = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
-        limit = view.used.bytes
+        limit = view.used.entries
     return {"chains": chains, "limit": limit, "processes": processes, "inserts": inserts}
 
 
@@ -362,7 +365,7 @@ def measure(location: str, n_pages: int, processes: int = 0, inserts: int = INSE
     with hosts(processes, location, options):
         for phase in PHASES:
             print(f"{phase} ...", file=sys.stderr, flush=True)
-            found |= child(phase, location, options)
+            found |= child(phase, location, options_of(location, processes, inserts))
     base = found["imported_rss_bytes"]
     for name in ("rss_bytes", "evicting_rss_bytes"):
         found[f"{name}_per_page"] = (found[name] - base) / entries
