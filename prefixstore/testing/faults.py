@@ -43,6 +43,11 @@ class _WrappedView(View):
         self._before("payload")
         return self._view.payload(key)
 
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        for page in self._view.stored():
+            self._before("payload")
+            yield page
+
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()
 
