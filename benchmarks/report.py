@@ -17,7 +17,9 @@ from benchmarks import (
     lookup,
     outages,
     restore,
+    scale,
     sweep,
+    transfer,
     warming,
 )
 from benchmarks.tables import paragraph
@@ -37,6 +39,8 @@ BENCHMARKS: dict[str, Any] = {
     "codecs": codecs,
     "eviction": eviction,
     "outages": outages,
+    "scale": scale,
+    "transfer": transfer,
 }
 
 

@@ -227,6 +227,24 @@ class View(ABC):
                 raise CorruptError(f"page {key.hex()} has no payload")
             yield record, payload
 
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        """All pages with their payloads, for `check`, in no particular order and in bounded memory.
+
+        Yields the key, the record and the payload of each page, or why one of them cannot be read. Payloads are not
+        verified, and are valid until the next page is requested. A page without a payload has None, and so does one
+        whose record cannot be read.
+        """
+        for key, record, _ in self.scan():
+            payload: Buffer | StorageError | None = None
+            if isinstance(record, Record):
+                try:
+                    payload = self.payload(key)
+                except CorruptError as error:
+                    payload = error
+                if payload is None and self.record(key) is None:
+                    continue  # deleted meanwhile
+            yield key, record, payload
+
     @abstractmethod
     def payload_keys(self) -> Iterator[bytes]:
         """Keys of all payloads, for `check`."""

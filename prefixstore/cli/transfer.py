@@ -32,6 +32,7 @@ from prefixstore.cli.arguments import (
     open_model,
     tokens_of_prefix,
 )
+from prefixstore.cli.heap import keep_freed_memory
 from prefixstore.cli.output import FAILED, emit, say
 from prefixstore.config import explain
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
@@ -147,6 +148,7 @@ def import_(
     """
     started = time.perf_counter()
     budget = max_bytes_of(max_bytes)
+    keep_freed_memory()
     with _reading(file) as opened:
         reader = ExportReader(opened, file)
         if model is not None or config is not None:
@@ -205,6 +207,7 @@ def copy(
     """
     started = time.perf_counter()
     budget = max_bytes_of(max_bytes)
+    keep_freed_memory()
     with Archive(source, read_only=True) as archive:
         if _is_same(archive, target):
             raise InvalidParameterError("source and target are the same location")

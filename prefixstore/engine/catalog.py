@@ -15,11 +15,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from prefixstore.backends.base import Backend, Entry, Facts, Transaction, View
 from prefixstore.buffers import PooledBuffer
@@ -36,7 +36,7 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_ke
 from prefixstore.format.record import CLOCK_SLACK, Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Claim", "Placement", "Victims", "depth_first"]
+__all__ = ["Catalog", "Claim", "Lock", "LockT", "Placement", "Victims", "depth_first"]
 
 log = logging.getLogger("prefixstore")
 
@@ -46,6 +46,9 @@ SIBLINGS_COMPARED = 64
 LOADS = 4
 # pages of which facts are read at a time: the lock is held while they are entered into the table
 FACTS_AT_ONCE = 10_000
+
+Lock: TypeAlias = AbstractContextManager[object]
+LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
 
 class Placement(Enum):
@@ -70,7 +73,7 @@ class Claim(NamedTuple):
 class Victims:
     """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
 
-    def __init__(self, lock: threading.RLock, pages: Generator[Victim, None, None]) -> None:
+    def __init__(self, lock: Lock, pages: Generator[Victim, None, None]) -> None:
         self._lock = lock
         self._pages = pages
 
@@ -101,7 +104,7 @@ class Catalog:
     def __init__(self, table: PageTable, counters: Counters, ram: RamTier) -> None:
         self._table = table
         self._ram = ram
-        self._lock = threading.RLock()
+        self._lock: Lock = threading.RLock()
         self._contents = Contents(counters, ram, table)
         # pages for which there was no space
         self._refused: set[bytes] = set()
@@ -112,6 +115,11 @@ class Catalog:
         self._loading = threading.Lock()
         # taken by one transaction of this process at a time
         self._turn = threading.Lock()
+
+    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
+        """Use what `wrap` makes of the lock; see `Engine.wrap_lock`."""
+        self._lock = wrapped = wrap(self._lock)
+        return wrapped
 
     # -- keeping up with the backend ----------------------------------------------------------------------------------
 

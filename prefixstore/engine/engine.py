@@ -22,7 +22,7 @@ from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
 from prefixstore.engine.budget import Budget, Evictor
-from prefixstore.engine.catalog import Catalog, Placement
+from prefixstore.engine.catalog import Catalog, Lock, LockT, Placement
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.eviction import Policy
@@ -390,6 +390,16 @@ class Engine:
         """Every invariant of the location, every checksum, and a budget (by default the engine's)."""
         with self._backend.view() as view:
             return violations(view, self._budget if budget is None else budget)
+
+    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
+        """Have the catalog use what `wrap` makes of its lock; for measurements, before another thread uses the engine.
+
+        Returns
+        -------
+        object
+            What `wrap` has returned: a context manager that takes the lock.
+        """
+        return self._catalog.wrap_lock(wrap)
 
     # -- notes of jobs ------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,35 @@
-"""Checks every invariant of a location, and lists the violations."""
+"""Checks every invariant of a location, and lists the violations.
+
+The location is read once, page by page. What stays in memory of a page is where it is, in some 120 bytes: whether its
+parent is there, and ends where it starts, is known only when all have been seen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixstore.backends.base import View
 from prefixstore.engine.budget import Budget
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import IncompatibleError, StorageError
 from prefixstore.format.codec import decode
-from prefixstore.format.keys import SNAPSHOT
-from prefixstore.format.record import Record
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, TOKEN_BYTES
+from prefixstore.format.record import Buffer, Record
 
 __all__ = ["Violation", "violations"]
+
+AT_ONCE = 4096
+KEY = np.dtype(f"V{KEY_BYTES}")
+# where a page is; the namespace is a number
+PLACE = np.dtype(
+    [("key", KEY), ("parent", KEY), ("namespace", "<i4"), ("start", "<i8"), ("end", "<i8"), ("form", "u1")]
+)
+# the form of a page that a newer version wrote: this one cannot check it
+FOREIGN = 255
 
 
 @dataclass(frozen=True)
@@ -41,61 +59,120 @@ class Violation:
         return f"{self.rule}: {self.key} {self.message}"
 
 
+class _Places:
+    """Where all pages are."""
+
+    def __init__(self) -> None:
+        self._known: list[npt.NDArray[np.void]] = []
+        self._new: list[tuple[bytes, bytes, int, int, int, int]] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def add(self, key: bytes, record: Record | None) -> None:
+        """Add a page; None for the record of one that a newer version wrote."""
+        if record is None:
+            self._new.append((key, key, -1, 0, 0, FOREIGN))
+        else:
+            number = self._numbers.setdefault(record.namespace, len(self._numbers))
+            end = record.start + len(record.tokens) // TOKEN_BYTES
+            self._new.append((key, record.parent, number, record.start, end, record.form))
+        if len(self._new) == AT_ONCE:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._known.append(np.array(self._new, PLACE))
+        self._new = []
+
+    def finish(self) -> None:
+        """All pages have been added."""
+        self._pack()
+        self._places = np.concatenate(self._known)
+        self._known = []
+        self._places.sort(order="key")
+        self._keys = np.ascontiguousarray(self._places["key"])
+
+    def find(self, keys: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+        """The index of each of these keys, and whether it is there at all."""
+        at = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
+        return at, self._keys[at] == keys if len(self._keys) else np.zeros(len(keys), np.bool_)
+
+    def violations(self) -> Iterator[Violation]:
+        """What is wrong with the place of a page in its sequence. First pages have been checked before."""
+        first = np.array(list(self._numbers) or [bytes(KEY_BYTES)], KEY)
+        for begin in range(0, len(self._places), AT_ONCE):
+            some = self._places[begin : begin + AT_ONCE]
+            some = some[some["form"] != FOREIGN]
+            some = some[some["parent"] != first[some["namespace"]]]
+            at, is_known = self.find(some["parent"])
+            parents = self._places[at]
+            is_wrong = ~is_known | (parents["end"] != some["start"]) | (parents["form"] == SNAPSHOT)
+            is_wrong |= parents["namespace"] != some["namespace"]
+            is_wrong &= ~(is_known & (parents["form"] == FOREIGN))
+            for page, parent, is_there in zip(some[is_wrong], parents[is_wrong], is_known[is_wrong], strict=True):
+                yield from _misplaced(page, parent if is_there else None)
+
+    def missing(self, keys: Iterable[bytes]) -> Iterator[bytes]:
+        """Those of these keys that no page has."""
+        waiting = iter(keys)
+        while some := list(islice(waiting, AT_ONCE)):
+            _, is_known = self.find(np.array(some, KEY))
+            yield from (key for key, there in zip(some, is_known, strict=True) if not there)
+
+
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
     found = [Violation(rule, key.hex(), message) for rule, key, message in view.flaws()]
-    records: dict[bytes, Record] = {}
-    foreign: set[bytes] = set()
-    for key, record, _ in view.scan():
-        if isinstance(record, Record):
-            records[key] = record
-        elif isinstance(record, IncompatibleError):
-            foreign.add(key)  # written by a newer version: this one cannot check it
-        else:
-            found.append(Violation("record", key.hex(), str(record)))
+    places = _Places()
     namespaces = view.namespaces()
-    for key, record in records.items():
+    for key, record, payload in view.stored():
+        if isinstance(record, IncompatibleError):
+            places.add(key, None)
+            continue
+        if not isinstance(record, Record):
+            found.append(Violation("record", key.hex(), str(record)))
+            continue
+        places.add(key, record)
         if record.namespace not in namespaces:
             found.append(Violation("namespace", key.hex(), f"namespace {record.namespace.hex()} has no settings"))
-        found += [Violation(rule, key.hex(), message) for rule, message in _place(record, records, foreign)]
-        found += [Violation("payload", key.hex(), message) for message in _payload(view, key, record)]
-    for key in view.payload_keys():
-        if key not in records and key not in foreign:
-            found.append(Violation("orphan", key.hex(), "a payload without a record"))
+        if record.parent == record.namespace and record.start != 0:
+            found.append(Violation("position", key.hex(), f"a first page starts at {record.start}, not at 0"))
+        problem = _damage(record, payload)
+        if problem is not None:
+            found.append(Violation("payload", key.hex(), problem))
+    places.finish()
+    found += places.violations()
+    found += [
+        Violation("orphan", key.hex(), "a payload without a record") for key in places.missing(view.payload_keys())
+    ]
     used = view.used
     if budget.exceeded(used):
         found.append(Violation("budget", "", f"{used.bytes:,} bytes in {used.entries:,} pages exceed {budget}"))
     return found
 
 
-def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) -> list[tuple[str, str]]:
-    """What is wrong with the place of a page in its sequence."""
-    if record.parent == record.namespace:
-        return [] if record.start == 0 else [("position", f"a first page starts at {record.start}, not at 0")]
-    parent = records.get(record.parent)
+def _misplaced(page: np.void, parent: np.void | None) -> Iterator[Violation]:
+    """What is wrong with the place of a page that is not a first one."""
+    key = bytes(page["key"]).hex()
     if parent is None:
-        return [] if record.parent in foreign else [("parent", f"its parent {record.parent.hex()} is missing")]
-    end = parent.start + len(parent.tokens) // 4
-    problems = [] if end == record.start else [("position", f"starts at {record.start}, but its parent ends at {end}")]
-    if parent.form == SNAPSHOT:
-        problems.append(("parent", "its parent is a snapshot, which cannot have children"))
-    if parent.namespace != record.namespace:
-        problems.append(("namespace", "its parent is in another namespace"))
-    return problems
+        yield Violation("parent", key, f"its parent {bytes(page['parent']).hex()} is missing")
+        return
+    if parent["end"] != page["start"]:
+        yield Violation("position", key, f"starts at {page['start']}, but its parent ends at {parent['end']}")
+    if parent["form"] == SNAPSHOT:
+        yield Violation("parent", key, "its parent is a snapshot, which cannot have children")
+    if parent["namespace"] != page["namespace"]:
+        yield Violation("namespace", key, "its parent is in another namespace")
 
 
-def _payload(view: View, key: bytes, record: Record) -> list[str]:
-    """What is wrong with the stored bytes of a page."""
-    try:
-        payload = view.payload(key)
-    except CorruptError as error:
-        return [str(error)]
+def _damage(record: Record, payload: Buffer | StorageError | None) -> str | None:
+    """What is wrong with the stored bytes of a page; None if they are what was written."""
     if payload is None:
-        return ["the payload is missing"]
+        return "the payload is missing"
+    if isinstance(payload, StorageError):
+        return str(payload)
     try:
         decode(record, payload)
     except IncompatibleError:
-        return []
+        return None
     except StorageError as error:
-        return [str(error)]
-    return []
+        return str(error)
+    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import BinaryIO
 
 import xxhash
@@ -143,6 +144,11 @@ class ExportReader:
             self.namespaces[key] = settings
             self._next = self._entry()
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it reads from memory into which a file is mapped."""
+        return self._mapped is not None
+
     def entries(self, wants: Callable[[Record], bool]) -> Iterator[StoredPage | None]:
         """The pages whose records are wanted; None for each of the others.
 
@@ -219,6 +225,11 @@ class ExportReader:
 def _mapped(file: BinaryIO) -> memoryview | None:
     """The bytes of a file on a disk, mapped; the map lives as long as a view of it."""
     try:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if file.seekable() else None
+        if not file.seekable():
+            return None
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError):
         return None  # not a file on a disk, or an empty one
+    with suppress(AttributeError, OSError):  # not on every system
+        mapped.madvise(mmap.MADV_SEQUENTIAL)
+    return memoryview(mapped)

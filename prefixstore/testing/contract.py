@@ -305,6 +305,22 @@ class BackendContract:
                 assert {each: record for each, record, _ in view.scan()} == {key: page, taken.key: taken}
                 assert set(view.payload_keys()) == {key, taken.key}
 
+    def test_a_walk_finds_all_pages_with_their_payloads(self, tmp_path: Path) -> None:
+        payloads = [_payload(i, size) for i, size in enumerate([0, 1, 1 << 20, (1 << 20) + 1, 3_000_000, 10])]
+        pages = {make_page(payload, [i])[0]: (i, payload) for i, payload in enumerate(payloads)}
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                for i, payload in pages.values():
+                    key, record = make_page(payload, [i])
+                    transaction.put(key, record, Usage(1), payload)
+            with backend.view() as view:
+                found = {}
+                for each, read, stored in view.stored():
+                    assert stored is not None
+                    assert not isinstance(stored, StorageError)
+                    found[each] = read, bytes(stored)
+            assert found == {key: (make_page(payload, [i])[1], payload) for key, (i, payload) in pages.items()}
+
     def test_a_second_put_replaces_the_first(self, tmp_path: Path) -> None:
         small, large = _payload(1, 10), _payload(2, 20_000)
         with self.opened(tmp_path) as backend:

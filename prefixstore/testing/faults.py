@@ -60,6 +60,11 @@ class _WrappedView(View):
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         return self._view.flaws()
 
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        for page in self._view.stored():
+            self._before("payload")
+            yield page
+
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()
 

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 import pytest
-from sqlalchemy import event, func, select, text, update
+from sqlalchemy import delete, event, func, select, text, update
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import backend as sql_backend
@@ -463,6 +463,39 @@ def test_a_walk_reads_some_rows_at_a_time_and_misses_none(url):
             assert sorted(key for key, _, _ in view.scan()) == sorted(keys)
             assert sorted(view.payload_keys()) == sorted(keys)
             assert view.used.entries == n
+
+
+def test_a_check_asks_for_many_payloads_at_a_time(new_database):
+    with opened(new_database()) as backend:
+        put(backend, *chain(60, 1000))
+        with backend.view() as view, statements(backend) as sent:
+            assert violations(view, Budget(1 << 30)) == []
+        assert len(sent) < 12
+
+
+@pytest.mark.parametrize(("size", "queries"), [(100_000, 1), (9_000, 5), (1_000, 20)])
+def test_a_walk_asks_for_no_more_payload_bytes_at_a_time_than_it_may(new_database, monkeypatch, size, queries):
+    monkeypatch.setattr(sql_backend, "WALK_BYTES", size)
+    with opened(new_database()) as backend:
+        pages = chain(20, 2000)
+        put(backend, *pages)
+        with backend.view() as view, statements(backend) as sent:
+            found = {key: bytes(payload) for key, _, payload in view.stored()}
+        assert found == {key: payload for key, _, payload in pages}
+        assert sum(PIECES.name in statement for statement in sent) == queries
+
+
+def test_a_walk_tells_which_payload_is_missing_and_which_record_cannot_be_read(url):
+    with opened(url) as backend:
+        keys = put(backend, *chain(5, 1000))
+        change(backend, delete(PIECES).where(PIECES.c.page == keys[1]))
+        change(backend, update(PAGES).where(PAGES.c.key == keys[3]).values(start=77))
+        with backend.view() as view:
+            found = {key: (record, payload) for key, record, payload in view.stored()}
+        assert found[keys[1]][1] is None
+        assert isinstance(found[keys[3]][0], CorruptError)
+        assert found[keys[3]][1] is None
+        assert all(bytes(found[keys[i]][1]) for i in (0, 2, 4))
 
 
 def test_uses_are_written_together(url):

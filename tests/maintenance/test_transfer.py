@@ -6,6 +6,8 @@ import io
 import itertools
 import re
 import struct
+import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixstore.errors import CorruptError, IncompatibleError
+from prefixstore.engine.engine import Engine
+from prefixstore.errors import CorruptError, FullError, IncompatibleError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
 from prefixstore.format.record import FORMAT_VERSION
+from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
 from tests.support.places import SCHEMES, contents, fill, place, space
@@ -51,6 +55,14 @@ class Pipe(io.RawIOBase):
 
     def seekable(self):
         return False
+
+
+def mapped(data):
+    """A file on a disk."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the reader's
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.product(SCHEMES, SCHEMES)))
@@ -97,8 +109,13 @@ def ends_of_entries(data):
     return ends
 
 
-@pytest.mark.parametrize("opened", [io.BytesIO, Pipe])
-def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest(source, tmp_path, opened):
+@pytest.mark.parametrize("batch_bytes", [1, 2500, transfer.BATCH_BYTES])
+@pytest.mark.parametrize("opened", [mapped, io.BytesIO, Pipe])
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest(
+    source, tmp_path, opened, batch_bytes, monkeypatch
+):
+    monkeypatch.setattr(transfer, "BATCH_BYTES", batch_bytes)
     data = packed(source)
     ends = ends_of_entries(data)
     first_page = next(end for end, pages in ends if pages == 0 and end > ends[0][0])
@@ -113,6 +130,59 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
             moved = import_store(ExportReader(opened(data), "f"), target)
             assert (moved.pages, moved.present) == (9 - whole, whole)
             assert contents(target.backend) == contents(source.backend)
+
+
+def test_the_next_batch_is_read_while_one_is_written(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
+    (tmp_path / "f").write_bytes(packed(source))
+    n_read, third = [], threading.Event()
+    payload, write = ExportReader._payload, Engine.import_pages
+
+    def reading(self, n_bytes):
+        n_read.append(n_bytes)
+        if len(n_read) == 3:
+            third.set()
+        return payload(self, n_bytes)
+
+    def writing(self, batch, settings):
+        # the first batch has two pages
+        assert third.wait(60)
+        return write(self, batch, settings)
+
+    monkeypatch.setattr(ExportReader, "_payload", reading)
+    monkeypatch.setattr(Engine, "import_pages", writing)
+    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
+        assert import_store(ExportReader(file, "f"), target).pages == 9
+        assert contents(target.backend) == contents(source.backend)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefixstore-import")]
+
+
+def test_an_import_that_cannot_be_written_ends_with_the_error(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "BATCH_BYTES", 2000)
+    (tmp_path / "f").write_bytes(packed(source))
+    written = []
+    write = Engine.import_pages
+
+    def writing(self, batch, settings):
+        if written:
+            raise FullError("the disk is full")
+        written.extend(page.key for page in batch)
+        return write(self, batch, settings)
+
+    monkeypatch.setattr(Engine, "import_pages", writing)
+    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
+        with pytest.raises(FullError, match="the disk is full"):
+            import_store(ExportReader(file, "f"), target)
+        assert set(contents(target.backend)) == set(written)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefixstore-import")]
+
+
+def test_a_batch_is_one_transaction(source, tmp_path):
+    (tmp_path / "f").write_bytes(packed(source))
+    with Archive(tmp_path / "target", create=True) as target, (tmp_path / "f").open("rb") as file:
+        assert import_store(ExportReader(file, "f"), target).pages == 9
+        with target.backend.view() as view:
+            assert view.generation == 1
 
 
 def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, tmp_path):

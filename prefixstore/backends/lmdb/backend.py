@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import islice, takewhile
 
 import lmdb
@@ -34,6 +34,7 @@ from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS,
 from prefixstore.backends.lmdb.facts import facts_of
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
+from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
@@ -190,6 +191,7 @@ class _Change(_View, Transaction):
         self._changed: list[bytes] = []
         # pages of the file that it has to leave; none if it has written nothing
         self.to_leave = 0
+        self.put_bytes = 0
 
     def cost(self, record: Record, n_bytes: int) -> int:
         # a payload has pages of its own; each of the five trees may split a leaf and the branch above it
@@ -199,6 +201,7 @@ class _Change(_View, Transaction):
 
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
         self.to_leave = LEFT_BY_PUTS
+        self.put_bytes += len(payload)
         # the bytes first, then the record that makes them visible
         self._txn.put(key, payload, db=self._db[b"payloads"])
         self._txn.put(key, usage.pack(), db=self._db[b"usage"])
@@ -359,11 +362,12 @@ class LMDBBackend(Backend):
     @contextmanager
     def update(self) -> Iterator[Transaction]:
         environment = self._writable()
-        with environment.begin(write=True) as txn:
+        with closing(WriteBack(environment.file)) as early, environment.begin(write=True) as txn:
             change = _Change(txn, environment)
             yield change
             change.finish()
             environment.require_free(txn, change.to_leave)
+            early.start(change.put_bytes)
 
     def sync(self) -> None:
         environment = self._open()

@@ -89,7 +89,7 @@ class Environment:
         # transactions are inside; the handle is replaced, resized and closed while none is open
         self._handle_lock = HandleLock()
         self._scrubs = b""
-        self._file = str(path / DATA)
+        self.file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
         self._checked = CheckedFile(path / DATA, read_only=read_only)
@@ -307,7 +307,7 @@ class Environment:
         if not self.databases:
             return False  # being opened
         try:
-            found = os.stat(self._file)  # noqa: PTH116 - with a str: a microsecond for each transaction
+            found = os.stat(self.file)  # noqa: PTH116 - with a str: a microsecond for each transaction
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:

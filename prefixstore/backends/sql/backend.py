@@ -41,8 +41,9 @@ from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["SQLBackend"]
 
-# rows read at a time by a walk through the location
+# rows read at a time by a walk through the location, and bytes of payloads
 ROWS = 1000
+WALK_BYTES = 32 << 20
 
 _META = select(META.c.format, META.c.generation, META.c.entries, META.c.bytes).where(META.c.id == 1)
 _RECORD = select(*RECORD_COLUMNS).where(PAGES.c.key == bindparam("page"))
@@ -135,6 +136,27 @@ class _View(View):
 
     def payload_keys(self) -> Iterator[bytes]:
         return (bytes(row.page) for row in self._walk(_PAYLOAD_KEYS, "page"))
+
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        waiting: dict[bytes, Record] = {}
+        n_bytes = 0
+        for key, record, _ in self.scan():
+            if not isinstance(record, Record):
+                yield key, record, None
+                continue
+            if waiting and (n_bytes + record.stored_bytes > WALK_BYTES or len(waiting) == ROWS):
+                yield from self._with_payloads(waiting)
+                waiting, n_bytes = {}, 0
+            waiting[key] = record
+            n_bytes += record.stored_bytes
+        yield from self._with_payloads(waiting)
+
+    def _with_payloads(
+        self, records: dict[bytes, Record]
+    ) -> Iterator[tuple[bytes, Record, Buffer | StorageError | None]]:
+        if records:
+            for key, payload in self._database.payloads(self._connection, records):
+                yield key, records[key], payload
 
     def record(self, key: bytes) -> Record | None:
         rows = self._rows(_RECORD, page=key)

@@ -271,6 +271,15 @@ class Database(ABC):
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
         """`View.fetch`."""
 
+    @abstractmethod
+    def payloads(
+        self, connection: Connection, records: Mapping[bytes, Record]
+    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
+        """The payload of each of these pages, or why it cannot be read, or None if it is missing.
+
+        Valid until the next one is requested. All of them may be in memory at a time.
+        """
+
     def bypass_cache(self, connection: Connection) -> None:  # noqa: B027 - a server has no such cache
         """Read next from shared storage, not from a cache of this connection."""
 

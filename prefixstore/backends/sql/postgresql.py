@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -42,7 +42,7 @@ from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
 from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.errors import CorruptError, InvalidParameterError, LocationError
+from prefixstore.errors import CorruptError, InvalidParameterError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
@@ -257,6 +257,18 @@ class PostgreSQL(Database):
                 yield record_of(pieces[0]), _joined(pieces[0].key, [row.data for row in pieces])
             del left[:n_pages]
 
+    def payloads(
+        self, connection: Connection, records: Mapping[bytes, Record]
+    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
+        rows = iter(self.rows(connection, _PAYLOADS, self.keys(list(records))))
+        row = next(rows, None)
+        for position, key in enumerate(records):
+            pieces: list[bytes] = []
+            while row is not None and row.position == position:
+                pieces.append(row.data)
+                row = next(rows, None)
+            yield key, _joined(key, pieces) if pieces else None
+
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
         # the files shrink only when the server vacuums them; this counts what will be left
         return BASE_BYTES + _weight(entries, n_bytes)
@@ -355,12 +367,25 @@ _FETCH = _fetch()
 _CHILDREN = children_of_many(PostgreSQL.wanted())
 
 
+def _payloads() -> Executable:
+    """The pieces of wanted pages."""
+    wanted = PostgreSQL.wanted()
+    return (
+        select(wanted.c.position, PIECES.c.data)
+        .join_from(wanted, PIECES, PIECES.c.page == wanted.c.key)
+        .order_by(wanted.c.position, PIECES.c.number)
+    )
+
+
+_PAYLOADS = _payloads()
+
+
 def _weight(entries: int, n_bytes: int) -> int:
     # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
     return entries * ENTRY_BYTES + n_bytes + n_bytes // 16
 
 
-def _joined(key: bytes, pieces: list[bytes | None]) -> Buffer:
+def _joined(key: bytes, pieces: Sequence[bytes | None]) -> Buffer:
     """A payload out of its pieces, in one piece."""
     if pieces[0] is None:
         raise CorruptError(f"page {key.hex()} has no payload")

@@ -12,7 +12,7 @@ import sqlite3
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -320,13 +320,29 @@ class SQLite(Database):
             record, _ = readable(rows[key])
             if isinstance(record, StorageError):
                 raise record
-            yield record, self._payload(driver, key, record)
+            payload = self._payload(driver, key, record)
+            if payload is None:
+                raise CorruptError(f"page {key.hex()} has no payload")
+            yield record, payload
 
-    def _payload(self, driver: sqlite3.Connection, key: bytes, record: Record) -> Buffer:
+    def payloads(
+        self, connection: Connection, records: Mapping[bytes, Record]
+    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
+        driver = connection.connection.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        for key, record in records.items():
+            payload: Buffer | StorageError | None
+            try:
+                payload = self._payload(driver, key, record)
+            except CorruptError as error:
+                payload = error
+            yield key, payload
+
+    def _payload(self, driver: sqlite3.Connection, key: bytes, record: Record) -> Buffer | None:
         with translated(self.location), closing(_pieces(driver, key)) as pieces:
             first = next(pieces, None)
             if first is None:
-                raise CorruptError(f"page {key.hex()} has no payload")
+                return None
             if len(first) == record.stored_bytes:
                 return first
             payload, filled = self._lend(record.stored_bytes), 0

@@ -1,0 +1,106 @@
+"""The disk begins with a large commit before its flush, and nothing is left of the thread that asks for it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+
+import pytest
+
+from prefixstore.backends.lmdb import write_back
+from prefixstore.backends.lmdb.write_back import WriteBack
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+from tests.support.places import opened
+
+LARGE = 4000
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name == "prefixstore-write-back"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The handles with which the system was asked, and an event that is set when it was."""
+
+    class Asked(list):
+        event = threading.Event()
+
+    found = Asked()
+
+    def ask(handle):
+        found.append(handle)
+        found.event.set()
+
+    monkeypatch.setattr(write_back, "begin_writing", ask)
+    monkeypatch.setattr(write_back, "LARGE_BYTES", LARGE)
+    return found
+
+
+def put(transaction, size):
+    key, record = make_page(bytes(size), [size])
+    transaction.put(key, record, Usage(1), bytes(size))
+    return key
+
+
+def test_a_large_commit_begins_before_its_flush(tmp_path, asked, monkeypatch):
+    started = []
+    start = WriteBack.start
+
+    def watched(self, n_bytes):
+        start(self, n_bytes)
+        started.append((n_bytes, threads()))
+        # the commit comes after this
+        assert n_bytes < LARGE or asked.event.wait(60)
+
+    monkeypatch.setattr(WriteBack, "start", watched)
+    with opened(f"lmdb://{tmp_path}/kv") as backend:
+        with backend.update() as transaction:
+            small = put(transaction, 100)
+        assert asked == []
+        with backend.update() as transaction:
+            large = put(transaction, LARGE)
+        assert asked
+        assert threads() == []
+        assert started == [(100, []), (LARGE, ["prefixstore-write-back"])]
+        with backend.view() as view:
+            assert bytes(view.payload(large)) == bytes(LARGE)
+            assert bytes(view.payload(small)) == bytes(100)
+
+
+def test_a_commit_that_fails_leaves_no_thread(tmp_path, asked, monkeypatch):
+    class FaultError(Exception):
+        """Raised on purpose."""
+
+    def failing(self, n_bytes):
+        start(self, n_bytes)
+        assert asked.event.wait(60)
+        raise FaultError
+
+    start = WriteBack.start
+    monkeypatch.setattr(WriteBack, "start", failing)
+    with opened(f"lmdb://{tmp_path}/kv") as backend:
+        with pytest.raises(FaultError), backend.update() as transaction:
+            key = put(transaction, LARGE)
+        assert threads() == []
+        with backend.view() as view:
+            assert view.record(key) is None
+
+
+@pytest.mark.parametrize("absent", ["function", "thread", "file"])
+def test_what_cannot_help_does_not_harm(tmp_path, asked, monkeypatch, absent):
+    if absent == "function":
+        monkeypatch.setattr(write_back, "begin_writing", None)
+    elif absent == "thread":
+
+        def refused(self):
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+    else:
+        monkeypatch.setattr(write_back.os, "open", lambda *_: (_ for _ in ()).throw(OSError("no such file")))
+    with closing(WriteBack(str(tmp_path / "data.mdb"))) as early:
+        early.start(LARGE)
+    assert asked == []
+    assert threads() == []
