@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -25,10 +25,11 @@ from typing import NamedTuple
 from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.contents import Contents, DropReason, Taken
-from prefixstore.engine.eviction import Policy
+from prefixstore.engine.eviction import VictimQueue, coldest
 from prefixstore.engine.index import Index, Page, Path, is_same
 from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
+from prefixstore.engine.policy import Policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.strays import Strays
@@ -63,21 +64,38 @@ class Claim(NamedTuple):
 
 
 class Victims:
-    """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
+    """Pages to delete, in order. `next` takes the catalog's lock for a moment, or for several if it has to rank."""
 
-    def __init__(self, lock: threading.RLock, pages: Generator[Page, None, None]) -> None:
+    def __init__(self, lock: threading.RLock, contents: Contents, queue: VictimQueue) -> None:
         self._lock = lock
-        self._pages = pages
+        self._contents = contents
+        self._queue = queue
+        self._given: bytes | None = None
 
     def next(self) -> Page | None:
         """The next page; None when there are no more."""
-        with self._lock:
-            return next(self._pages, None)
+        while True:
+            with self._lock:
+                slot = self._queue.next()
+                if slot is None:
+                    self._given = None
+                    return None
+                if isinstance(slot, int):
+                    self._given = self._contents.index.table.key(slot)
+                    page = self._contents.index.get(self._given)
+                    if page is not None:
+                        return page
 
     def close(self) -> None:
-        """Put back what was passed over."""
+        """Put the last page back, if it was not deleted."""
         with self._lock:
-            self._pages.close()
+            if self._given is not None:
+                self._contents.candidates.add(self._given)
+
+    def spared(self) -> None:
+        """A new page gave way to the last one."""
+        with self._lock:
+            self._queue.spared()
 
 
 class Catalog:
@@ -413,7 +431,7 @@ class Catalog:
             if not is_added:
                 return Placement.ORPHAN
             self._contents.pending[new.page.key] = new
-            self._policy.added(new.page)
+            self._policy.added(self._contents.index.table, new.page.namespace, new.page)
             older = self._contents.index.superseded_by(new.page)
             if older is not None and older.is_leaf and not self._contents.may_be_stored(older):
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
@@ -427,15 +445,17 @@ class Catalog:
             buffers = {page.key: new.buffer for page, new in pending if is_same(new.page, page)}
             return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
-    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None) -> None:
+    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None, n_tokens: int | None = None) -> None:
         """Record a lookup and the pages it used, none for a miss; renew their time to live."""
         with self._lock:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
-            self._policy.looked_up(namespace, pages)
+            table = self._contents.index.table
+            self._policy.looked_up(table, namespace, pages, n_tokens)
             # the deepest first: it decides how long the others are kept
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
+                table.use(page.key, now)
                 if page.expires and page.expires < expires:
                     self._contents.index.change(page, expires=expires)
                 page.hits += 1
@@ -524,8 +544,8 @@ class Catalog:
         with self._lock:
             self._contents.put_back(claim.taken)
 
-    def put(self, new: PendingPage, stored_bytes: int, *, may_be_victim: bool) -> None:
-        """The open transaction has stored a page, or found it there: how many bytes the codec made of it.
+    def put(self, new: PendingPage, stored_bytes: int, codec: int, *, may_be_victim: bool) -> None:
+        """The open transaction has stored a page, or found it there: what the codec made of it, in how many bytes.
 
         An imported page competes with the others for the space from now on.
         """
@@ -536,9 +556,14 @@ class Catalog:
             self._contents.undo(
                 partial(self._contents.take_back, page, page.stored_bytes, page.is_stored, page.may_be_victim)
             )
-            self._contents.index.change(page, stored_bytes=stored_bytes, is_stored=True, may_be_victim=may_be_victim)
+            self._contents.index.change(
+                page, stored_bytes=stored_bytes, codec=codec, is_stored=True, may_be_victim=may_be_victim
+            )
+            table = self._contents.index.table
+            if (slot := table.find(page.key)) >= 0:
+                self._policy.stored(table, slot, page)
             if self._contents.is_pending(new):
-                self._contents.candidates.add(page)
+                self._contents.candidates.add(page.key)
 
     def after_commit(self, step: Callable[[], None]) -> None:
         """Call this when the open transaction is committed; not if it fails."""
@@ -562,7 +587,7 @@ class Catalog:
                     del self._contents.pending[new.page.key]
                     self._contents.index.change(new.page, may_be_victim=True)
                     new.page.announced_expiry = new.page.expires
-                    self._contents.candidates.add(new.page)
+                    self._contents.candidates.add(new.page.key)
             self._contents.deferred.subtract(deferred)
             if deferred.damaged:
                 # those that are not damaged after all, because another process has replaced them
@@ -574,6 +599,9 @@ class Catalog:
         """There is no space for a page, or no parent: give it up."""
         with self._lock:
             if self._contents.is_pending(new):
+                if reason is DropReason.ADMISSION:
+                    # if it is captured again, that is another use
+                    self._policy.evicted(*self._uses_of(new.page.key))
                 self._contents.drop(new.page.key, reason)
                 if reason is DropReason.BUDGET:
                     self._refused.add(new.page.key)
@@ -606,17 +634,17 @@ class Catalog:
     def victims(self, group: Group = None) -> Victims:
         """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
         with self._lock:
-            return Victims(self._lock, self._contents.candidates.victims(group))
+            return Victims(self._lock, self._contents, self._contents.candidates.victims(group))
 
     def expiring(self) -> Victims:
         """Stored leaves that expire, the first one first."""
         with self._lock:
-            return Victims(self._lock, self._contents.candidates.expiring())
+            return Victims(self._lock, self._contents, self._contents.candidates.expiring())
 
     def put_back(self, page: Page) -> None:
         """A victim is not deleted after all."""
         with self._lock:
-            self._contents.candidates.add(page)
+            self._contents.candidates.add(page.key)
 
     def remove_victim(self, page: Page, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
@@ -629,14 +657,47 @@ class Catalog:
                 return False
             last_used = time_of_use(usage.last_used, time.time_ns()) if usage is not None else 0
             if usage is not None and (last_used > page.last_used or usage.expires > page.expires or usage.pinned):
-                page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
+                self._contents.used_elsewhere(page, last_used)
+                page.hits = max(usage.hits, page.hits)
                 self._contents.index.change(page, pinned=usage.pinned, expires=max(usage.expires, page.expires))
-                self._contents.candidates.add(page)
+                self._contents.candidates.add(page.key)
                 return False
             if evicting:
-                self.after_commit(partial(self._policy.evicted, page))
+                self.after_commit(partial(self._policy.evicted, *self._uses_of(page.key)))
             self._contents.delete(page.key)
             return True
+
+    def _uses_of(self, key: bytes) -> tuple[bytes, int, int]:
+        """A page, and what the policy has noted of its uses."""
+        table = self._contents.index.table
+        slot = table.find(key)
+        return (key, *table.noted(slot)) if slot >= 0 else (key, 1, 0)
+
+    def admits(self, new: Page, victim: Page) -> bool:
+        """Whether a new page is worth more than a victim, by the policy."""
+        with self._lock:
+            table = self._contents.index.table
+            slots = table.find(new.key), table.find(victim.key)
+            return min(slots) < 0 or self._policy.admits(table, *slots)
+
+    def superseded_by(self, page: Page) -> Page | None:
+        """The stored tail that a page continues, which is deleted when the page is written."""
+        with self._lock:
+            older = self._contents.index.superseded_by(page)
+            return older if older is not None and older.is_stored and self._contents.may_be_deleted(older) else None
+
+    def coldest(self, n: int, codec: int = 0) -> list[Page]:
+        """The `n` stored pages with this codec that the policy would evict first, if they were leaves, in order."""
+        with self._lock:
+            table = self._contents.index.table
+            search = coldest(table, self._policy, n, codec)
+        while True:
+            with self._lock:
+                try:
+                    next(search)
+                except StopIteration as end:
+                    pages = (self._contents.index.get(table.key(slot)) for slot in end.value)
+                    return [page for page in pages if page is not None and page.is_stored]
 
     def remove_leaf(self, key: bytes) -> Page | None:
         """Take a page out of the index if it is a leaf, pinned or not; the page."""
@@ -743,7 +804,7 @@ class Catalog:
     def _set_pinned(self, page: Page, *, pinned: bool) -> None:
         self._contents.index.change(page, pinned=pinned)
         if self._contents.index.get(page.key) is page:
-            self._contents.candidates.add(page)
+            self._contents.candidates.add(page.key)
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
         """What changes when a page is pinned or unpinned: its descendants too, and its ancestors.

@@ -16,10 +16,11 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.engine.eviction import Candidates, Policy
+from prefixstore.engine.eviction import Candidates
 from prefixstore.engine.index import Index, Page, is_same
 from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Deferred, PendingPage
+from prefixstore.engine.policy import Policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.strays import Strays
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
@@ -40,6 +41,7 @@ class DropReason(str, Enum):
     ORPHAN = "orphan"
     UNAVAILABLE = "unavailable"
     ERROR = "error"
+    ADMISSION = "admission"
 
 
 class Taken(NamedTuple):
@@ -101,7 +103,7 @@ class Contents:
     def start(self) -> None:
         """Begin with an empty index and no strays."""
         self.index = Index()
-        self.candidates = Candidates(self.index, self._policy)
+        self.candidates = Candidates(self.index.table, self._policy)
         self.strays = Strays()
         # keys of what has come into, or left, the index or the strays: strays there may have a place now
         self._moved: set[bytes] = set()
@@ -203,10 +205,11 @@ class Contents:
             self.remove_stray(key)
             page = None
         if page is not None:
-            page.last_used = max(page.last_used, last_used)
+            self.used_elsewhere(page, last_used)
             self._take_over(page, stored)
         elif self.add(stored):
-            self.candidates.add(stored)
+            self._policy.found(self.index.table, self.index.table.find(key), stored)
+            self.candidates.add(stored.key)
         else:
             self.add_stray(stored)
             return False
@@ -241,21 +244,30 @@ class Contents:
             page.drop_children()
             if self.add(page):
                 self.remove_stray(page.key)
-                self.candidates.add(page)
+                self.candidates.add(page.key)
 
     def _take_over(self, here: Page, stored: Page) -> None:
         """A page that is in the index is stored: what is stored of it holds."""
-        here.priority = stored.priority
         here.announced_expiry = stored.announced_expiry
         self.index.change(
             here,
             stored_bytes=stored.stored_bytes,
+            codec=stored.codec,
+            priority=stored.priority,
             pinned=stored.pinned,
             expires=_later(here.expires, stored.expires),
             is_stored=True,
             may_be_victim=here.key not in self.pending,
         )
-        self.candidates.add(here)
+        self.candidates.add(here.key)
+
+    def used_elsewhere(self, page: Page, last_used: int) -> None:
+        """Another process used a page, at this time."""
+        if last_used > page.last_used:
+            page.last_used = last_used
+            slot = self.index.table.use(page.key, last_used)
+            if slot >= 0:
+                self._policy.used_elsewhere(self.index.table, slot)
 
     def remove_stray(self, key: bytes) -> Page | None:
         """A stored page has a place in the index now, or is gone; the page."""
@@ -265,7 +277,7 @@ class Contents:
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None:
             # it may be a leaf now
-            self.candidates.add(parent)
+            self.candidates.add(parent.key)
         return page
 
     def is_pending(self, new: PendingPage) -> bool:
@@ -287,7 +299,7 @@ class Contents:
         may_be_victim = may_be_victim or (is_stored and page.key not in self.pending)
         self.index.change(page, stored_bytes=stored_bytes, is_stored=is_stored, may_be_victim=may_be_victim)
         if may_be_victim and self.index.get(page.key) is page:
-            self.candidates.add(page)
+            self.candidates.add(page.key)
         if not is_stored and self.strays.get(page.key) is page:
             # given up while it was written
             self.remove_stray(page.key)
@@ -314,12 +326,12 @@ class Contents:
         ]
         parent = self.index.get(page.parent) if page is not None else None
         if parent is not None:
-            self.candidates.add(parent)
+            self.candidates.add(parent.key)
         for namespace in {lost.namespace for lost in lost_pages}:
             salt = self.index.totals.salt_of(namespace)
             if self.index.totals.forget_if_empty(namespace):
                 self.candidates.forget(namespace)
-                if salt is not None and not self.index.totals.namespaces(salt):
+                if salt is not None:
                     self.candidates.forget(salt)
         return taken
 
@@ -353,7 +365,7 @@ class Contents:
                 self.pending[page.key] = new
             if n_uses:
                 self.deferred.uses[page.key] = self.deferred.uses.get(page.key, 0) + n_uses
-            self.candidates.add(page)
+            self.candidates.add(page.key)
 
     def _leave_as_strays(self, taken: Iterable[Taken]) -> None:
         """Remember pages that are not in the index any more, but still stored.
@@ -389,7 +401,7 @@ class Contents:
         """A page that another process has stored is not pending here any more."""
         self.pending.pop(page.key, None)
         self.index.change(page, may_be_victim=True)
-        self.candidates.add(page)
+        self.candidates.add(page.key)
 
     def lose(self, key: bytes) -> None:
         """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""

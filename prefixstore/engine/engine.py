@@ -25,11 +25,11 @@ from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
+from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
@@ -108,7 +108,14 @@ class Engine:
         it is told to.
     clock
         Seconds, by which the circuit breaker tells whether the location is slow.
+
+    Attributes
+    ----------
+    stores_all
+        Whether captured pages are stored even if the policy finds them worth less than what is evicted for them.
     """
+
+    stores_all = False
 
     def __init__(
         self,
@@ -323,9 +330,12 @@ class Engine:
         """The verified states of `pages`, in order: see `Fetcher.fetching`."""
         return self._fetcher.fetching(pages, streamed=streamed, along=along, look=look, admit=admit)
 
-    def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """A prompt began with these pages, none for a miss; it is recorded with the next commit."""
-        self._catalog.touch(namespace, pages, self._ttl_ns)
+    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
+        """A prompt began with these pages, none for a miss; it is recorded with the next commit.
+
+        With the length of the prompt, a policy can tell how far from its end a page is.
+        """
+        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens)
 
     @contextmanager
     def view(self) -> Iterator[View]:
@@ -432,6 +442,7 @@ class Engine:
         """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
         page = new.page
         page.priority = self._priority
+        new.is_wanted = new.is_wanted or self.stores_all
         page.expires = page.created + self._ttl_ns if self._ttl_ns is not None else 0
         return self._catalog.announce(new) is Placement.ADDED
 

@@ -10,6 +10,7 @@ from itertools import chain, islice
 
 import numpy as np
 
+from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.totals import Totals
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
@@ -53,8 +54,8 @@ class Page:
     form
         `PAGE`, or `SNAPSHOT`: the state needed to resume after its tokens, which are those since the end of its
         parent. A snapshot has no children.
-    policy_data
-        Belongs to the eviction policy of this process.
+    codec
+        Number of the codec of its stored form.
     announced_expiry
         The expiry that other processes know of.
     is_stored
@@ -63,8 +64,6 @@ class Page:
         Whether it is stored and not still in the hands of the transaction that wrote it.
     kept_until
         When the page and all its descendants will have expired; `NEVER` if one of them will not. Kept by the index.
-    n_fixed
-        How many of its dependents cannot be evicted. Kept by the index.
     n_endless
         For how many of its dependents `kept_until` is `NEVER`. Kept by the index.
     """
@@ -84,12 +83,11 @@ class Page:
     priority: int = 0
     expires: int = 0
     form: int = PAGE
-    policy_data: object = field(default=None, repr=False)
+    codec: int = 0
     announced_expiry: int = 0
     is_stored: bool = False
     may_be_victim: bool = False
     kept_until: int = 0
-    n_fixed: int = field(default=0, repr=False)
     n_endless: int = field(default=0, repr=False)
     child_tokens: list[bytes] = field(default_factory=list, repr=False)
     children: list[Page] = field(default_factory=list, repr=False)
@@ -114,6 +112,7 @@ class Page:
             usage.priority,
             usage.expires,
             form=record.form,
+            codec=record.codec,
             announced_expiry=usage.expires,
             is_stored=True,
             may_be_victim=True,
@@ -140,11 +139,6 @@ class Page:
         return [*self.children, *self.snapshots.values()]
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether eviction cannot reach it: it is pinned, or not stored yet, or leads to such a page."""
-        return self.pinned or not self.may_be_victim or self.n_fixed > 0
-
-    @property
     def own_expiry(self) -> int:
         """When the page itself expires; `NEVER` if it does not."""
         return NEVER if self.pinned or not self.expires else self.expires
@@ -152,7 +146,7 @@ class Page:
     def drop_children(self) -> None:
         """Forget the children and snapshots of this page."""
         self.child_tokens, self.children, self.snapshots = [], [], {}
-        self.n_fixed = self.n_endless = 0
+        self.n_endless = 0
 
 
 def is_same(one: Page | Record, other: Page | Record) -> bool:
@@ -187,7 +181,7 @@ class Index:
         self._roots: dict[bytes, Page] = {}
         self.raw_bytes = 0
         self.stored_bytes = 0
-        self.totals = Totals()
+        self.table = PageTable()
         self._in_bulk = False
 
     def __len__(self) -> int:
@@ -198,6 +192,11 @@ class Index:
 
     def __iter__(self) -> Iterator[Page]:
         return iter(list(self.pages.values()))
+
+    @property
+    def totals(self) -> Totals:
+        """What all pages, namespaces and salts hold."""
+        return self.table.totals
 
     def get(self, key: bytes) -> Page | None:
         """The page with this key."""
@@ -222,8 +221,22 @@ class Index:
             parent.children.insert(at, page)
         self.pages[page.key] = page
         self._count(page, 1)
-        if page.is_fixed:
-            self._change_fixed(page.parent, 1)
+        self.table.add(
+            page.key,
+            page.parent,
+            page.namespace,
+            end=page.end,
+            n_bytes=page.stored_bytes + len(page.tokens),
+            last_used=page.last_used,
+            uses=page.hits + 1,
+            expires=page.expires,
+            priority=page.priority,
+            codec=page.codec,
+            form=page.form,
+            pinned=page.pinned,
+            is_stored=page.is_stored,
+            may_be_victim=page.may_be_victim,
+        )
         page.kept_until = page.own_expiry
         parent.n_endless += page.kept_until == NEVER
         if not self._in_bulk:
@@ -259,11 +272,10 @@ class Index:
             del parent.child_tokens[at], parent.children[at]
         if page.parent == page.namespace and parent.is_leaf:
             del self._roots[page.namespace]
-        for gone in subtree:
+        for gone in reversed(subtree):
             del self.pages[gone.key]
             self._count(gone, -1)
-        if page.is_fixed:
-            self._change_fixed(page.parent, -1)
+            self.table.remove(gone.key)
         parent.n_endless -= page.kept_until == NEVER
         self._keep_shorter(self.pages.get(page.parent), page.kept_until)
         return subtree[::-1]
@@ -273,6 +285,8 @@ class Index:
         page: Page,
         *,
         stored_bytes: int | None = None,
+        codec: int | None = None,
+        priority: int | None = None,
         pinned: bool | None = None,
         expires: int | None = None,
         is_stored: bool | None = None,
@@ -280,21 +294,29 @@ class Index:
     ) -> None:
         """Change facts on which totals, or the ancestors, depend. The page may have been removed meanwhile."""
         is_here = self.pages.get(page.key) is page
-        was_fixed, was_kept = page.is_fixed, page.own_expiry
-        is_counted = is_here and (stored_bytes, pinned, is_stored, may_be_victim) != (None,) * 4
-        if is_counted:
+        was_kept = page.own_expiry
+        if is_here:
             self._count(page, -1)
         page.stored_bytes = page.stored_bytes if stored_bytes is None else stored_bytes
+        page.codec = page.codec if codec is None else codec
+        page.priority = page.priority if priority is None else priority
         page.pinned = page.pinned if pinned is None else pinned
         page.expires = page.expires if expires is None else expires
         page.is_stored = page.is_stored if is_stored is None else is_stored
         page.may_be_victim = page.may_be_victim if may_be_victim is None else may_be_victim
         if not is_here:
             return
-        if is_counted:
-            self._count(page, 1)
-        if page.is_fixed != was_fixed:
-            self._change_fixed(page.parent, 1 if page.is_fixed else -1)
+        self._count(page, 1)
+        self.table.change(
+            page.key,
+            n_bytes=None if stored_bytes is None else stored_bytes + len(page.tokens),
+            codec=codec,
+            priority=priority,
+            pinned=pinned,
+            expires=expires,
+            is_stored=is_stored,
+            may_be_victim=may_be_victim,
+        )
         self._keep_longer(page, page.own_expiry)
         if page.own_expiry < was_kept:
             self._keep_shorter(page, was_kept)
@@ -302,20 +324,6 @@ class Index:
     def _count(self, page: Page, sign: int) -> None:
         self.raw_bytes += sign * page.raw_bytes
         self.stored_bytes += sign * page.stored_bytes
-        n_bytes = page.stored_bytes + len(page.tokens)
-        self.totals.count(page.namespace, sign, n_bytes, is_stored=page.is_stored, is_fixed=page.is_fixed)
-
-    def _change_fixed(self, key: bytes, sign: int) -> None:
-        """A dependent of this page cannot be evicted any more (1), or can again (-1)."""
-        page = self.pages.get(key)
-        while page is not None:
-            was_fixed = page.is_fixed
-            self._count(page, -1)
-            page.n_fixed += sign
-            self._count(page, 1)
-            if page.is_fixed == was_fixed:
-                return
-            page = self.pages.get(page.parent)
 
     def _keep_until(self, page: Page, until: int) -> None:
         parent = self.pages.get(page.parent)

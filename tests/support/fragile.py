@@ -8,8 +8,10 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.eviction import POLICIES, VictimQueue
 from prefixstore.engine.index import NEVER
+from prefixstore.engine.page_columns import SHIFT
+from prefixstore.engine.page_table import MASK
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
@@ -103,7 +105,7 @@ def knowledge(engine: Engine, without: Collection[bytes] = ()) -> dict[str, Any]
         },
         "expires": {page.key: page.expires for page in index if page.key not in without},
         "victims": {page.key for page in index if page.may_be_victim},
-        "fixed": {page.key for page in index if page.is_fixed},
+        "fixed": {page.key for page in index if index.table.is_fixed(index.table.find(page.key))},
         "unplaced": set(catalog._contents.strays._pages),
         "unreadable": (catalog._contents.strays.corrupt, catalog._contents.strays.newer),
         "totals": [index.totals.of(group) for group in (None, *sorted({page.namespace for page in index}))],
@@ -122,14 +124,34 @@ def assert_complete(engine: Engine) -> None:
         used = set(catalog._contents.deferred.uses)
         assert knowledge(engine, used) == knowledge(fresh, used)
     index = catalog._contents.index
-    queued = {key for _, key in catalog._contents.candidates._victims._heap}
-    expiring = {key for _, key in catalog._contents.candidates._expiring._heap}
+    table = index.table
+    assert sorted(page.key for page in index) == sorted(map(table.key, table))
+    victims = {table.key(slot) for slot in VictimQueue(table, POLICIES["lru"]()).victims()}
+    given = {table.key(slot) for slot in catalog._contents.candidates.victims().victims()}
+    expiring = {table.key(slot) for slot in catalog._contents.candidates.expiring().victims()}
+    for key in {*given, *expiring}:
+        catalog._contents.candidates.add(key)
+    assert given == victims
     for page in index:
-        assert page.n_fixed == sum(child.is_fixed for child in page.dependents)
+        block, at = table.blocks[table.find(page.key) >> SHIFT], table.find(page.key) & MASK
+        assert block.n_children[at] == len(page.dependents)
+        assert block.n_fixed[at] == sum(table.is_fixed(table.find(child.key)) for child in page.dependents)
+        entry = table.entry(table.find(page.key))
+        assert entry[:8] == (
+            page.key,
+            page.namespace,
+            page.end,
+            page.last_used,
+            page.expires,
+            page.stored_bytes + len(page.tokens),
+            page.priority,
+            entry.uses,
+        )
+        assert entry[8:] == (page.codec, page.form, page.pinned, page.is_stored, page.may_be_victim, False)
         assert page.n_endless == sum(child.kept_until == NEVER for child in page.dependents)
         assert page.kept_until == max([page.own_expiry, *(child.kept_until for child in page.dependents)])
         if page.may_be_victim and page.is_leaf and not page.pinned:
-            assert page.key in queued
+            assert page.key in victims
             assert not page.expires or page.key in expiring
     assert all(page.kept_until <= NEVER for page in index)
     assert catalog._contents.journal is None
