@@ -73,7 +73,7 @@ class InEngine:
     def request(self, blocks: Sequence[int]) -> int:
         tokens = np.array(blocks, "<i4")
         path = self._engine.match(NAMESPACE, tokens, 1)
-        self._engine.touch(NAMESPACE, path.pages)
+        self._engine.touch(NAMESPACE, path.pages, len(blocks))
         raw, batch = tokens.tobytes(), []
         parent = path.pages[-1].key if path.pages else NAMESPACE
         for start in range(path.n_tokens, len(blocks)):

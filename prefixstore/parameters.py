@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import ClassVar
 
 from prefixstore.engine.budget import Budget, Quota
-from prefixstore.engine.eviction import POLICIES, Policy
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.policy import Policy
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import Encoder, pick
 from prefixstore.units import parse_bytes, parse_seconds, shown

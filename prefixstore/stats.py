@@ -97,7 +97,8 @@ class Stats:
         Pages and snapshots copied out of the context.
     dropped
         Pages that were captured, or should have been, but are not stored, by reason: ``"queue_full"``, ``"budget"``,
-        ``"quota"`` (the tenant's), ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
+        ``"quota"`` (the tenant's), ``"admission"`` (worth less than what would be evicted for them),
+        ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
         ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
         snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
         stored), ``"unavailable"`` (the location failed), ``"closed"`` (the store is, and a completion saves to it),

@@ -67,6 +67,10 @@ FACTS = np.dtype(
 )
 
 
+# pages whose facts are read at a time
+SLICE = 10_000
+
+
 class Entry(NamedTuple):
     """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
 
@@ -268,6 +272,16 @@ class View(ABC):
         of the page or ``b""``, and a message. Raises `CorruptError` if the location cannot be used at all.
         """
         return iter(())
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The bytes of all payloads as stored, and of the states that they stand for."""
+        stored = raw = 0
+        after = b""
+        while len(facts := self.facts(after, SLICE)):
+            stored, raw = stored + int(facts["stored_bytes"].sum()), raw + int(facts["raw_bytes"].sum())
+            after = bytes(facts["key"][-1])
+        return stored, raw
 
     @property
     @abstractmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,8 @@ from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.index import Page
-from prefixstore.engine.page_table import Victim
+from prefixstore.engine.pending import PackedPage
+from prefixstore.engine.stored_pages import Victim
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError
 from prefixstore.format.keys import KEY_BYTES
@@ -30,6 +31,8 @@ MANY_BYTES = 1 << 40
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
+# so many stored pages say what a page takes beside its payload and tokens
+PAGES_TO_JUDGE_BY = 16
 # The share of the budget in use from which what eviction needs is read, so that it is there when something is evicted.
 LOAD_TABLE_AT = 0.75
 
@@ -187,21 +190,135 @@ class Evictor:
 
         quotas = self._quotas(transaction, record.namespace, settings)
         # Known before anything is evicted: the page fits if all were evicted that can be.
-        size = n_bytes + len(record.tokens)
         for group, limit in quotas:
             total = self._catalog.total(group)
-            if total.bytes - total.evictable_bytes > limit - size:
+            if total.bytes - total.evictable_bytes > limit - n_bytes:
                 return DropReason.QUOTA
         if exceeded():
             self._catalog.require_table(transaction)
             if self._is_hopeless(transaction, cost - freed.bytes, 1 - freed.entries):
                 return DropReason.BUDGET
         for group, limit in quotas:
-            if not self._shrink(transaction, group, limit - size):
+            if not self._shrink(transaction, group, limit - n_bytes):
                 return DropReason.QUOTA
         if quotas and self._evict(transaction, exceeded, quotas[-1][0]):
             return None
         return None if self._evict(transaction, exceeded) else DropReason.BUDGET
+
+    def admit(self, transaction: Transaction, chain: Sequence[PackedPage]) -> tuple[int, DropReason]:
+        """Evict for new pages of one prompt, from the lowest leaf on, as long as their last one is worth more.
+
+        If it is not, it is given up, and the one before it is the last. So no page is written whose parent is not.
+
+        Parameters
+        ----------
+        transaction
+            In which the pages will be put.
+        chain
+            The pages, each the parent of the next.
+
+        Returns
+        -------
+        int
+            How many of them to put.
+        DropReason
+            Why not the others.
+        """
+        self._catalog.load_beside(transaction, chain[0].pending.page)
+        bounds = [self._bound(transaction, chain, group, limit) for group, limit in self._quotas_of(transaction, chain)]
+        bounds.append(self._bound(transaction, chain))
+        n, reason = len(chain), DropReason.ADMISSION
+        if not any(bound.exceeded(n) for bound in bounds):
+            return n, reason
+        self._catalog.require_table(transaction)
+        for bound in bounds:
+            # more than can ever fit: nothing is evicted for that
+            while n and bound.is_hopeless(n):
+                n, reason = n - 1, bound.reason
+        for i, bound in enumerate(bounds):
+            groups = [bound.group] if i < len(bounds) - 1 or i == 0 else [bounds[i - 1].group, None]
+            for group in groups:
+                n_before = n
+                n = self._contest(transaction, chain, n, bound, group)
+                if n < n_before:
+                    reason = DropReason.ADMISSION
+        return n, reason
+
+    def _contest(
+        self, transaction: Transaction, chain: Sequence[PackedPage], n: int, bound: _Bound, group: Group
+    ) -> int:
+        """How many of the first `n` pages are admitted, if they are too much for a bound."""
+        if not bound.exceeded(n):
+            return n
+        # a tail is deleted when the page that continues it is written, and stays if that is refused
+        tail = self._catalog.tail_before(chain[0].pending)
+        victims = self._catalog.victims(group)
+        try:
+            victim = victims.next()
+            while n and victim is not None and bound.exceeded(n):
+                if tail is not None and victim.key == tail.key:
+                    victim = victims.next()
+                elif self._catalog.admits(chain[n - 1].pending, victim):
+                    self._delete(transaction, victim, evicting=True)
+                    victim = victims.next()
+                else:
+                    victims.spared()
+                    n -= 1
+        finally:
+            victims.close()
+            if tail is not None:
+                self._catalog.put_back(tail.key)
+        return n
+
+    def _quotas_of(self, transaction: Transaction, chain: Sequence[PackedPage]) -> list[tuple[bytes | str, int]]:
+        first = chain[0]
+        return self._quotas(transaction, first.record.namespace, first.pending.settings)
+
+    def _bound(
+        self, transaction: Transaction, chain: Sequence[PackedPage], group: Group = None, limit: int = 0
+    ) -> _Bound:
+        """What the first pages of a chain may not exceed: a quota, or the budget of the location."""
+        sizes = [0, *itertools.accumulate(len(one.payload) for one in chain)]
+        if group is not None:
+
+            def too_much(n: int, evictable: Total) -> bool:
+                return self._catalog.total(group).bytes - evictable.evictable_bytes + sizes[n] > limit
+
+            return _Bound(group, DropReason.QUOTA, too_much, partial(self._catalog.total, group))
+        least, likely = self._costs(transaction, chain)
+        # the tail that the first page continues is deleted when that is written
+        tail = self._catalog.tail_before(chain[0].pending)
+        freed = Used(_cost(transaction, len(tail.tokens), tail.stored_bytes), 1) if tail is not None else Used(0, 0)
+
+        def exceeded(n: int, evictable: Total) -> bool:
+            used, adding, entries = transaction.used, likely[n], n
+            if evictable.evictable:
+                adding = least[n]
+                # the tail is among them
+                most = _most_freed(transaction, evictable)
+                used = Used(max(used.bytes - most, 0), used.entries - evictable.evictable)
+            else:
+                adding, entries = adding - freed.bytes, entries - freed.entries
+            return self._budget.exceeded(used, adding=adding, entries=entries)
+
+        return _Bound(None, DropReason.BUDGET, exceeded, self._catalog.total)
+
+    def _costs(self, transaction: Transaction, chain: Sequence[PackedPage]) -> tuple[list[int], list[int]]:
+        """What the first pages of a chain take, by their number: at least, and judging by the pages that are here.
+
+        The last one of them counts as much as it can take: so much has to be free when it is put.
+        """
+        used, total = transaction.used.bytes, self._catalog.total()
+        usual = used / total.bytes if total.stored >= PAGES_TO_JUDGE_BY and total.bytes else 1.0
+        least, likely = [0], [0]
+        sum_least = sum_likely = 0
+        for one in chain:
+            most, size = transaction.cost(one.record, len(one.payload)), len(one.payload) + len(one.record.tokens)
+            least.append(sum_least + most)
+            likely.append(sum_likely + most)
+            sum_least += min(size, most)
+            sum_likely += min(math.ceil(size * max(usual, 1.0)), most)
+        return least, likely
 
     def _is_hopeless(self, transaction: Transaction, adding: int, entries: int) -> bool:
         """Whether there is too much even if all is evicted that can be. False if that is not certain."""
@@ -309,6 +426,24 @@ class Evictor:
         if self._catalog.remove_victim(victim, usage, evicting=evicting):
             transaction.delete(victim.key)
             self._catalog.after_commit(partial(self._counters.count, "evictions" if evicting else "expired"))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A bound for the first pages of a chain: whether `n` of them are too much, with all that is evictable gone."""
+
+    group: Group
+    reason: DropReason
+    too_much: Callable[[int, Total], bool]
+    evictable: Callable[[], Total]
+
+    def exceeded(self, n: int) -> bool:
+        """Whether `n` pages are too much as it is."""
+        return self.too_much(n, Total())
+
+    def is_hopeless(self, n: int) -> bool:
+        """Whether `n` pages are too much even if all is evicted that can be."""
+        return self.too_much(n, self.evictable())
 
 
 def _most_freed(transaction: Transaction, total: Total) -> int:

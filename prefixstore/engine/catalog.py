@@ -14,7 +14,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -24,12 +24,13 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from prefixstore.backends.base import Backend, Entry, Facts, Transaction, View
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.contents import Contents, DropReason, Taken
+from prefixstore.engine.eviction import VictimQueue
 from prefixstore.engine.index import Index, Page, Path, Unknown, branches, is_same
 from prefixstore.engine.journal import Journal
-from prefixstore.engine.page_table import PageTable, Victim
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
+from prefixstore.engine.stored_pages import StoredPages, Victim
 from prefixstore.engine.totals import Group, Total
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
@@ -71,21 +72,37 @@ class Claim(NamedTuple):
 
 
 class Victims:
-    """Pages to delete, in order. Each `next` takes the catalog's lock for a moment."""
+    """Pages to delete, in order. `next` takes the catalog's lock for a moment, or for several if it has to rank."""
 
-    def __init__(self, lock: Lock, pages: Generator[Victim, None, None]) -> None:
+    def __init__(self, lock: Lock, table: StoredPages, queue: VictimQueue) -> None:
         self._lock = lock
-        self._pages = pages
+        self._table = table
+        self._queue = queue
+        self._given: bytes | None = None
 
     def next(self) -> Victim | None:
         """The next page; None when there are no more."""
+        while True:
+            with self._lock:
+                self._given = None
+                slot = self._queue.next()
+                if slot is None:
+                    return None
+                if isinstance(slot, int):
+                    victim = self._table.table.entry(slot)
+                    self._given = victim.key
+                    return victim
+
+    def spared(self) -> None:
+        """A new page gave way to the last one."""
         with self._lock:
-            return next(self._pages, None)
+            self._queue.spared()
 
     def close(self) -> None:
-        """Put back what was passed over."""
+        """Put the last page back, if it was not deleted."""
         with self._lock:
-            self._pages.close()
+            if self._given is not None:
+                self._table.put_back(self._given)
 
 
 class Catalog:
@@ -101,7 +118,7 @@ class Catalog:
         Is told which pages have left the location.
     """
 
-    def __init__(self, table: PageTable, counters: Counters, ram: RamTier) -> None:
+    def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
         self._table = table
         self._ram = ram
         self._lock: Lock = threading.RLock()
@@ -168,7 +185,7 @@ class Catalog:
                 if changed is not None and not self._trusted:
                     continue  # found to be wrong meanwhile: the changes alone are not enough any more
                 if changed is None:
-                    self._table.unload()
+                    self._table.unload(new.page for new in self._contents.pending.values())
                     self._contents.rebuild(found)
                     self._ram.drop(key for key in self._ram.keys() if key not in found)
                 else:
@@ -254,6 +271,7 @@ class Catalog:
                 # if it was committed in spite of the error, the log of changes says so at the next refresh
                 journal.roll_back()
                 self._trusted = trusted
+            self._table.end_transaction()
 
     def _drop_empty_namespaces(self, transaction: Transaction) -> None:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
@@ -422,8 +440,14 @@ class Catalog:
                         # what was read before, if anything, was forgotten since
                         self._table.begin()
                         after = b""
-                    elif self._may_learn(generation, epoch):
-                        after = self._enter(facts, after, damaged)
+                        continue
+                    if not self._may_learn(generation, epoch):
+                        continue
+                    if len(facts):
+                        after = self._enter(facts, damaged)
+                        continue
+                    steps = self._table.finish()
+                self._finish_table(steps)
 
     def require_table(self, transaction: Transaction) -> None:
         """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""
@@ -432,13 +456,15 @@ class Catalog:
             if self._table.is_loaded:
                 return
             self._table.begin()
-        while not self._table.is_loaded:
-            facts = transaction.facts(after, FACTS_AT_ONCE)
+        while len(facts := transaction.facts(after, FACTS_AT_ONCE)):
             damaged = _damaged(transaction, facts)
             with self._lock:
-                after = self._enter(facts, after, damaged)
+                after = self._enter(facts, damaged)
+        with self._lock:
+            steps = self._table.finish()
+        self._finish_table(steps)
 
-    def _enter(self, facts: Facts, after: bytes, damaged: Collection[bytes]) -> bytes:
+    def _enter(self, facts: Facts, damaged: Collection[bytes]) -> bytes:
         """Enter a slice into the table; up to which key it is filled now."""
         # a time in the future is not believed
         facts["last_used"][facts["last_used"] > time.time_ns() + CLOCK_SLACK] = self._contents.started
@@ -447,14 +473,21 @@ class Catalog:
         journal = self._contents.journal
         for key in journal.deleted if journal is not None else ():
             self._table.deleted(key)
-        if len(facts):
-            return bytes(facts["key"][-1])
-        self._table.end()
-        # uses that are not written yet
-        used = map(self._contents.index.get, self._contents.deferred.uses)
-        self._table.looked_up(b"", [page for page in used if page is not None])
-        self._contents.deferred.damaged |= set(self._table.strays())
-        return after
+        return bytes(facts["key"][-1])
+
+    def _finish_table(self, steps: Iterator[None]) -> None:
+        """After the last slice: the lock is free between the steps."""
+        while True:
+            with self._lock:
+                if not self._table.is_loading or next(steps, self) is self:
+                    break
+        with self._lock:
+            if self._table.is_loaded:
+                # uses that are not written yet
+                for page in map(self._contents.index.get, self._contents.deferred.uses):
+                    if page is not None:
+                        self._table.used(page)
+                self._contents.deferred.damaged |= set(self._table.strays())
 
     @property
     def has_table(self) -> bool:
@@ -464,28 +497,22 @@ class Catalog:
     def victims(self, group: Group = None) -> Victims:
         """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
         with self._lock:
-            return Victims(self._lock, self._table.victims(group))
+            return Victims(self._lock, self._table, self._table.victims(group))
 
     def expiring(self) -> Victims:
         """Stored leaves that expire, the first one first."""
         with self._lock:
-            return Victims(self._lock, self._table.expiring())
+            return Victims(self._lock, self._table, self._table.expiring())
 
     def total(self, group: Group = None) -> Total:
         """What a group of pages holds; see `Total`."""
         with self._lock:
-            return replace(self._table.total(group))
-
-    @property
-    def payload_bytes(self) -> tuple[int, int]:
-        """The bytes of all payloads as stored, and of the states that they stand for."""
-        with self._lock:
-            return self._table.payload_bytes
+            return replace(self._table.totals.of(group))
 
     def namespaces_without_salt(self) -> list[bytes]:
         """Namespaces with pages, for which `set_salt` was not called yet."""
         with self._lock:
-            return list(self._table.namespaces_without_salt())
+            return list(self._table.totals.without_salt)
 
     def set_salt(self, namespace: bytes, salt: str | None) -> None:
         """Note whose pages those of a namespace are."""
@@ -639,18 +666,19 @@ class Catalog:
             buffers = {page.key: new.buffer for page, new in pending if is_same(new.page, page)}
             return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
-    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None) -> None:
+    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None, n_tokens: int | None = None) -> None:
         """Record a lookup and the pages it used, none for a miss; renew their time to live."""
         with self._lock:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
+            self._table.looked_up(namespace, pages, n_tokens)
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
                 if page.expires and page.expires < expires:
                     page.expires = expires
+                self._table.used(page)
                 page.hits += 1
                 self._contents.deferred.uses[page.key] = self._contents.deferred.uses.get(page.key, 0) + 1
-            self._table.looked_up(namespace, pages)
             self._ram.want([page for page in pages if page.key not in self._contents.pending])
 
     def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
@@ -777,12 +805,15 @@ class Catalog:
         with self._lock:
             self._contents.put_back(claim.taken)
 
-    def put(self, new: PendingPage, record: Record, usage: Usage) -> None:
-        """The open transaction has stored a page with this record and usage, or found them there."""
+    def put(self, new: PendingPage, record: Record, usage: Usage, *, may_be_victim: bool) -> None:
+        """The open transaction has stored a page with this record and usage, or found them there.
+
+        An imported page competes with the others for the space from now on.
+        """
         with self._lock:
             if not new.page.is_stored:
                 self._contents.uncommitted.add(new.page.key)
-            self._contents.put(new.page, Entry(new.page.key, record, usage))
+            self._contents.put(new.page, Entry(new.page.key, record, usage), may_be_victim=may_be_victim)
 
     def after_commit(self, step: Callable[[], None]) -> None:
         """Call this when the open transaction is committed; not if it fails."""
@@ -804,6 +835,7 @@ class Catalog:
                 self._contents.uncommitted.discard(new.page.key)
                 if self._contents.is_pending(new):
                     del self._contents.pending[new.page.key]
+                    self._table.committed(new.page.key)
                     new.page.announced_expiry = new.page.expires
             self._contents.deferred.subtract(deferred)
 
@@ -811,6 +843,8 @@ class Catalog:
         """There is no space for a page, or no parent: give it up."""
         with self._lock:
             if self._contents.is_pending(new):
+                if reason is DropReason.ADMISSION:
+                    self._table.not_admitted(new.page)
                 self._contents.drop(new.page.key, reason)
                 if reason is DropReason.BUDGET:
                     self._refused.add(new.page.key)
@@ -840,6 +874,11 @@ class Catalog:
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
+    def put_back(self, key: bytes) -> None:
+        """A victim was passed over."""
+        with self._lock:
+            self._table.put_back(key)
+
     def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
 
@@ -855,12 +894,17 @@ class Catalog:
                 if page is not None:
                     page.last_used, page.hits = max(last_used, page.last_used), max(usage.hits, page.hits)
                     page.pinned, page.expires = usage.pinned, max(usage.expires, page.expires)
-                self._table.spare(victim.key, usage, last_used)
+                self._table.spare(victim, usage, last_used)
                 return False
             if evicting:
-                self.after_commit(partial(self._table.evicted, victim))
+                self.after_commit(partial(self._table.evicted, victim.key, *self._table.noted(victim.key)))
             self._contents.delete(victim.key, victim.namespace)
             return True
+
+    def admits(self, new: PendingPage, victim: Victim) -> bool:
+        """Whether a new page is worth more than a victim, by the policy."""
+        with self._lock:
+            return self._table.admits(new.page.key, victim.key)
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
         """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""

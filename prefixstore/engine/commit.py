@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -174,11 +174,7 @@ class Committer:
                 deferred = catalog.deferred()
                 n_damaged = self._clean_up(transaction, deferred)
             # Write the pages, parents first, making space for each.
-            found = _stored(transaction, packed)
-            for one in packed:
-                reason = self._put(transaction, one, found, written, put)
-                if reason is not None:
-                    refused.append((one.pending, reason))
+            refused = self._put_all(transaction, packed, written, put)
             # Record uses, those of the new pages included.
             self._write_uses(transaction, deferred)
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
@@ -207,6 +203,35 @@ class Committer:
         if self._evictor.delete_expired(transaction, EXPIRED_AT_ONCE):
             deferred.expired = False
         return n_damaged
+
+    def _put_all(
+        self, transaction: Transaction, packed: Sequence[PackedPage], written: list[PendingPage], put: set[bytes]
+    ) -> list[tuple[PendingPage, DropReason]]:
+        """Write pages; those that are refused, and why."""
+        found = _stored(transaction, packed)
+        reasons = self._admit(transaction, packed, found)
+        refused: list[tuple[PendingPage, DropReason]] = []
+        for one in packed:
+            page = one.pending.page
+            # what follows a page that is not admitted is not either
+            reason = reasons.get(page.key) or reasons.get(page.parent)
+            if reason is None:
+                reason = self._put(transaction, one, found, written, put)
+            else:
+                reasons[page.key] = reason
+            if reason is not None:
+                refused.append((one.pending, reason))
+        return refused
+
+    def _admit(
+        self, transaction: Transaction, packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]
+    ) -> dict[bytes, DropReason]:
+        """Make space for pages that are worth more than what is stored; the others, and why they are not written."""
+        refused: dict[bytes, DropReason] = {}
+        for chain in _chains(packed, found):
+            n, reason = self._evictor.admit(transaction, chain)
+            refused |= {one.pending.page.key: reason for one in chain[n:]}
+        return refused
 
     def _put(
         self,
@@ -246,7 +271,13 @@ class Committer:
                 transaction.touch(page.key, replace(usage, pinned=True), announce=True)
         stored = found.get(page.key)
         usage = transaction.usage(page.key)
-        self._catalog.put(new, stored if isinstance(stored, Record) else record, usage or _usage_of(one))
+        # An imported page competes with the others at once: it may be the first victim of the next one.
+        self._catalog.put(
+            new,
+            stored if isinstance(stored, Record) else record,
+            usage or _usage_of(one),
+            may_be_victim=not is_stored and one.usage is not None,
+        )
         self._keep_ancestors(transaction, page)
         written.append(new)
         return None
@@ -334,6 +365,25 @@ def _copy_of(transaction: Transaction, key: bytes) -> tuple[Record, Usage, bytes
     if record is None or usage is None or payload is None:
         return None
     return record, usage, bytes(payload)
+
+
+def _chains(packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]) -> Iterator[list[PackedPage]]:
+    """The pages that have to be worth their space, in runs of which each page is the parent of the next.
+
+    Not those that are stored already, and not those that are to be stored in any case: imported and pinned ones, and
+    what a job was told to warm.
+    """
+    chain: list[PackedPage] = []
+    for one in packed:
+        page = one.pending.page
+        if one.pending.is_wanted or page.pinned or page.key in found:
+            continue
+        if chain and page.parent != chain[-1].pending.page.key:
+            yield chain
+            chain = []
+        chain.append(one)
+    if chain:
+        yield chain
 
 
 def _stored(transaction: Transaction, packed: Sequence[PackedPage]) -> dict[bytes, Record | StorageError]:

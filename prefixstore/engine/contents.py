@@ -19,9 +19,9 @@ from typing import NamedTuple
 from prefixstore.backends.base import Entry
 from prefixstore.engine.index import Index, Page, is_same
 from prefixstore.engine.journal import Journal
-from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.pending import Deferred, PendingPage
 from prefixstore.engine.ram import RamTier
+from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Record, Usage, time_of_use
@@ -44,6 +44,7 @@ class DropReason(str, Enum):
     ORPHAN = "orphan"
     UNAVAILABLE = "unavailable"
     ERROR = "error"
+    ADMISSION = "admission"
 
 
 class Taken(NamedTuple):
@@ -90,7 +91,7 @@ class Contents:
         Time of the last use of any page: what is used later is newer, even if the clock was set back meanwhile.
     """
 
-    def __init__(self, counters: Counters, ram: RamTier, table: PageTable) -> None:
+    def __init__(self, counters: Counters, ram: RamTier, table: StoredPages) -> None:
         self._counters = counters
         self._ram = ram
         self.table = table
@@ -147,7 +148,7 @@ class Contents:
 
     def refresh_page(self, key: bytes, entry: Entry | None) -> None:
         """Follow a change of one page: what is stored of it now, None for nothing."""
-        self.table.follow(key, entry)
+        self.table.follow(key, entry, is_pending=key in self.pending)
         if entry is not None:
             self.learn(entry)
             return
@@ -266,6 +267,7 @@ class Contents:
             self.keep_as_stored(page)
             return
         lost = 1 if self.pending.pop(key, None) is not None else 0
+        self.table.given_up(key)
         lost += sum(1 for one in self.forget(key, is_deleted=False) if one.new is not None)
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
@@ -273,6 +275,7 @@ class Contents:
     def keep_as_stored(self, page: Page) -> None:
         """A page that another process has stored is not pending here any more."""
         self.pending.pop(page.key, None)
+        self.table.given_up(page.key)
 
     # -- taking out ---------------------------------------------------------------------------------------------------
 
@@ -291,9 +294,13 @@ class Contents:
         self.is_complete = self.is_complete and is_deleted and len(lost_pages) < 2
         self.contested -= {lost.key for lost in lost_pages}
         self._ram.drop(lost.key for lost in lost_pages)
-        return [
+        taken = [
             Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
         ]
+        for one in taken:
+            if one.new is not None:
+                self.table.given_up(one.page.key)
+        return taken
 
     def delete(self, key: bytes, namespace: bytes | None) -> list[Taken]:
         """The open transaction deletes a page: take it out of the index; what was taken."""
@@ -311,14 +318,15 @@ class Contents:
             if namespace is not None:
                 self.journal.deleted_from.add(namespace)
 
-    def put(self, page: Page, entry: Entry) -> None:
+    def put(self, page: Page, entry: Entry, *, may_be_victim: bool) -> None:
         """The open transaction has put a page, or found it stored."""
         assert isinstance(entry.record, Record)
         self.contested.discard(page.key)
         before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
         self.undo(partial(self.take_back, page, before, is_stored=page.is_stored))
         self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
-        self.undo(partial(self.table.take_back, page.key, self.table.put(page, entry.record.codec)))
+        known = self.table.put(page, entry.record.codec, may_be_victim=may_be_victim)
+        self.undo(lambda: self.table.take_back(page.key, known, is_pending=page.key in self.pending))
         if self.journal is not None:
             self.journal.deleted.discard(page.key)
 

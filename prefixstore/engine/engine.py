@@ -25,15 +25,15 @@ from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Lock, LockT, Placement
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.eviction import Policy
 from prefixstore.engine.fetch import Fetcher, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
-from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
+from prefixstore.engine.policy import Policy
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
+from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.keys import Tokens, page_key
@@ -109,7 +109,14 @@ class Engine:
         it is told to.
     clock
         Seconds, by which the circuit breaker tells whether the location is slow.
+
+    Attributes
+    ----------
+    stores_all
+        Whether captured pages are stored even if the policy finds them worth less than what is evicted for them.
     """
+
+    stores_all = False
 
     def __init__(
         self,
@@ -142,6 +149,7 @@ class Engine:
         self._housekeeping = housekeeping
         self._clock = clock
         self._used = Used(0, 0)
+        self._sizes = (0, 0)
         self._closed = False
         self._start()
         register_at_fork(self, ForkLevel.ENGINE)
@@ -152,7 +160,7 @@ class Engine:
         # held by the thread that closes the engine
         self._ending = threading.RLock()
         self._ram = RamTier(self._ram_bytes)
-        self._catalog = catalog = Catalog(PageTable(self._policy), counters, self._ram)
+        self._catalog = catalog = Catalog(StoredPages(self._policy), counters, self._ram)
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
@@ -332,9 +340,12 @@ class Engine:
         """The verified states of `pages`, in order: see `Fetcher.fetching`."""
         return self._fetcher.fetching(pages, streamed=streamed, along=along, look=look, admit=admit)
 
-    def touch(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """A prompt began with these pages, none for a miss; it is recorded with the next commit."""
-        self._catalog.touch(namespace, pages, self._ttl_ns)
+    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
+        """A prompt began with these pages, none for a miss; it is recorded with the next commit.
+
+        With the length of the prompt, a policy can tell how far from its end a page is.
+        """
+        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens)
 
     @contextmanager
     def view(self) -> Iterator[View]:
@@ -363,14 +374,13 @@ class Engine:
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and as states."""
-        self._catalog.load_table(self._backend)
         with self.view() as view:
-            self._used = view.used
+            self._used, self._sizes = view.used, view.sizes
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
         """The last known `used`; does not ask the location."""
-        return self._used, *self._catalog.payload_bytes
+        return self._used, *self._sizes
 
     @property
     def ram_bytes(self) -> int:
@@ -458,6 +468,7 @@ class Engine:
         """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
         page = new.page
         page.priority = self._priority
+        new.is_wanted = new.is_wanted or self.stores_all
         page.expires = page.created + self._ttl_ns if self._ttl_ns is not None else 0
         return self._catalog.announce(new) is Placement.ADDED
 

@@ -1,250 +1,487 @@
-"""Interim."""
+"""What eviction needs to know of each page, in arrays: under 100 bytes a page, and no step that takes long.
+
+A page has a slot. It is a leaf if no other page names it as its parent; it is fixed if eviction cannot reach it: it is
+pinned, or not stored yet, or leads to such a page. A page whose parent is not here is a stray.
+
+Used under the lock of the catalog.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
-from prefixstore.backends.base import Entry
-from prefixstore.engine.index import Page
-from prefixstore.engine.totals import Group, Total
-from prefixstore.format.record import Record, Usage, time_of_use
+import numpy as np
+
+from prefixstore.engine.key_table import Keys, KeyTable, Slots
+from prefixstore.engine.page_columns import (
+    BLOCK,
+    CODEC_SHIFT,
+    MAX_CODEC,
+    PINNED,
+    ROW_BYTES,
+    SHIFT,
+    SNAPSHOT_FORM,
+    STORED,
+    STRAY,
+    VICTIM,
+    Block,
+    Column,
+)
+from prefixstore.engine.totals import Totals
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
+
+__all__ = ["PageTable", "TableEntry"]
+
+MASK = BLOCK - 1
+MAX_U16, MAX_U32 = (1 << 16) - 1, (1 << 32) - 1
 
 
-@dataclass(slots=True, eq=False)
-class Row:
+class TableEntry(NamedTuple):
+    """What the table knows of one page."""
+
     key: bytes
-    parent: bytes
     namespace: bytes
-    start: int
-    n_tokens: int
-    raw_bytes: int
-    stored_bytes: int
-    compute_us: int
-    created: int
+    end: int
     last_used: int
-    hits: int = 0
-    pinned: bool = False
-    priority: int = 0
-    expires: int = 0
-    form: int = 0
-    codec: int = 0
-    policy_data: object = field(default=None, repr=False)
+    expires: int
+    n_bytes: int
+    priority: int
+    uses: int
+    codec: int
+    form: int
+    pinned: bool
+    is_stored: bool
+    may_be_victim: bool
+    is_stray: bool
 
-    @property
-    def end(self) -> int:
-        return self.start + self.n_tokens
 
+class _Keys(KeyTable):
+    """The key table of a page table: the keys are in its blocks."""
 
-Victim = Row
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def key_of(self, slot: int) -> bytes:
+        at = (slot & MASK) * KEY_BYTES
+        return self._blocks[slot >> SHIFT].key[at : at + KEY_BYTES].tobytes()
+
+    def keys_of(self, slots: Slots) -> Keys:
+        return gather(self._blocks, "key", slots)
 
 
 class PageTable:
-    """Rows of all stored pages."""
+    """Facts of pages by slot.
 
-    def __init__(self, policy: Any) -> None:
-        self.policy = policy
-        self.is_loaded = False
-        self.is_loading = False
-        self.rows: dict[bytes, Row] = {}
-        self.n_children: dict[bytes, int] = {}
-        self._gone: dict[bytes, Row] = {}
-        self.salts: dict[bytes, str | None] = {}
+    Attributes
+    ----------
+    blocks
+        The columns. Only the table and the policy change them.
+    keys
+        Slots by key.
+    totals
+        What all pages, namespaces and salts hold.
+    on_candidate
+        Called with the slot of each page that has become a leaf, or may be evicted from now on.
+    filling
+        While the table is filled (see `TableFill`): the keys of pages that have come, or gone, since that began.
+    """
 
-    def begin(self) -> None:
-        self.unload()
-        self.is_loading = True
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.keys = _Keys(self.blocks)
+        self.totals = Totals()
+        self.on_candidate: list[Callable[[int], None]] = []
+        self.filling: set[bytes] | None = None
+        # slots from here on were never used; those before it that are free
+        self.end = 0
+        self._free: list[int] = []
+        self._namespaces: list[bytes] = []
+        self._number_of: dict[bytes, int] = {}
+        self._free_numbers: list[int] = []
+        # children of pages that are not here, by the key of the parent
+        self._waiting: dict[bytes, set[int]] = {}
+        self._waits_for: dict[int, bytes] = {}
 
-    def end(self) -> None:
-        self.is_loading, self.is_loaded = False, True
+    def __len__(self) -> int:
+        return self.end - len(self._free)
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.keys.find(key) >= 0
+
+    def __iter__(self) -> Iterator[int]:
+        """The slots of all pages."""
+        return iter(self.keys)
 
     @property
-    def is_on(self) -> bool:
-        return self.is_loaded or self.is_loading
+    def n_bytes(self) -> int:
+        """Bytes of the arrays, as far as they were used: the end of the last block takes no memory yet."""
+        return self.end * ROW_BYTES + self.keys.n_bytes
 
-    def unload(self) -> None:
-        self.is_loaded = self.is_loading = False
-        self.rows, self.n_children, self._gone = {}, {}, {}
+    # -- single pages -------------------------------------------------------------------------------------------------
 
-    def fill(self, facts: Any) -> None:
-        for f in facts:
-            if f["is_readable"] and bytes(f["key"]) not in self.rows:
-                self._add(
-                    Row(
-                        bytes(f["key"]),
-                        bytes(f["parent"]),
-                        bytes(f["namespace"]),
-                        int(f["start"]),
-                        int(f["n_tokens"]),
-                        int(f["raw_bytes"]),
-                        int(f["stored_bytes"]),
-                        int(f["compute_us"]),
-                        int(f["created"]),
-                        int(f["last_used"]),
-                        int(f["hits"]),
-                        bool(f["pinned"]),
-                        int(f["priority"]),
-                        int(f["expires"]),
-                        int(f["form"]),
-                        int(f["codec"]),
-                    )
-                )
+    def find(self, key: bytes) -> int:
+        """The slot of a page; -1 if it is not here."""
+        return self.keys.find(key)
 
-    def _add(self, row: Row) -> None:
-        old = self._drop(row.key)
-        if old is not None:
-            row.policy_data = old.policy_data
-            row.last_used = max(row.last_used, old.last_used)
-            row.hits = max(row.hits, old.hits)
-        self.rows[row.key] = row
-        self.n_children[row.parent] = self.n_children.get(row.parent, 0) + 1
+    def add(
+        self,
+        key: bytes,
+        parent: bytes,
+        namespace: bytes,
+        *,
+        end: int,
+        n_bytes: int,
+        last_used: int,
+        uses: int = 1,
+        expires: int = 0,
+        priority: int = 0,
+        codec: int = 0,
+        form: int = 0,
+        pinned: bool = False,
+        is_stored: bool = True,
+        may_be_victim: bool = True,
+        gain: float = 1.0,
+    ) -> int:
+        """Add a page that is not here; its slot.
 
-    def _drop(self, key: bytes) -> Row | None:
-        row = self.rows.pop(key, None)
-        if row is not None:
-            self.n_children[row.parent] -= 1
-            if not self.n_children[row.parent]:
-                del self.n_children[row.parent]
-        return row
+        Parameters
+        ----------
+        key, parent, namespace
+            Its key, that of its parent (of the namespace for a first page), and that of the namespace.
+        end
+            Position after its last token.
+        n_bytes
+            What it counts against a quota: its stored bytes and tokens.
+        last_used, expires
+            Nanoseconds since the epoch; no expiry is 0.
+        uses
+            How often it was used, being captured included.
+        priority, codec, form, pinned
+            Of its record and usage.
+        is_stored, may_be_victim
+            Whether the location has it, and whether eviction may delete it.
+        gain
+            What a hit saves for each byte; only ratios matter.
+        """
+        slot = self._take_slot()
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        block.key[at * KEY_BYTES : (at + 1) * KEY_BYTES] = key
+        block.namespace[at] = self.take_number(namespace)
+        block.end[at] = min(end, MAX_U32)
+        block.last_used[at] = last_used
+        block.expires[at] = expires
+        block.n_bytes[at] = n_bytes
+        block.priority[at] = priority
+        block.uses[at] = min(uses, MAX_U16)
+        block.gain[at] = gain
+        block.page_class[at] = block.clock[at] = block.n_children[at] = block.n_fixed[at] = block.parent[at] = 0
+        flags = PINNED * pinned | STORED * is_stored | VICTIM * may_be_victim | SNAPSHOT_FORM * (form == SNAPSHOT)
+        block.flags[at] = flags | min(codec, MAX_CODEC) << CODEC_SHIFT
+        self.keys.insert(key, slot)
+        if parent != namespace:
+            self._attach(slot, parent)
+        self._count(slot, 1)
+        if self.is_fixed(slot):
+            self._change_fixed(block.parent[at] - 1, 1)
+        for child in self._waiting.pop(key, ()):
+            self._adopt(slot, child)
+        if self.filling is not None:
+            self.filling.add(key)
+        self._offer(slot)
+        return slot
 
-    def follow(self, key: bytes, entry: Entry | None) -> None:
-        if not self.is_on:
+    def remove(self, key: bytes) -> bool:
+        """Remove a page; whether it was here. Pages that depend on it are strays from then on."""
+        if self.filling is not None:
+            self.filling.add(key)
+        slot = self.keys.find(key)
+        if slot < 0:
+            return False
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        if block.n_children[at]:
+            self._disown(slot, key)
+        namespace = self._namespaces[block.namespace[at]]
+        was_fixed, parent = self.is_fixed(slot), block.parent[at] - 1
+        self._count(slot, -1)
+        self.keys.delete(key, slot)
+        if block.flags[at] & STRAY:
+            self._stop_waiting(slot)
+        block.flags[at] = block.parent[at] = 0
+        self._free.append(slot)
+        if parent >= 0:
+            self.blocks[parent >> SHIFT].n_children[parent & MASK] -= 1
+            if was_fixed:
+                self._change_fixed(parent, -1)
+            self._offer(parent)
+        self._forget_if_empty(namespace)
+        return True
+
+    def change(
+        self,
+        key: bytes,
+        *,
+        n_bytes: int | None = None,
+        pinned: bool | None = None,
+        expires: int | None = None,
+        priority: int | None = None,
+        codec: int | None = None,
+        is_stored: bool | None = None,
+        may_be_victim: bool | None = None,
+    ) -> None:
+        """Change facts of a page; nothing happens if it is not here."""
+        slot = self.keys.find(key)
+        if slot < 0:
             return
-        if entry is None or not isinstance(entry.record, Record):
-            self._drop(key)
-        else:
-            page = Page.stored(entry.key, entry.record, entry.usage)
-            page.last_used = time_of_use(page.last_used, time.time_ns()) or 1
-            self._put(page, entry.record.codec)
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        was_fixed = self.is_fixed(slot)
+        self._count(slot, -1)
+        flags = block.flags[at]
+        was_stored = flags & STORED
+        for bit, value in ((PINNED, pinned), (STORED, is_stored), (VICTIM, may_be_victim)):
+            if value is not None:
+                flags = flags | bit if value else flags & ~bit
+        if codec is not None:
+            flags = flags & (1 << CODEC_SHIFT) - 1 | min(codec, MAX_CODEC) << CODEC_SHIFT
+        block.flags[at] = flags
+        if n_bytes is not None:
+            if was_stored and block.n_bytes[at] and n_bytes:
+                # packed differently: the same time is saved for other bytes
+                block.gain[at] *= block.n_bytes[at] / n_bytes
+            block.n_bytes[at] = n_bytes
+        if expires is not None:
+            block.expires[at] = expires
+        if priority is not None:
+            block.priority[at] = priority
+        self._count(slot, 1)
+        if (is_fixed := self.is_fixed(slot)) != was_fixed:
+            self._change_fixed(block.parent[at] - 1, 1 if is_fixed else -1)
+        self._offer(slot)
 
-    def _put(self, page: Page, codec: int) -> None:
-        self._add(
-            Row(
-                page.key,
-                page.parent,
-                page.namespace,
-                page.start,
-                page.n_tokens,
-                page.raw_bytes,
-                page.stored_bytes,
-                page.compute_us,
-                page.created,
-                page.last_used,
-                page.hits,
-                page.pinned,
-                page.priority,
-                page.expires,
-                page.form,
-                codec,
-            )
+    def use(self, key: bytes, last_used: int) -> int:
+        """Note the time of a use; the slot of the page, -1 if it is not here."""
+        slot = self.keys.find(key)
+        if slot >= 0:
+            block, at = self.blocks[slot >> SHIFT], slot & MASK
+            block.last_used[at] = max(block.last_used[at], last_used)
+        return slot
+
+    def entry(self, slot: int) -> TableEntry:
+        """What the table knows of the page in a slot."""
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        flags = block.flags[at]
+        return TableEntry(
+            self.keys.key_of(slot),
+            self._namespaces[block.namespace[at]],
+            block.end[at],
+            block.last_used[at],
+            block.expires[at],
+            block.n_bytes[at],
+            block.priority[at],
+            block.uses[at],
+            flags >> CODEC_SHIFT,
+            1 if flags & SNAPSHOT_FORM else 0,
+            bool(flags & PINNED),
+            bool(flags & STORED),
+            bool(flags & VICTIM),
+            bool(flags & STRAY),
         )
 
-    def put(self, page: Page, codec: int) -> bool:
-        """Whether it is new."""
-        if not self.is_on:
-            return False
-        is_new = page.key not in self.rows
-        self._put(page, codec)
-        return is_new
+    def key(self, slot: int) -> bytes:
+        """The key of the page in a slot."""
+        return self.keys.key_of(slot)
 
-    def take_back(self, key: bytes, is_new: bool) -> None:
-        if is_new:
-            self._drop(key)
+    def parent(self, slot: int) -> bytes:
+        """The key of the parent of the page in a slot; of the namespace for a first page."""
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        if block.parent[at]:
+            above: int = block.parent[at] - 1
+            return self.keys.key_of(above)
+        return self._waits_for.get(slot, self._namespaces[block.namespace[at]])
 
-    def deleted(self, key: bytes) -> None:
-        row = self._drop(key)
-        if row is not None:
-            self._gone[key] = row
+    def noted(self, slot: int) -> tuple[int, int]:
+        """What the policy has noted of a page: its uses, and the clock at the last one."""
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        return block.uses[at], block.clock[at]
 
-    def restore(self, key: bytes) -> None:
-        row = self._gone.pop(key, None)
-        if row is not None and key not in self.rows:
-            self._add(row)
+    def is_leaf(self, key: bytes) -> bool:
+        """Whether a page is here, and no other page here depends on it."""
+        slot = self.keys.find(key)
+        return slot >= 0 and not self.blocks[slot >> SHIFT].n_children[slot & MASK]
 
-    def set_pinned(self, key: bytes, *, pinned: bool) -> None:
-        if key in self.rows:
-            self.rows[key].pinned = pinned
+    def is_victim(self, slot: int) -> bool:
+        """Whether a slot has a leaf that eviction may delete now."""
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        return block.flags[at] & (VICTIM | PINNED) == VICTIM and not block.n_children[at]
 
-    def set_expiry(self, key: bytes, expires: int) -> None:
-        if key in self.rows:
-            self.rows[key].expires = expires
+    def is_fixed(self, slot: int) -> bool:
+        """Whether eviction cannot reach a page."""
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        return bool(block.flags[at] & (VICTIM | PINNED) != VICTIM or block.n_fixed[at])
 
-    def spare(self, key: bytes, usage: Usage, last_used: int) -> None:
-        row = self.rows.get(key)
-        if row is not None:
-            row.last_used, row.hits = max(last_used, row.last_used), max(usage.hits, row.hits)
-            row.pinned, row.expires = usage.pinned, max(usage.expires, row.expires)
+    def strays(self) -> list[int]:
+        """The slots of pages whose parents are not here."""
+        return list(self._waits_for)
 
-    def evicted(self, victim: Row) -> None:
-        self.policy.evicted(victim)
+    # -- many pages ---------------------------------------------------------------------------------------------------
 
-    def announced(self, page: Page) -> None:
-        pass
+    def number(self, namespace: bytes) -> int:
+        """The number of a namespace in the columns; -1 if it has no pages."""
+        return self._number_of.get(namespace, -1)
 
-    def looked_up(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        for page in pages:
-            if page.key in self.rows:
-                row = self.rows[page.key]
-                row.last_used, row.hits, row.expires = page.last_used, page.hits, page.expires
+    def take_number(self, namespace: bytes) -> int:
+        """The number of a namespace, a new one if it has none."""
+        number = self._number_of.get(namespace)
+        if number is None:
+            if self._free_numbers:
+                number = self._free_numbers.pop()
+                self._namespaces[number] = namespace
+            else:
+                number = len(self._namespaces)
+                self._namespaces.append(namespace)
+            self._number_of[namespace] = number
+        return number
 
-    def victims(self, group: Group = None) -> Generator[Row, None, None]:
-        passed: set[bytes] = set()
-        while True:
-            rows = [r for r in self.rows.values() if self._is_victim(r, group) and r.key not in passed]
-            if not rows:
-                return
-            row = min(rows, key=lambda r: (self.policy.rank(r), r.key))
-            passed.add(row.key)
-            yield row
+    def link(self, slots: Slots, parents: Slots) -> None:
+        """Tell pages in these slots, which have none, what their parents are."""
+        of_block = slots >> SHIFT
+        for number in np.unique(of_block).tolist():
+            here = of_block == number
+            self.blocks[number].columns["parent"][slots[here] & MASK] = parents[here] + 1
+        of_block = parents >> SHIFT
+        for number in np.unique(of_block).tolist():
+            np.add.at(self.blocks[number].columns["n_children"], parents[of_block == number] & MASK, 1)
+        flags, n_fixed = self.gather("flags", slots), self.gather("n_fixed", slots)
+        is_fixed = (flags & (VICTIM | PINNED) != VICTIM) | (n_fixed > 0)
+        for parent in parents[is_fixed].tolist():
+            self._change_fixed(parent, 1)
 
-    def _is_victim(self, row: Row, group: Group) -> bool:
-        if row.pinned or row.key in self.n_children:
-            return False
-        return self._is_of(row, group)
+    def adopt_children(self, keys: Sequence[bytes], first: int) -> None:
+        """Pages with these keys have come, into consecutive slots: their children are no strays any more."""
+        if not self._waiting:
+            return
+        for slot, key in enumerate(keys, first):
+            for child in self._waiting.pop(key, ()):
+                self._adopt(slot, child)
 
-    def _is_of(self, row: Row, group: Group) -> bool:
-        return group is None or (
-            row.namespace == group if isinstance(group, bytes) else self.salts.get(row.namespace) == group
+    def victims_of(self, block: int) -> Slots:
+        """Where in this block there are leaves that eviction may delete."""
+        columns = self.blocks[block].columns
+        is_victim = (columns["flags"] & (VICTIM | PINNED) == VICTIM) & (columns["n_children"] == 0)
+        return np.flatnonzero(is_victim)
+
+    def stored_of(self, block: int, codec: int) -> Slots:
+        """Where in this block there are stored pages with this codec."""
+        flags = self.blocks[block].columns["flags"]
+        wanted = codec << CODEC_SHIFT | STORED | VICTIM
+        return np.flatnonzero(flags & (MAX_CODEC << CODEC_SHIFT | STORED | VICTIM) == wanted)
+
+    def gather(self, column: str, slots: Slots) -> Column:
+        """Values of a column."""
+        return gather(self.blocks, column, slots)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take_slot(self) -> int:
+        if self._free:
+            return self._free.pop()
+        slot = self.reserve(1)
+        self.end += 1
+        return slot
+
+    def reserve(self, n: int) -> int:
+        """Make sure that there are blocks for `n` more pages; the first slot that was never used."""
+        while self.end + n > len(self.blocks) << SHIFT:
+            self.blocks.append(Block())
+        return self.end
+
+    def _forget_if_empty(self, namespace: bytes) -> None:
+        if not self.totals.of(namespace).pages:
+            self._free_numbers.append(self._number_of.pop(namespace))
+
+    def _attach(self, slot: int, parent: bytes) -> None:
+        above = self.keys.find(parent)
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        if above < 0:
+            self.wait(slot, parent)
+            return
+        block.parent[at] = above + 1
+        self.blocks[above >> SHIFT].n_children[above & MASK] += 1
+
+    def wait(self, slot: int, parent: bytes) -> None:
+        """A page is a stray until its parent comes."""
+        self.blocks[slot >> SHIFT].flags[slot & MASK] |= STRAY
+        self._waiting.setdefault(parent, set()).add(slot)
+        self._waits_for[slot] = parent
+
+    def _adopt(self, slot: int, child: int) -> None:
+        """A stray has its parent now."""
+        block, at = self.blocks[child >> SHIFT], child & MASK
+        del self._waits_for[child]
+        block.flags[at] &= ~STRAY
+        block.parent[at] = slot + 1
+        self.blocks[slot >> SHIFT].n_children[slot & MASK] += 1
+        if self.is_fixed(child):
+            self._change_fixed(slot, 1)
+
+    def _disown(self, slot: int, key: bytes) -> None:
+        """The parent of some pages is removed before them, which is rare: they are looked for."""
+        for number, block in enumerate(self.blocks):
+            children = np.flatnonzero(block.columns["parent"] == slot + 1)
+            block.columns["parent"][children] = 0
+            for child in children.tolist():
+                self.wait(child + (number << SHIFT), key)
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        was_fixed = self.is_fixed(slot)
+        self._count(slot, -1)
+        block.n_children[at] = block.n_fixed[at] = 0
+        self._count(slot, 1)
+        if was_fixed and not self.is_fixed(slot):
+            self._change_fixed(block.parent[at] - 1, -1)
+
+    def _stop_waiting(self, slot: int) -> None:
+        parent = self._waits_for.pop(slot)
+        self._waiting[parent].discard(slot)
+        if not self._waiting[parent]:
+            del self._waiting[parent]
+
+    def _count(self, slot: int, sign: int) -> None:
+        block, at = self.blocks[slot >> SHIFT], slot & MASK
+        self.totals.count(
+            self._namespaces[block.namespace[at]],
+            sign,
+            block.n_bytes[at],
+            is_stored=bool(block.flags[at] & STORED),
+            is_fixed=self.is_fixed(slot),
         )
 
-    def expiring(self) -> Generator[Row, None, None]:
-        passed: set[bytes] = set()
-        while True:
-            rows = [
-                r
-                for r in self.rows.values()
-                if r.expires and not r.pinned and r.key not in self.n_children and r.key not in passed
-            ]
-            if not rows:
+    def _change_fixed(self, slot: int, sign: int) -> None:
+        """A child of this page cannot be evicted any more (1), or can again (-1)."""
+        while slot >= 0:
+            block, at = self.blocks[slot >> SHIFT], slot & MASK
+            was_fixed = self.is_fixed(slot)
+            self._count(slot, -1)
+            block.n_fixed[at] += sign
+            self._count(slot, 1)
+            if self.is_fixed(slot) == was_fixed:
                 return
-            row = min(rows, key=lambda r: (r.expires, r.key))
-            passed.add(row.key)
-            yield row
+            slot = block.parent[at] - 1
 
-    def total(self, group: Group = None) -> Total:
-        total = Total()
-        for row in self.rows.values():
-            if self._is_of(row, group):
-                n = row.stored_bytes + 4 * row.n_tokens
-                total.pages += 1
-                total.stored += 1
-                total.bytes += n
-                if not row.pinned:
-                    total.evictable += 1
-                    total.evictable_bytes += n
-        return total
+    def _offer(self, slot: int) -> None:
+        if self.is_victim(slot):
+            for tell in self.on_candidate:
+                tell(slot)
 
-    @property
-    def payload_bytes(self) -> tuple[int, int]:
-        return sum(r.stored_bytes for r in self.rows.values()), sum(r.raw_bytes for r in self.rows.values())
 
-    def namespaces_without_salt(self) -> list[bytes]:
-        return [n for n in {r.namespace for r in self.rows.values()} if n not in self.salts]
-
-    def set_salt(self, namespace: bytes, salt: str | None) -> None:
-        self.salts[namespace] = salt
-
-    def strays(self) -> list[bytes]:
-        return [r.key for r in self.rows.values() if r.parent != r.namespace and r.parent not in self.rows]
+def gather(blocks: list[Block], name: str, slots: Slots) -> Column:
+    """Values of a column in slots of several blocks."""
+    if len(blocks) == 1:
+        return blocks[0].columns[name][slots]
+    column = blocks[0].columns[name]
+    found = np.empty((len(slots), *column.shape[1:]), column.dtype)
+    of_block = slots >> SHIFT
+    for number in np.unique(of_block).tolist():
+        here = of_block == number
+        found[here] = blocks[number].columns[name][slots[here] & MASK]
+    return found

@@ -48,11 +48,14 @@ class PendingPage:
         Canonical settings of its namespace.
     buffer
         The state; None if this process has only the stored form (see `ImportedPage`).
+    is_wanted
+        Whether it is stored even if the policy finds it worth less than what is evicted for it.
     """
 
     page: Page
     settings: bytes
     buffer: PooledBuffer | None
+    is_wanted: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(
@@ -121,7 +124,7 @@ class ImportedPage(PendingPage):
         now = time.time_ns()
         usage = replace(stored.usage, last_used=time_of_use(stored.usage.last_used, now) or now)
         stored = stored._replace(usage=usage)
-        return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored)
+        return cls(Page.stored(stored.key, stored.record, stored.usage), settings, None, stored, is_wanted=True)
 
     @property
     def n_bytes(self) -> int:

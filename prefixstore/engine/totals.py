@@ -76,20 +76,28 @@ class Totals:
 
     def count(self, namespace: bytes, sign: int, n_bytes: int, *, is_stored: bool, is_fixed: bool) -> None:
         """Add a page to the totals (sign 1), or take it out of them (-1)."""
+        evictable = 0 if is_fixed else sign
+        for each in self._totals_of(namespace):
+            each.pages += sign
+            each.stored += sign * is_stored
+            each.bytes += sign * n_bytes
+            each.evictable += evictable
+            each.evictable_bytes += evictable * n_bytes
+
+    def count_stored(self, namespace: bytes, pages: int, n_bytes: int, evictable: int, evictable_bytes: int) -> None:
+        """Add so many stored pages to the totals."""
+        for each in self._totals_of(namespace):
+            each.add(Total(pages, pages, n_bytes, evictable, evictable_bytes))
+
+    def _totals_of(self, namespace: bytes) -> tuple[Total, ...]:
+        """The totals that a namespace is counted in."""
         total = self._namespaces.get(namespace)
         if total is None:
             total = self._namespaces[namespace] = Total()
             if namespace not in self._salt_of:
                 self.without_salt.add(namespace)
         salt = self._salt_of.get(namespace)
-        for each in (self._all, total, self._salts.get(salt) if salt is not None else None):
-            if each is not None:
-                each.pages += sign
-                each.stored += sign * is_stored
-                each.bytes += sign * n_bytes
-                if not is_fixed:
-                    each.evictable += sign
-                    each.evictable_bytes += sign * n_bytes
+        return (self._all, total) if salt is None else (self._all, total, self._salts[salt])
 
     def set_salt(self, namespace: bytes, salt: str | None) -> None:
         """Note whose pages those of a namespace are."""

@@ -18,9 +18,9 @@ from prefixstore.backends.base import Backend, Used, View
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import Ordering, lru
 from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
@@ -144,7 +144,7 @@ class Archive:
         self.engine = Engine(
             backend,
             Budget(size),
-            Ordering(lru),
+            lru(),
             FixedCodec("raw"),
             Counters(),
             write_behind=False,

@@ -38,8 +38,9 @@ def collections_of(store):
         "thinned": deferred.thinned,
     }
     named |= {"pages": index.pages, "roots": index._roots, "namespaces": index.totals._namespaces}
-    named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "hot": engine._ram._wanted}
-    named |= {"samples": policy._samples, "recent": policy._recent, "memory": policy._ghosts._table}
+    named |= {"victims": candidates._victims._heap, "expiring": candidates._expiring._heap, "slots": index.table._free}
+    named |= {"hot": engine._ram._wanted}
+    named |= {"samples": policy._samples, "prompts": policy._prompts, "memory": policy._ghosts}
     named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook._saved}
     named |= {"idle": queue._buffers._idle, "queue": queue._queue, "counts": engine.counters._counts}
     return {name: len(value) for name, value in named.items()}

@@ -1,0 +1,142 @@
+"""Which order of eviction serves best: three small caches, of sampled keys and without any pages, are compared."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from prefixstore.engine.hazards import AGES, age_bin, age_bins
+
+__all__ = ["Access", "Duel", "Mode"]
+
+# pages of the sampled keys that each cache holds, as far as the sample may be so large, or so small
+PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
+# an access this many accesses ago weighs a third of one now
+MEMORY = 2000
+# by how much another order has to be better, before it takes over
+RATIO, AHEAD = 1.02, 4.0
+# the caches begin again when the store has this many times as many pages, or as few
+RESIZE = 1.5
+
+
+class Mode(IntEnum):
+    """An order of eviction."""
+
+    LEARNED = 0
+    LRU = 1
+    LFU = 2
+
+
+class Access(NamedTuple):
+    """A use, or a capture, of a page: its class, its uses, and the clock, all with this access; and its gain."""
+
+    number: int
+    """Of its key."""
+    page_class: int
+    uses: int
+    clock: int
+    gain: float
+
+
+class _Cache:
+    """What one order would hold of the sampled pages."""
+
+    def __init__(self, mode: Mode, size: int) -> None:
+        self._mode = mode
+        self._size = size
+        self._place: dict[int, int] = {}
+        self._numbers: list[int] = []
+        self._classes = np.zeros(size, np.int32)
+        self._uses = np.zeros(size, np.int64)
+        self._clocks = np.zeros(size, np.int64)
+        self._order = np.zeros(size, np.int64)
+        self._gains = np.ones(size)
+
+    def access(self, one: Access, order: int, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+        """Whether a page is here; it may be from now on."""
+        at = self._place.get(one.number)
+        is_hit = at is not None
+        if at is None:
+            if len(self._numbers) < self._size:
+                at = len(self._numbers)
+                self._numbers.append(one.number)
+            else:
+                found = self._victim(one, worth)
+                if found is None:
+                    return False
+                at = found
+                del self._place[self._numbers[at]]
+                self._numbers[at] = one.number
+            self._place[one.number] = at
+        self._classes[at], self._uses[at], self._clocks[at] = one.page_class, one.uses, one.clock
+        self._order[at], self._gains[at] = order, one.gain
+        return is_hit
+
+    def _victim(self, new: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int | None:
+        """Whose place the new page takes; None if it is not admitted."""
+        if self._mode is Mode.LEARNED:
+            ranks = worth[self._classes * AGES + age_bins(new.clock - self._clocks)] * self._gains
+            at = int(ranks.argmin())
+            return at if worth[new.page_class * AGES + age_bin(0)] * new.gain >= ranks[at] else None
+        if self._mode is Mode.LFU:
+            at = int((self._uses << 40 | self._order).argmin())
+            return at if admits_by_use(new.uses, int(self._uses[at])) else None
+        return int(self._order.argmin())
+
+
+def admits_by_use(uses: int, victim: int) -> bool:
+    """Whether a page may replace one that was used so often. Of pages that were used once, the older one stays."""
+    return uses >= victim and uses > 1
+
+
+class Duel:
+    """Counts the hits that each order would have, and says which order to use.
+
+    Attributes
+    ----------
+    mode
+        The order to use.
+    """
+
+    def __init__(self) -> None:
+        self.mode = Mode.LEARNED
+        self.scores = [0.0] * len(Mode)
+        self._pages = 0
+        self._limit = 0
+        self._order = 0
+        self._caches: list[_Cache] = []
+
+    def resize(self, pages: int) -> None:
+        """The store has room for so many pages."""
+        if pages < RESIZE * self._pages and pages * RESIZE > self._pages:
+            return
+        self._pages = max(pages, 1)
+        share = min(max(PAGES / self._pages, LEAST), MOST)
+        self._limit = int(share * (1 << 32))
+        self._caches = [_Cache(mode, max(1, round(share * self._pages))) for mode in Mode]
+
+    def samples(self, key: bytes) -> bool:
+        """Whether the accesses of a page count."""
+        return int.from_bytes(key[12:16], "little") < self._limit
+
+    def access(self, one: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
+        """Note an access; whether another order takes over.
+
+        Parameters
+        ----------
+        one
+            The access, of a sampled page.
+        worth
+            As `Hazards.worth`.
+        """
+        self._order += 1
+        for mode, cache in zip(Mode, self._caches, strict=False):
+            self.scores[mode] *= 1 - 1 / MEMORY
+            self.scores[mode] += cache.access(one, self._order, worth)
+        best = max(Mode, key=self.scores.__getitem__)
+        if best is self.mode or self.scores[best] <= RATIO * self.scores[self.mode] + AHEAD:
+            return False
+        self.mode = best
+        return True
