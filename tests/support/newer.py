@@ -9,13 +9,11 @@ __all__ = ["make_corrupt", "make_newer"]
 
 
 class _NewerError(IncompatibleError):
-    """Stands for a record, of which a memory backend counts the tokens."""
-
-    tokens = b""
+    """Stands for a record, of which a memory backend knows the place and the tokens."""
 
 
 class _DamagedError(CorruptError):
-    tokens = b""
+    """As above."""
 
 
 def make_newer(backend, key, monkeypatch):
@@ -31,9 +29,10 @@ def make_corrupt(backend, key, monkeypatch):
 def _replace(backend, key, error, monkeypatch):
     monkeypatch.setattr(memory._View, "record", _record)
     entry = backend._pages.entries[key]
+    # what a location knows of a page beside its record
+    error.parent, error.form, error.tokens = entry.record.parent, entry.record.form, entry.record.tokens
     with backend.update() as transaction:
         transaction._staged[key] = memory._Entry(error, entry.usage, entry.payload)
-        transaction._bytes -= len(entry.record.tokens)
         transaction._structural.append(key)
 
 
