@@ -261,3 +261,35 @@ def test_check_reports_damaged_rows_and_repair_deletes_no_page_for_them(tmp_path
         assert (len(found), removed.pages) == (3, 0)
         assert list(archive.check()) == []
         assert archive.used().entries == 3
+
+
+@pytest.mark.parametrize("n_siblings", [0, 1, 5])
+@pytest.mark.parametrize("shared", [0, 100])
+def test_a_page_whose_record_says_nothing_is_deleted_with_its_row(tmp_path, n_siblings, shared):
+    chance = random.Random(n_siblings)
+    with closing(LMDBBackend(tmp_path / "one", 64 * MIB)) as backend:
+        _, key, *kept = put(backend, siblings(chance, shared, 2 + n_siblings))
+        environment = backend._open()
+        with environment.begin(write=True) as txn:
+            database = environment.databases[b"records"]
+            txn.put(key, bytes(txn.get(key, db=database)[:120]) + bytes(900), db=database)
+        with backend.update() as transaction:
+            assert transaction.delete(key)
+            assert transaction.delete(bytes(32)) is False
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert {each.key for each in view.children([PARENT], PAGE)} >= set(kept)
+        # in one transaction with the page that replaces it
+        before = rows_of(backend)
+        again = put(backend, siblings(random.Random(n_siblings), shared, 2 + n_siblings))[1]
+        with environment.begin(write=True) as txn:
+            txn.put(again, b"", db=environment.databases[b"records"])
+        with backend.update() as transaction:
+            assert transaction.delete(again)
+            raw = as_tokens(siblings(random.Random(n_siblings), shared, 2 + n_siblings)[1]).tobytes()
+            transaction.put(again, Record(PARENT, PARENT, 0, raw, 0, 0, 0, checksum(b""), 0, 1), Usage(1), b"")
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+        with backend.update() as transaction:
+            assert transaction.delete(again)
+        assert rows_of(backend) == before

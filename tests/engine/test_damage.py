@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import closing
 
 import lmdb
 import pytest
@@ -85,9 +86,8 @@ def test_a_page_without_its_parent_is_deleted(tmp_path):
     keys = page_keys(NS, as_tokens(tokens), P)
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         store.put(tokens)
-    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        for name in (b"records", b"usage", b"payloads"):
-            txn.delete(keys[0], db=env.open_db(name, txn))
+    with closing(LMDBBackend(tmp_path, MIB)) as backend, backend.update() as transaction:
+        transaction.delete(keys[0])
     with store_of(LMDBBackend(tmp_path, MIB)) as store:
         assert [violation.rule for violation in store.engine.check()] == ["parent"]
         assert store.match(tokens) == 0

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from prefixstore.backends import refusals
 from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View
 from prefixstore.backends.files import absolute, make_directory
-from prefixstore.backends.lmdb.children import Siblings
+from prefixstore.backends.lmdb.children import Siblings, remove_everywhere
 from prefixstore.backends.lmdb.children_check import ChildrenCheck
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
 from prefixstore.backends.lmdb.facts import facts_of
@@ -189,6 +189,8 @@ class _Change(_View, Transaction):
         super().__init__(txn, environment)
         self._page_size = txn.stat(self._db[b"meta"])["psize"]
         self._changed: list[bytes] = []
+        # pages that were deleted, and whose records did not say among which siblings they were
+        self._lost: set[bytes] = set()
         # pages of the file that it has to leave; none if it has written nothing
         self.to_leave = 0
         self.put_bytes = 0
@@ -211,14 +213,16 @@ class _Change(_View, Transaction):
             self._remove_child(key, old)
         self._txn.put(key, record.pack(), db=self._db[b"records"])
         self._siblings(record.parent, record.form).add(key, record.tokens)
+        self._lost.discard(key)
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
         self.to_leave = self.to_leave or LEFT_BY_OTHERS
-        self._remove_child(key, self._place(key))
+        was_child = self._remove_child(key, self._place(key))
         found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
         if any(found):
             self._changed.append(key)
+            self._lost |= set() if was_child else {key}
         return any(found)
 
     def _place(self, key: bytes) -> tuple[bytes, int, bytes] | None:
@@ -226,10 +230,12 @@ class _Change(_View, Transaction):
         stored = self._txn.get(key, db=self._db[b"records"])
         return place_of(stored) if stored is not None else None
 
-    def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> None:
-        if place is not None:
-            parent, form, tokens = place
-            self._siblings(parent, form).remove(key, tokens)
+    def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> bool:
+        """Remove a page from its siblings; returns whether it was among them."""
+        if place is None:
+            return False
+        parent, form, tokens = place
+        return self._siblings(parent, form).remove(key, tokens)
 
     def order(self, after: bytes, at_most: int) -> bytes | None:
         """Put the pages with keys after this one, at most so many, among their siblings; the last key, None at the end.
@@ -270,6 +276,8 @@ class _Change(_View, Transaction):
         """Record what changed, and forget changes that are too old."""
         if not self._changed:
             return
+        if self._lost:
+            remove_everywhere(self._txn, self._db[b"children"], self._lost)
         generation = self.generation + 1
         self._txn.put(b"generation", META_GENERATION.pack(generation), db=self._db[b"meta"])
         self._txn.put(CHANGE_KEY.pack(generation), b"".join(self._changed), db=self._db[b"changes"])

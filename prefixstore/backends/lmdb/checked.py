@@ -133,13 +133,13 @@ class CheckedFile:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
             handle = os.open(self._path.with_name(NOTE), flags)
+            try:
+                found = os.fstat(handle)
+                stored = os.read(handle, STATE.size + SEAL.size + 1)
+            finally:
+                os.close(handle)
         except OSError:
             return None
-        try:
-            found = os.fstat(handle)
-            stored = os.read(handle, STATE.size + SEAL.size + 1)
-        finally:
-            os.close(handle)
         body, seal = stored[: STATE.size], stored[STATE.size :]
         if not S_ISREG(found.st_mode) or found.st_mode & S_IWOTH or seal != _seal(body):
             return None
@@ -147,18 +147,22 @@ class CheckedFile:
         return _State(*values) if magic == MAGIC else None
 
     def _write(self, state: _State) -> None:
-        """Replace the note. If that fails, or is interrupted, there is none."""
+        """Replace the note as a whole. If that fails, the old one stays, which is of another state."""
         body = STATE.pack(MAGIC, *state)
-        flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        new = self._path.with_name(f".{NOTE}.{os.getpid()}.new")
         with suppress(OSError):
-            handle = os.open(self._path.with_name(NOTE), flags, 0o600)
+            new.unlink(missing_ok=True)
+            handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
             try:
-                if os.fstat(handle).st_size == 0:
-                    # whoever may write the data may replace the note
-                    os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o660)
                 os.write(handle, body + _seal(body))
+                if os.name == "posix":
+                    # whoever may read the data may read the note
+                    os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o640)
             finally:
                 os.close(handle)
+            new.replace(self._path.with_name(NOTE))
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
 
 
 def _seal(body: bytes) -> bytes:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import lmdb
@@ -29,7 +29,7 @@ from prefixstore.backends.base import Entry
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["CHUNK", "Siblings", "Target", "target_of"]
+__all__ = ["CHUNK", "Siblings", "Target", "remove_everywhere", "target_of"]
 
 # 16 tokens: a multiple of the size of a token
 CHUNK = 64
@@ -217,25 +217,9 @@ class Siblings:
         if steps[-1].target != Target(0, key):
             return False
         self._txn.delete(steps.pop().row, db=self._db)
-        if steps:
-            self._shorten(steps[-1])
+        if steps and (target := steps[-1].target) is not None:
+            _shorten(self._txn, self._db, steps[-1].row, self._head(target))
         return True
-
-    def _shorten(self, step: _Step) -> None:
-        """A row that leads to a node with one row takes over what that one leads to."""
-        assert step.target is not None
-        cursor = self._txn.cursor(self._db)
-        head = self._head(step.target)
-        rows: list[tuple[bytes, bytes]] = []
-        found = cursor.set_range(head)
-        while found and len(rows) < 2 and cursor.key()[: len(head)] == head:
-            rows.append((bytes(cursor.key()), bytes(cursor.value())))
-            found = cursor.next()
-        if len(rows) == 1:
-            self._txn.put(step.row, rows[0][1], db=self._db)
-            self._txn.delete(rows[0][0], db=self._db)
-        elif not rows:
-            self._txn.delete(step.row, db=self._db)
 
     def _put(self, row: bytes, target: Target) -> None:
         self._txn.put(row, ROW.pack(*target), db=self._db)
@@ -243,6 +227,40 @@ class Siblings:
     def _node_after(self, tokens: bytes) -> bytes:
         content = self._parent + bytes([self._form]) + tokens
         return hashlib.blake2b(content, digest_size=KEY_BYTES, person=_OF_NODE).digest()
+
+
+def remove_everywhere(txn: lmdb.Transaction, database: Any, keys: Collection[bytes]) -> None:
+    """Remove children from a tree that is not known, by reading all rows: their records were damaged."""
+    named = {ROW.pack(0, key) for key in keys}
+    for row in [bytes(row) for row, value in txn.cursor(database) if value in named]:
+        txn.delete(row, db=database)
+        node, form = row[:KEY_BYTES], row[KEY_BYTES : KEY_BYTES + 1]
+        above = next(
+            (bytes(other) for other, value in txn.cursor(database) if _is_above(other, value, node, form)), None
+        )
+        if above is not None:
+            _shorten(txn, database, above, node + form)
+
+
+def _is_above(row: Buffer, value: Buffer, node: bytes, form: bytes) -> bool:
+    """Whether a row leads to this node."""
+    target = target_of(value, Target(0, b""))
+    return target is not None and target.depth > 0 and target.key == node and row[KEY_BYTES : KEY_BYTES + 1] == form
+
+
+def _shorten(txn: lmdb.Transaction, database: Any, above: bytes, head: bytes) -> None:
+    """Have the row above a node take over what the only row of the node leads to; without rows it goes, too."""
+    cursor = txn.cursor(database)
+    rows: list[tuple[bytes, bytes]] = []
+    found = cursor.set_range(head)
+    while found and len(rows) < 2 and cursor.key()[: len(head)] == head:
+        rows.append((bytes(cursor.key()), bytes(cursor.value())))
+        found = cursor.next()
+    if len(rows) == 1:
+        txn.put(above, rows[0][1], db=database)
+        txn.delete(rows[0][0], db=database)
+    elif not rows:
+        txn.delete(above, db=database)
 
 
 def target_of(stored: Buffer | None, node: Target) -> Target | None:
