@@ -296,8 +296,7 @@ class PageTable:
         """The key of the parent of the page in a slot; of the namespace for a first page."""
         block, at = self.blocks[slot >> SHIFT], slot & MASK
         if block.parent[at]:
-            above: int = block.parent[at] - 1
-            return self.keys.key_of(above)
+            return bytes(self.keys.key_of(block.parent[at] - 1))
         return self._waits_for.get(slot, self._namespaces[block.namespace[at]])
 
     def noted(self, slot: int) -> tuple[int, int]:

@@ -92,7 +92,7 @@ def test_a_page_without_its_parent_is_deleted(tmp_path):
         assert [violation.rule for violation in store.engine.check()] == ["parent"]
         assert store.match(tokens) == 0
         # found when eviction needs to know all pages
-        store.engine.used()
+        store.engine.evict_to(64 * MIB)
         store.engine.commit([])
         assert store.stored_keys() == set()
 
