@@ -231,15 +231,14 @@ def evicting(location: str, options: dict[str, Any]) -> dict[str, float]:
 
 def both(location: str, options: dict[str, Any]) -> dict[str, float]:
     space, ended = filled.namespace().key, threading.Event()
-    longest = 0.0
+    longest, n_rounds = 0.0, 0
     with opened(location, options["limit"]) as store:
         engine = store.engine
         lock = engine.wrap_lock(WatchedLock)
         prompts = [as_tokens(filled.tokens_of(chain)) for chain in options["chains"]]
 
         def look_up() -> None:
-            nonlocal longest
-            n_rounds = 0
+            nonlocal longest, n_rounds
             while not ended.is_set():
                 prompt = prompts[n_rounds % len(prompts)]
                 started = time.perf_counter()
@@ -257,6 +256,7 @@ def both(location: str, options: dict[str, Any]) -> dict[str, float]:
         finally:
             ended.set()
             thread.join()
+    assert n_rounds, "the thread that looks up has failed"
     return {"longest_lock_ms": lock.longest * 1e3, "longest_match_ms": longest * 1e3}
 
 
@@ -370,6 +370,8 @@ def options_of(location: str, processes: int, inserts: int) -> dict[str, Any]:
     with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         chains, _ = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
         limit = view.used.entries
+    if not chains:
+        sys.exit(f"{location} has no whole conversation left to look up; take more pages, or fewer processes")
     return {"chains": chains, "limit": limit, "processes": processes, "inserts": inserts}
 
 
