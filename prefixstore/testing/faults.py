@@ -54,6 +54,10 @@ class _WrappedView(View):
         self._before("record")
         return self._view.children(parents, form, at_most)
 
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        self._before("record")
+        return self._view.followed(keys)
+
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
         return self._view.facts(after, at_most)
 

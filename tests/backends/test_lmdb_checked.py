@@ -14,7 +14,7 @@ import pytest
 
 from prefixstore.backends.lmdb import environment as environment_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.checked import NOTE, SEAL, STATE, STEP
+from prefixstore.backends.lmdb.checked import NOTE, SEAL, STATE, STEP, _seal
 from prefixstore.errors import CorruptError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
@@ -259,3 +259,38 @@ def test_processes_that_write_in_turn_leave_a_note_of_the_last_state(kv, monkeyp
             write(backend, 702)
         process.stdin.close()
     assert n_walks(monkeypatch, kv) == 0
+
+
+def damage_unnoticed(path):
+    """Break leaves as a disk might: without a write that the file system knows of. Here the note is made to match."""
+    break_leaf(path)
+    found = (path / "data.mdb").stat()
+    note = path / NOTE
+    magic, _, _, _, _, transaction = STATE.unpack(note.read_bytes()[: STATE.size])
+    body = STATE.pack(magic, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, transaction)
+    note.write_bytes(body + _seal(body))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_damage_that_a_check_finds_is_found_by_the_next_opening_too(kv, read_only):
+    with closing(LMDBBackend(kv, 16 * MIB, read_only=read_only)) as backend:
+        damage_unnoticed(kv)
+        with backend.view() as view, pytest.raises(CorruptError, match="and delete data"):
+            list(view.flaws())
+    assert not (kv / NOTE).exists()
+    with pytest.raises(CorruptError, match="and delete data"):
+        LMDBBackend(kv, 16 * MIB)
+
+
+def test_a_damaged_page_has_the_file_walked_at_the_next_opening(kv, monkeypatch):
+    with closing(LMDBBackend(kv, 16 * MIB)) as backend:
+        environment = backend._open()
+        with environment.begin(write=True) as txn:
+            records = environment.databases[b"records"]
+            key = bytes(next(txn.cursor(records).iternext(values=False)))
+            txn.put(key, bytes(200), db=records)
+        with pytest.raises(CorruptError), backend.view() as view:
+            view.record(key)
+    with walks(monkeypatch) as found:
+        LMDBBackend(kv, 16 * MIB).close()
+    assert len(found) == 1

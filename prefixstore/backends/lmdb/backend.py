@@ -154,8 +154,11 @@ class _View(View):
         if not found:
             return np.empty(0, FACTS)
         keys, records = zip(*((bytes(key), stored) for key, stored in islice(cursor, at_most)), strict=True)
-        used = dict(self._txn.cursor(self._db[b"usage"]).getmulti(keys))
-        return facts_of(keys, records, [used.get(key) for key in keys])
+        used = self._txn.cursor(self._db[b"usage"]).getmulti(keys)
+        if len(used) == len(keys):
+            return facts_of(keys, records, [usage for _, usage in used])
+        known = dict(used)
+        return facts_of(keys, records, [known.get(key) for key in keys])
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         self._environment.check(self._txn)

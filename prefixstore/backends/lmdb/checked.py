@@ -109,6 +109,12 @@ class CheckedFile:
         """
         self._known = self.state(transaction)
 
+    def forget(self) -> None:
+        """Something in the file is damaged: the next one that opens it walks it. Even a reader takes back the note."""
+        self._known = self._noted = None
+        with suppress(OSError):
+            self._path.with_name(NOTE).unlink(missing_ok=True)
+
     def note(self, found: os.stat_result) -> None:
         """Note the state that is known, if nobody has written for a moment. `found` is the file as it is now."""
         known = self._known

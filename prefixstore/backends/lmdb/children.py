@@ -97,13 +97,9 @@ class Siblings:
         """The last one whose tokens are not above these, and the first one whose tokens are, as far as they exist."""
         steps = self._way(tokens)
         other = self._any_near(steps)
-        if other is None:
-            return []
-        shared = _shared(_tokens_of(other), tokens)
-        while steps[-1].node.depth > shared:
-            steps.pop()
+        _drop_beyond(steps, 0 if other is None else _shared(_tokens_of(other), tokens))
         below = above = None
-        if (target := steps[-1].target) is not None:
+        if other is not None and (target := steps[-1].target) is not None:
             # all children that it leads to are on the same side
             if _tokens_of(other) <= tokens:
                 below = next(self._children(iter([target]), backwards=True), None)
@@ -129,7 +125,12 @@ class Siblings:
         return steps
 
     def _any_near(self, steps: list[_Step]) -> Entry | None:
-        """A child that shares as much of a way as any does: all that the last row leads to do, or all in its node."""
+        """A child that shares as much of a way as any does: all that the last row leads to do, or all in its node.
+
+        None also where that does not matter: if the way ends in the root.
+        """
+        if len(steps) == 1 and steps[0].target is None:
+            return None
         for step in reversed(steps):
             near = self._rows(step.node) if step.target is None else iter([step.target])
             found = next(self._children(near), None)
@@ -198,8 +199,7 @@ class Siblings:
             return
         other = self._any_near(steps)
         shared = 0 if other is None else _shared(_tokens_of(other), tokens) // CHUNK * CHUNK
-        while steps[-1].node.depth > shared:
-            steps.pop()
+        _drop_beyond(steps, shared)
         node, row, target = steps[-1]
         if other is None or target is None or shared <= node.depth:
             # there is no such row, or it leads to nothing that is stored
@@ -269,6 +269,12 @@ def target_of(stored: Buffer | None, node: Target) -> Target | None:
         return None
     target = Target(*ROW.unpack(stored))
     return target if not target.depth or target.depth > node.depth else None
+
+
+def _drop_beyond(steps: list[_Step], shared: int) -> None:
+    """Leave out the steps to nodes whose children share more than so many bytes with each other."""
+    while steps[-1].node.depth > shared:
+        steps.pop()
 
 
 def _chunk(tokens: bytes, depth: int) -> bytes:

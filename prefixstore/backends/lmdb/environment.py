@@ -163,7 +163,11 @@ class Environment:
         CorruptError
             If it is not sound.
         """
-        check_trees(self.path / DATA, txn.id())
+        try:
+            check_trees(self.path / DATA, txn.id())
+        except CorruptError:
+            self._checked.forget()
+            raise
 
     def _open_databases(self) -> dict[bytes, Any]:
         self._check_trees()
@@ -223,7 +227,14 @@ class Environment:
             with self._begun(write) as txn:
                 yield txn
         except lmdb.Error as error:
-            raise translate(error, self.path) from error
+            translated = translate(error, self.path)
+            if isinstance(translated, CorruptError):
+                self._checked.forget()
+            raise translated from error
+        except CorruptError:
+            # of a page, or of the file: there may be more
+            self._checked.forget()
+            raise
 
     @contextmanager
     def _begun(self, write: bool) -> Iterator[lmdb.Transaction]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
 
-__all__ = ["DATABASE", "META", "NO_PAGE", "NUMBER", "PAGE", "Array", "Trees", "damaged"]
+__all__ = ["DATABASE", "META", "PAGE", "Array", "Trees", "damaged"]
 
 NO_PAGE = 2**64 - 1
 DEEPEST = 32
@@ -25,7 +25,8 @@ DEEPEST = 32
 PAGE = struct.Struct("<QHHHH")
 HEADS = np.dtype([("number", "<u8"), ("padding", "<u2"), ("flags", "<u2"), ("lower", "<u2"), ("upper", "<u2")])
 OVERFLOW_HEADS = np.dtype([("number", "<u8"), ("padding", "<u2"), ("flags", "<u2"), ("count", "<u4")])
-BRANCH, LEAF, OVERFLOW, META = 0x01, 0x02, 0x04, 0x08
+BRANCH, LEAF, OVERFLOW = 0x01, 0x02, 0x04
+META = 0x08
 # two halves of a size, flags, length of the key
 NODE = struct.Struct("<HHHH")
 BIG, TREE = 0x01, 0x02

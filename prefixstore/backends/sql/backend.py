@@ -196,6 +196,11 @@ class _View(View):
             for entry in _entries_of(rows)
         ]
 
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        if not keys:
+            return set()
+        return {bytes(row.key) for row in self._rows(self._database.FOLLOWED, **self._database.keys(keys))}
+
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
         while rows := self._rows(SELECT_FACTS, after=after, count=at_most):
             try:

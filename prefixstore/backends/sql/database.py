@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, select
+from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, exists, select
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
@@ -130,6 +130,8 @@ class Database(ABC):
     is_local = False
     # records and usage of those of the wanted pages that are stored
     RECORDS: Executable
+    # those of the wanted pages after which anything is stored
+    FOLLOWED: Executable
     # what builds the indexes of the pages again
     REINDEX: str
     # `children.neighbors`
@@ -138,6 +140,7 @@ class Database(ABC):
     def __init_subclass__(cls) -> None:
         wanted = cls.wanted()
         cls.RECORDS = select(*RECORD_COLUMNS).where(PAGES.c.key.in_(select(wanted.c.key)))
+        cls.FOLLOWED = select(wanted.c.key).where(exists().where(PAGES.c.parent == wanted.c.key))
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         self.location = location
