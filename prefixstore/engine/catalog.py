@@ -1,7 +1,7 @@
 """What is stored, as far as this process knows, and the pages that are still to be written.
 
 Two kinds of pages are in the index: committed ones, as far as lookups came across them, and pending ones, whose bytes
-wait in a buffer. Both are matched and restored alike. What a lookup needs and the index lacks is read by `Catalog.load`.
+wait in a buffer. Both are matched and restored alike. What a lookup needs, and the index lacks, `Catalog.load` reads.
 
 Each method takes the catalog's lock for a moment, `Catalog.update` at its steps. The lock is never held while the
 backend is asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use
@@ -41,7 +41,7 @@ __all__ = ["Catalog", "Claim", "Lock", "LockT", "Placement", "Victims", "depth_f
 
 log = logging.getLogger("prefixstore")
 
-# siblings that are compared at each page to find out where sequences fork: where there are many, they fork in few places
+# siblings compared at each page to find out where sequences fork: where there are many, they fork in few places
 SIBLINGS_COMPARED = 64
 # how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
 LOADS = 4
@@ -187,7 +187,7 @@ class Catalog:
                 if changed is None:
                     self._table.unload(new.page for new in self._contents.pending.values())
                     self._contents.rebuild(found)
-                    self._ram.drop(key for key in self._ram.keys() if key not in found)
+                    self._ram.drop(set(self._ram.keys()) - found.keys())
                 else:
                     for key in dict.fromkeys(changed):
                         self._contents.refresh_page(key, found.get(key))
@@ -862,6 +862,7 @@ class Catalog:
             # all of them first: their buffers go back to the pool now
             pages = [self._contents.pending.pop(new.page.key).page for new in batch if self._contents.is_pending(new)]
             for page in pages:
+                self._table.given_up(page.key)
                 if self._contents.index.get(page.key) is page:
                     self._contents.drop(page.key, DropReason.ORPHAN)
 

@@ -137,6 +137,7 @@ class Contents:
             page = None
         if page is not None:
             self._take_over(page, stored)
+            self.table.follow(key, entry, is_pending=key in self.pending)
         elif not self.index.has_parent_of(stored) or stored.parent in self.contested:
             self.is_complete = False
             return False
@@ -298,7 +299,7 @@ class Contents:
             Taken(lost, self.pending.pop(lost.key, None), self.deferred.uses.pop(lost.key, 0)) for lost in lost_pages
         ]
         for one in taken:
-            if one.new is not None:
+            if one.new is not None or not one.page.is_stored:
                 self.table.given_up(one.page.key)
         return taken
 
@@ -325,7 +326,9 @@ class Contents:
         before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
         self.undo(partial(self.take_back, page, before, is_stored=page.is_stored))
         self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
-        known = self.table.put(page, entry.record.codec, may_be_victim=may_be_victim)
+        # one that was given up meanwhile is in no one's hands
+        is_free = may_be_victim or page.key not in self.pending
+        known = self.table.put(page, entry.record.codec, may_be_victim=is_free)
         self.undo(lambda: self.table.take_back(page.key, known, is_pending=page.key in self.pending))
         if self.journal is not None:
             self.journal.deleted.discard(page.key)

@@ -296,8 +296,9 @@ class PageTable:
         """The key of the parent of the page in a slot; of the namespace for a first page."""
         block, at = self.blocks[slot >> SHIFT], slot & MASK
         if block.parent[at]:
-            return bytes(self.keys.key_of(block.parent[at] - 1))
-        return self._waits_for.get(slot, self._namespaces[block.namespace[at]])
+            return self.keys.key_of(block.parent[at] - 1)
+        namespace: bytes = self._namespaces[block.namespace[at]]
+        return self._waits_for.get(slot, namespace)
 
     def noted(self, slot: int) -> tuple[int, int]:
         """What the policy has noted of a page: its uses, and the clock at the last one."""
