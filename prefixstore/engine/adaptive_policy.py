@@ -16,7 +16,7 @@ import math
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,6 @@ from prefixstore.engine.key_table import Slots
 from prefixstore.engine.page_columns import SHIFT, Block, Column
 from prefixstore.engine.page_table import MASK, PageTable
 from prefixstore.engine.policy import Columns, PageFacts, Policy, Ranks
-from prefixstore.errors import CorruptError
-from prefixstore.format.saved_state import pack_state, unpack_state
 
 __all__ = ["Adaptive"]
 
@@ -78,6 +76,7 @@ class Adaptive(Policy):
     """Pages with the fewest expected hits for their space are evicted first, weighted by the time that a hit saves."""
 
     drifts = True
+    note = b"policy/adaptive"
 
     def __init__(self) -> None:
         self._clock = self._began = EPOCH
@@ -276,7 +275,7 @@ class Adaptive(Policy):
 
     # -- keeping what was learned -------------------------------------------------------------------------------------
 
-    def dump(self) -> bytes | None:
+    def parts(self) -> dict[str, bytes]:
         # numbers of keys, and class and clock
         samples = np.array(list(self._samples.items()), np.uint64).astype("<u8")
         numbers = SAVED.pack(
@@ -290,49 +289,43 @@ class Adaptive(Policy):
             self._share,
             self._reach,
         )
-        return pack_state(
-            {
-                "numbers": numbers,
-                "hazards": self._hazards.dump(),
-                "ghosts": self._ghosts.dump(),
-                "samples": samples.tobytes(),
-            }
-        )
+        return {
+            "numbers": numbers,
+            "hazards": self._hazards.dump(),
+            "ghosts": self._ghosts.dump(),
+            "samples": samples.tobytes(),
+        }
 
-    def load(self, dumped: bytes) -> bool:
+    def take_over(self, parts: Mapping[str, bytes]) -> None:
         hazards, ghosts = Hazards(), GhostTable()
-        try:
-            parts = unpack_state(dumped)
-            clock, seen, ns_per_prompt, us_per_token, page_tokens, mode, *scores, share, reach = SAVED.unpack(
-                parts["numbers"]
-            )
-            # the clock of this process goes on: what was saved is that much later
-            later = self._clock - clock
-            hazards.load(parts["hazards"])
-            ghosts.load(parts["ghosts"], later)
-            samples = np.frombuffer(parts["samples"], "<u8").astype(np.int64).reshape(-1, 2)
-            classes, clocks = samples[:, 1] >> 32, (samples[:, 1] & CLOCK_MASK) + later
-            floats = [ns_per_prompt, us_per_token, page_tokens, *scores, reach]
-            if not (
-                all(math.isfinite(number) and 0 <= number < MANY for number in floats)
-                and min(page_tokens, reach, share) >= 1
-                and share <= 1 << 32
-                and len(samples) <= MOST_SAMPLES
-                and ((classes >= 0) & (classes < CLASSES) & (clocks >= 0) & (clocks <= self._clock)).all()
-            ):
-                return False
-            self._duel.mode = Mode(mode)
-        except (CorruptError, KeyError, ValueError, IndexError, struct.error):
-            return False
+        clock, seen, ns_per_prompt, us_per_token, page_tokens, mode, *scores, share, reach = SAVED.unpack(
+            parts["numbers"]
+        )
+        # the clock of this process goes on: what was saved is that much later
+        later = self._clock - clock
+        hazards.load(parts["hazards"])
+        ghosts.load(parts["ghosts"], later)
+        samples = np.frombuffer(parts["samples"], "<u8").reshape(-1, 2)
+        classes = (samples[:, 1] >> np.uint64(32)).astype(np.int64)
+        clocks = (samples[:, 1] & np.uint64(CLOCK_MASK)).astype(np.int64) + later
+        floats = [ns_per_prompt, us_per_token, page_tokens, *scores, reach]
+        if not (
+            all(math.isfinite(number) and 0 <= number < MANY for number in floats)
+            and min(page_tokens, reach, share) >= 1
+            and max(share, seen) <= 1 << 32
+            and len(samples) <= MOST_SAMPLES
+            and ((classes < CLASSES) & (clocks >= 0) & (clocks <= self._clock)).all()
+        ):
+            raise ValueError("not what this policy has learned")
+        self._duel.mode = Mode(mode)
         self._ns_per_prompt, self._us_per_token, self._page_tokens = ns_per_prompt, us_per_token, page_tokens
         self._began = max(self._clock - min(seen, EPOCH), 0)
         self._duel.scores = list(scores)
         self._share, self._reach = share, reach
         self._hazards, self._ghosts = hazards, ghosts
-        numbers = samples[:, 0].astype(np.uint64).tolist()
+        numbers = samples[:, 0].tolist()
         self._samples = dict(zip(numbers, (classes << 32 | clocks).tolist(), strict=True))
         self._learn(len(numbers) * (1 << 32) // (share * REACH))
-        return True
 
 
 def _share_of(number: int) -> int:

@@ -116,6 +116,8 @@ class Catalog:
         self._ram = ram
         self._lock = threading.RLock()
         self._contents = Contents(policy, counters, ram)
+        # since the start of this process
+        self.n_lookups = 0
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._generation = -1
@@ -452,6 +454,7 @@ class Catalog:
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
             table = self._contents.index.table
             self._policy.looked_up(table, namespace, pages, n_tokens)
+            self.n_lookups += 1
             # the deepest first: it decides how long the others are kept
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
@@ -685,6 +688,21 @@ class Catalog:
         with self._lock:
             older = self._contents.index.superseded_by(page)
             return older if older is not None and older.is_stored and self._contents.may_be_deleted(older) else None
+
+    @property
+    def policy_note(self) -> bytes | None:
+        """The name of the note with what the policy has learned; None if it learns nothing."""
+        return self._policy.note
+
+    def learned(self) -> dict[str, bytes]:
+        """What the policy has learned."""
+        with self._lock:
+            return self._policy.parts()
+
+    def load_policy(self, note: bytes) -> bool:
+        """Have the policy go on with what was learned before; whether that can be read."""
+        with self._lock:
+            return self._policy.load(note)
 
     def coldest(self, n: int, codec: int = 0) -> list[Page]:
         """The `n` stored pages with this codec that the policy would evict first, if they were leaves, in order."""

@@ -6,7 +6,8 @@ one, and of those the deepest. Each engine has its own instance and calls it und
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -135,13 +136,28 @@ class Policy:
         """
         return {"uses": np.minimum(facts["hits"].astype(np.int64) + 1, MAX_U16)}
 
-    def dump(self) -> bytes | None:
-        """What was learned, to be kept for the next start; None if there is nothing worth it."""
-        return None
+    note: bytes | None = None
+    """The name under which a location keeps what was learned; None if nothing is."""
+
+    def parts(self) -> dict[str, bytes]:
+        """What was learned, at most 2 MiB, in named parts."""
+        return {}
+
+    def take_over(self, parts: Mapping[str, bytes]) -> None:
+        """Go on with what was learned before. Raises `ValueError`, and changes nothing, if it cannot be that."""
+        raise ValueError("nothing is learned")
+
+    def dump(self) -> bytes:
+        """What was learned, as bytes to be kept for the next start."""
+        return pack_state(self.parts())
 
     def load(self, dumped: bytes) -> bool:
         """Take over what was dumped; whether it could be read. If not, nothing changes."""
-        return False
+        try:
+            self.take_over(unpack_state(dumped))
+        except (CorruptError, KeyError, ValueError, IndexError, struct.error):
+            return False
+        return True
 
 
 class Ordering(Policy):
@@ -161,6 +177,8 @@ class Ordering(Policy):
 class Counting(Ordering):
     """Counts uses, those before an eviction included."""
 
+    note = b"policy/lfu"
+
     def __init__(self) -> None:
         super().__init__(lambda columns, at: columns["uses"][at], lambda block, at: block.uses[at])
         self._ghosts = GhostTable()
@@ -177,17 +195,13 @@ class Counting(Ordering):
     def prepare(self, table: PageTable) -> None:
         self._ghosts.grow(len(table))
 
-    def dump(self) -> bytes | None:
-        return pack_state({"ghosts": self._ghosts.dump()})
+    def parts(self) -> dict[str, bytes]:
+        return {"ghosts": self._ghosts.dump()}
 
-    def load(self, dumped: bytes) -> bool:
+    def take_over(self, parts: Mapping[str, bytes]) -> None:
         ghosts = GhostTable()
-        try:
-            ghosts.load(unpack_state(dumped)["ghosts"], 0)
-        except (CorruptError, KeyError, ValueError, IndexError):
-            return False
+        ghosts.load(parts["ghosts"], 0)
         self._ghosts = ghosts
-        return True
 
 
 def add_use(table: PageTable, key: bytes) -> None:

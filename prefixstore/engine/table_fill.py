@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,16 +17,17 @@ from prefixstore.engine.page_columns import (
     SNAPSHOT_FORM,
     STORED,
     VICTIM,
+    Column,
 )
-from prefixstore.engine.page_table import MAX_U16, MAX_U32, PageTable
+from prefixstore.engine.page_table import MAX_U32, PageTable
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, TOKEN_BYTES
 
-__all__ = ["Facts", "Gains", "TableFill"]
+__all__ = ["Describe", "Facts", "TableFill"]
 
 Facts: TypeAlias = npt.NDArray[Any]
 """An array of type `prefixstore.backends.base.FACTS`."""
-Gains: TypeAlias = Callable[[Facts], npt.NDArray[np.float32]]
-"""What a hit saves for each byte of these pages, by the policy."""
+Describe: TypeAlias = Callable[[Facts, int], Mapping[str, Column]]
+"""The columns of the policy for pages, given the time: `Policy.describe`."""
 
 
 class TableFill:
@@ -38,15 +39,15 @@ class TableFill:
     ----------
     table
         The table. It has pending pages at most.
-    gains
+    describe
         Of the policy.
     now
         Nanoseconds since the epoch: uses that claim to be later are not believed.
     """
 
-    def __init__(self, table: PageTable, gains: Gains, now: int) -> None:
+    def __init__(self, table: PageTable, describe: Describe, now: int) -> None:
         self._table = table
-        self._gains = gains
+        self._describe = describe
         self._now = now
         # of each slice: slots and the keys of their parents, by the first bytes of these, and where each byte begins
         self._parents: list[tuple[Slots, Keys, list[int]]] = []
@@ -92,8 +93,7 @@ class TableFill:
             "n_bytes": n_bytes,
             "priority": facts["priority"],
             "flags": flags,
-            "uses": np.minimum(facts["hits"].astype(np.int64) + 1, MAX_U16),
-            "gain": self._gains(facts),
+            **self._describe(facts, self._now),
         }
         done = 0
         while done < len(facts):
