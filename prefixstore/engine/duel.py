@@ -18,7 +18,7 @@ MEMORY = 2000
 # by how much another order has to be better, before it takes over
 RATIO, AHEAD = 1.02, 4.0
 # the caches begin again when the store has this many times as many pages, or as few
-RESIZE = 1.5
+RESIZE = 1.1
 
 
 class Mode(IntEnum):
