@@ -108,15 +108,18 @@ def test_policies_have_names_and_each_engine_gets_its_own_instance():
     assert all(make() is not make() for make in POLICIES.values())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *Mode])
 def test_one_page_ranks_as_among_many(policy):
-    chance, table, policy = random.Random(1), PageTable(), POLICIES[policy]()
+    mode = policy if isinstance(policy, Mode) else None
+    chance, table, policy = random.Random(1), PageTable(), POLICIES["adaptive" if mode is not None else policy]()
     for i in range(300):
         policy.looked_up(table, NS, [Page(name(j), end=j + 1) for j in range(i)][:3], chance.randint(1, 40))
         page = Page(name(i), end=i % 50 + 1, last_used=i, compute_us=chance.randint(0, 99))
         table.add(page.key, NS, NS, end=page.end, n_bytes=1, last_used=i, priority=i % 7)
         policy.added(table, NS, page)
     policy.prepare(table)
+    if mode is not None:
+        policy._duel.mode = mode
     ranks = policy.ranks(table.blocks[0].columns, np.arange(300))
     assert ranks.tolist() == pytest.approx([policy.rank(table.blocks[0], at) for at in range(300)])
 
@@ -145,6 +148,13 @@ def test_children_are_evicted_before_their_parents_and_pinned_pages_never(policy
         assert not any(page.parent == key for page in cache.pages.values())
         cache.drop(key)
     assert [page.end for page in cache.pages.values()] == [1, 2, 3, 4]
+
+
+def by_what_was_learned():
+    """The policy in the mode in which worth decides."""
+    policy = Adaptive()
+    policy._duel.mode = Mode.LEARNED
+    return policy
 
 
 # -- the policy that learns --------------------------------------------------------------------------------------------
@@ -197,7 +207,7 @@ def test_a_page_that_is_stored_again_after_its_eviction_keeps_its_uses_also_if_i
 
 
 def test_a_use_by_another_process_counts():
-    policy, table = Adaptive(), PageTable()
+    policy, table = by_what_was_learned(), PageTable()
     page = Page(name(1), last_used=policy._ns)
     slot = table.add(page.key, NS, NS, end=1, n_bytes=1, last_used=policy._ns)
     policy.added(table, NS, page)
@@ -210,7 +220,7 @@ def test_a_use_by_another_process_counts():
 
 
 def test_among_similar_pages_the_largest_is_evicted_first_and_the_slowest_to_compute_last():
-    policy, table = Adaptive(), PageTable()
+    policy, table = by_what_was_learned(), PageTable()
     ranks = []
     for i, (size, time) in enumerate([(100, 1000), (1, 1000), (1, 1500), (1, 10**9)]):
         page = Page(name(i), compute_us=time, stored_bytes=size)
@@ -221,12 +231,13 @@ def test_among_similar_pages_the_largest_is_evicted_first_and_the_slowest_to_com
         policy.stored(table, slot, page)
         ranks.append(policy.rank(table.blocks[0], slot))
     assert ranks == sorted(ranks)
+    assert ranks[0] < ranks[1] < ranks[2]
     # a measured time far from the average is clipped
     assert ranks[3] == pytest.approx(2 * ranks[1])
 
 
 def test_pages_of_before_the_start_rank_by_their_uses_and_their_time():
-    policy = Adaptive()
+    policy = by_what_was_learned()
     day, now = 86_400 * 10**9, policy._ns
     facts = np.zeros(3, FACTS)
     facts["last_used"], facts["hits"] = [now - 9 * day, now - day, now - 9 * day], [0, 0, 5]
