@@ -1,8 +1,8 @@
 """``python -m benchmarks.replay TRACE``: block hit rates of all policies on a trace in the mooncake format.
 
 Our policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
-entries. S3-FIFO, 2Q and Belady, which knows the future, are simulated. A block is a hit only if all blocks before it
-are hits.
+entries. The others, and Belady, which knows the future, are simulated (`benchmarks.rivals` has those that evict leaves
+only). A block is a hit only if all blocks before it are hits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if __package__ in (None, ""):
     # run as a file: the directory above is the one to import from
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.rivals import RIVALS
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
@@ -55,7 +56,9 @@ def read(path: Path, limit: int | None = None) -> Prompts:
 
 
 class Cache(Protocol):
-    """What a trace is replayed through."""
+    """What a trace is replayed through. `written` is how many blocks it has stored, each time anew."""
+
+    written: int
 
     def request(self, blocks: Sequence[int]) -> int:
         """How many of the first blocks are in the cache; then all of them are added."""
@@ -69,6 +72,7 @@ class InEngine:
         self._counters = Counters()
         self._engine = Engine(MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters)
         self._lease = BufferPool(1 << 20).acquire(1)
+        self.written = 0
 
     def request(self, blocks: Sequence[int]) -> int:
         tokens = np.array(blocks, "<i4")
@@ -83,7 +87,7 @@ class InEngine:
                 break
             batch.append(new)
             parent = new.page.key
-        self._engine.commit(batch)
+        self.written += self._engine.commit(batch)
         return path.n_tokens
 
 
@@ -92,9 +96,11 @@ class _Blockwise:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.written = 0
 
     def request(self, blocks: Sequence[int]) -> int:
         found = [self.access(block) for block in blocks]
+        self.written += found.count(False)
         return found.index(False) if False in found else len(found)
 
     def access(self, block: int) -> bool:
@@ -206,6 +212,7 @@ class Belady(_Blockwise):
 PEERS: dict[str, Callable[[int, Prompts], Cache]] = {
     "s3fifo": lambda capacity, _: S3Fifo(capacity),
     "2q": lambda capacity, _: TwoQ(capacity),
+    **RIVALS,
     "belady": Belady,
 }
 
@@ -216,12 +223,19 @@ def hit_rate(cache: Cache, prompts: Prompts) -> float:
     return sum(cache.request(prompt) for prompt in prompts) / max(1, blocks)
 
 
+def share_written(cache: Cache, prompts: Prompts) -> float:
+    """Blocks that were stored, each time anew, as a fraction of all blocks of a trace that was replayed."""
+    return cache.written / max(1, sum(map(len, prompts)))
+
+
 def cache_of(policy: str, capacity: int, prompts: Prompts) -> Cache:
     return PEERS[policy](capacity, prompts) if policy in PEERS else InEngine(policy, capacity)
 
 
-def rates(prompts: Prompts, capacities: Sequence[str], policies: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Hit rates by policy and by capacity, as given."""
+def rates(
+    prompts: Prompts, capacities: Sequence[str], policies: Sequence[str], *, written: bool = False
+) -> dict[str, dict[str, float]]:
+    """Hit rates, or shares of blocks that are written, by policy and by capacity, as given."""
     unique = len({block for prompt in prompts for block in prompt})
     found: dict[str, dict[str, float]] = {}
     for policy in policies:
@@ -229,7 +243,9 @@ def rates(prompts: Prompts, capacities: Sequence[str], policies: Sequence[str]) 
         for given in capacities:
             print(f"{policy} {given} ...", file=sys.stderr, flush=True)
             capacity = max(1, round(float(given) * unique))
-            found[policy][given] = round(hit_rate(cache_of(policy, capacity, prompts), prompts), 4)
+            cache = cache_of(policy, capacity, prompts)
+            hits = hit_rate(cache, prompts)
+            found[policy][given] = round(share_written(cache, prompts) if written else hits, 4)
     return found
 
 
@@ -247,9 +263,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--capacity", nargs="+", default=CAPACITIES, metavar="C", help="fractions of all unique blocks")
     parser.add_argument("--policy", nargs="+", choices=[*OURS, *PEERS], default=[*OURS, *PEERS])
     parser.add_argument("--requests", type=int, help="replay only this many, from the start of the trace")
+    parser.add_argument("--written", action="store_true", help="print the share of blocks that are written instead")
     parser.add_argument("--json", action="store_true", help="print {policy: {capacity: hit rate}}")
     options = parser.parse_args(arguments)
-    found = rates(read(options.trace, options.requests), options.capacity, options.policy)
+    prompts = read(options.trace, options.requests)
+    found = rates(prompts, options.capacity, options.policy, written=options.written)
     print(json.dumps(found) if options.json else table(found))
 
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from benchmarks.replay import OURS, PEERS, Belady, InEngine, S3Fifo, TwoQ, cache_of, hit_rate, main, rates, read, table
+from benchmarks.rivals import RIVALS
 from tests.support import ROOT
 
 EVERY = [*OURS, *PEERS]
@@ -114,12 +115,29 @@ def test_the_json_has_a_rate_for_each_policy_and_capacity_as_given(tmp_path, cap
     path = written(tmp_path / "trace", conversations(3, 40))
     main([str(path), "--capacity", "0.10", ".5", "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["lru", "lfu", "longest_first", "adaptive", "s3fifo", "2q", "belady"]
+    assert list(found) == [*OURS, "s3fifo", "2q", "arc", "sieve", "w-tinylfu", "gdsf", "lecar", "belady"]
     assert all(list(row) == ["0.10", ".5"] for row in found.values())
 
 
 def test_the_table_has_a_line_for_each_policy():
     assert table({"lru": {"0.01": 0.25}}).splitlines() == ["policy              0.01", "lru                0.250"]
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_evict_leaves_only_and_hold_no_more_than_they_may(rival):
+    prompts = conversations(5, 300)
+    cache = RIVALS[rival](20, prompts)
+    for prompt in prompts:
+        cache.request(prompt)
+        assert len(cache.here) <= 20
+        assert all(cache._parent.get(block, block) in cache.here for block in cache.here)
+
+
+def test_the_share_of_written_blocks_counts_each_block_as_often_as_it_is_stored():
+    prompts = [[1], [2], [1], [2], [1]]
+    for policy in ("lru", "gdsf"):
+        assert rates(prompts, ["0.5"], [policy], written=True) == {policy: {"0.5": 1.0}}
+        assert rates(prompts, ["1"], [policy], written=True) == {policy: {"1": 0.4}}
 
 
 @pytest.mark.parametrize("how", [["benchmarks/replay.py"], ["-m", "benchmarks.replay"]])

@@ -123,6 +123,8 @@ class Catalog:
         self._ram = ram
         self._lock: Lock = threading.RLock()
         self._contents = Contents(counters, ram, table)
+        # since the start of this process
+        self.n_lookups = 0
         # pages for which there was no space
         self._refused: set[bytes] = set()
         self._generation = -1
@@ -672,6 +674,7 @@ class Catalog:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
             self._table.looked_up(namespace, pages, n_tokens)
+            self.n_lookups += 1
             for page in reversed(pages):
                 page.last_used = max(page.last_used, now)
                 if page.expires and page.expires < expires:
@@ -906,6 +909,32 @@ class Catalog:
         """Whether a new page is worth more than a victim, by the policy."""
         with self._lock:
             return self._table.admits(new.page.key, victim.key)
+
+    @property
+    def policy_note(self) -> bytes | None:
+        """The name of the note with what the policy has learned; None if it learns nothing."""
+        return self._table.policy.note
+
+    def learned(self) -> dict[str, bytes]:
+        """What the policy has learned."""
+        with self._lock:
+            return self._table.policy.parts()
+
+    def load_policy(self, note: bytes) -> bool:
+        """Have the policy go on with what was learned before; whether that can be read."""
+        with self._lock:
+            return self._table.policy.load(note)
+
+    def coldest(self, n: int, codec: int = 0) -> list[bytes]:
+        """The `n` stored pages with this codec that the policy would evict first, if they were leaves, in order."""
+        with self._lock:
+            search = self._table.coldest(n, codec)
+        while True:
+            with self._lock:
+                try:
+                    next(search)
+                except StopIteration as end:
+                    return [self._table.table.key(slot) for slot in end.value]
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
         """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""

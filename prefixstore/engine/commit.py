@@ -165,7 +165,8 @@ class Committer:
                 if new.buffer is not None:
                     self._ram.keep(new.page, new.buffer.view)
             catalog.committed(written, deferred)
-            for new, reason in refused:
+            # children first: with a page, those that depend on it are given up
+            for new, reason in reversed(refused):
                 catalog.refuse(new, reason)
 
         with catalog.update(self._backend, committed) as transaction:

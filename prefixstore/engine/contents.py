@@ -128,24 +128,28 @@ class Contents:
             log.warning("two different pages have the key %s", key.hex())
             if key in self.pending:
                 # the stored one is deleted when the pending one is written, and what follows it
-                page.is_stored = False
+                page.is_stored = self.is_complete = False
                 self.contested.add(key)
-                self.is_complete = False
                 return False
             # another process has replaced it
             self.lose(key)
             page = None
-        if page is not None:
-            self._take_over(page, stored)
-            self.table.follow(key, entry, is_pending=key in self.pending)
-        elif not self.index.has_parent_of(stored) or stored.parent in self.contested:
+        if page is None:
+            return self._add(stored)
+        self._take_over(page, stored)
+        self.table.follow(key, entry, is_pending=key in self.pending)
+        return True
+
+    def _add(self, stored: Page) -> bool:
+        """Add a stored page to the index, if its parent is there."""
+        if not self.index.has_parent_of(stored) or stored.parent in self.contested:
             self.is_complete = False
             return False
-        elif not self.index.add(stored):
-            # its parent is here, and ends elsewhere
-            self.deferred.damaged.add(key)
-            return False
-        return True
+        is_added = self.index.add(stored)
+        if not is_added:
+            # its parent ends elsewhere
+            self.deferred.damaged.add(stored.key)
+        return is_added
 
     def refresh_page(self, key: bytes, entry: Entry | None) -> None:
         """Follow a change of one page: what is stored of it now, None for nothing."""

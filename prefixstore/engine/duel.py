@@ -16,9 +16,9 @@ PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 # an access this many accesses ago weighs a third of one now
 MEMORY = 2000
 # by how much another order has to be better, before it takes over
-RATIO, AHEAD = 1.02, 4.0
+RATIO, AHEAD = 1.02, 1.0
 # the caches begin again when the store has this many times as many pages, or as few
-RESIZE = 1.5
+RESIZE = 1.1
 
 
 class Mode(IntEnum):
@@ -101,7 +101,8 @@ class Duel:
     """
 
     def __init__(self) -> None:
-        self.mode = Mode.LEARNED
+        # until something is learned
+        self.mode = Mode.LRU
         self.scores = [0.0] * len(Mode)
         self._pages = 0
         self._limit = 0

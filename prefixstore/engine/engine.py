@@ -30,6 +30,7 @@ from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
+from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
@@ -109,14 +110,7 @@ class Engine:
         it is told to.
     clock
         Seconds, by which the circuit breaker tells whether the location is slow.
-
-    Attributes
-    ----------
-    stores_all
-        Whether captured pages are stored even if the policy finds them worth less than what is evicted for them.
     """
-
-    stores_all = False
 
     def __init__(
         self,
@@ -150,6 +144,7 @@ class Engine:
         self._clock = clock
         self._used = Used(0, 0)
         self._sizes = (0, 0)
+        self._stores_all = 0
         self._closed = False
         self._start()
         register_at_fork(self, ForkLevel.ENGINE)
@@ -175,6 +170,7 @@ class Engine:
             counters,
             housekeeping=self._housekeeping,
         )
+        self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
@@ -217,6 +213,7 @@ class Engine:
             try:
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
+                    self._memory.save(closing=True)
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:
@@ -468,9 +465,18 @@ class Engine:
         """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
         page = new.page
         page.priority = self._priority
-        new.is_wanted = new.is_wanted or self.stores_all
+        new.is_wanted = new.is_wanted or self._stores_all > 0
         page.expires = page.created + self._ttl_ns if self._ttl_ns is not None else 0
         return self._catalog.announce(new) is Placement.ADDED
+
+    @contextmanager
+    def storing_all(self) -> Iterator[None]:
+        """What is captured meanwhile is stored even if the policy finds it worth less than what is evicted for it."""
+        self._stores_all += 1
+        try:
+            yield
+        finally:
+            self._stores_all -= 1
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
         """Write announced pages, and what is deferred. Used by the queue.
@@ -481,10 +487,13 @@ class Engine:
             How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
         """
         try:
-            return len(self._committer.commit(batch))
+            self._memory.load()
+            n_written = len(self._committer.commit(batch))
         except StorageError as error:
             log.warning("%d pages are dropped: %s", len(batch), error)
             return 0
+        self._memory.save()
+        return n_written
 
     @property
     def has_deferred(self) -> bool:

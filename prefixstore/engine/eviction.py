@@ -92,6 +92,8 @@ class VictimQueue:
         self._limit: Order = (float("-inf"), 0, 0)
         # asked for since the leaves were ranked, and after how many they are ranked again
         self._taken, self._enough = 0, 0
+        # given out, and not offered since: a page that could not be deleted is not given out for ever
+        self._given: set[int] = set()
         self._ranking: Iterator[None] | None = None
         self._numbers: set[int] = set()
 
@@ -99,6 +101,7 @@ class VictimQueue:
 
     def offer(self, slot: int) -> None:
         """A page has become a leaf, or may be a victim again."""
+        self._given.discard(slot)
         if not self._is_mine(slot):
             return
         order = self._order_of(slot)
@@ -123,6 +126,7 @@ class VictimQueue:
             if slot is None:
                 return None if self._limit == LAST else self._start()
             self._taken += 1
+            self._given.add(slot)
             return slot
 
     def victims(self) -> Generator[int, None, None]:
@@ -150,7 +154,8 @@ class VictimQueue:
                 order, slot = heapq.heappop(self._heap)
             else:
                 return None
-            if not self._is_mine(slot):
+            # one that was offered while the leaves were ranked may be here twice
+            if slot in self._given or not self._is_mine(slot):
                 continue
             # without a use since, it ranks as low, or lower
             if self._table.blocks[slot >> SHIFT].last_used[slot & MASK] != order[1]:
@@ -166,6 +171,7 @@ class VictimQueue:
     def _rank(self) -> Generator[None, None, None]:
         """Rank the lowest leaves, a block at each step."""
         table = self._table
+        self._given = {slot for slot in self._given if table.is_victim(slot)}
         self._numbers = set(self._namespaces()) if self._namespaces is not None else set()
         self._ranked, self._at, self._heap, self._taken = _Ranked([], []), 0, [], 0
         self._limit = LAST
@@ -202,6 +208,9 @@ class VictimQueue:
         self._enough = max(FEWEST_TAKEN, min(n_leaves // TAKEN, len(self._ranked.slots)))
 
     def _sort(self, slots: Slots, ranks: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        if self._given:
+            here = ~np.isin(slots, list(self._given))
+            slots, ranks = slots[here], ranks[here]
         if not len(slots):
             return
         last_used, ends = self._table.gather("last_used", slots), -self._table.gather("end", slots).astype(np.int64)

@@ -46,6 +46,8 @@ class StoredPages:
 
     Attributes
     ----------
+    policy
+        As above.
     table
         The pages.
     is_loaded
@@ -53,7 +55,7 @@ class StoredPages:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._fill: TableFill | None = None
         # pages that the open transaction has deleted
         self._removed: dict[bytes, _Row] = {}
@@ -67,7 +69,7 @@ class StoredPages:
         self._fill = None
         self._removed = {}
         self.table = PageTable()
-        self._candidates = Candidates(self.table, self._policy)
+        self._candidates = Candidates(self.table, self.policy)
         for page in pending:
             self._add(page, 0, is_stored=False, may_be_victim=False)
 
@@ -78,7 +80,7 @@ class StoredPages:
 
     def begin(self) -> None:
         """Begin to fill the table."""
-        self._fill = TableFill(self.table, self._policy.describe, time.time_ns())
+        self._fill = TableFill(self.table, self.policy.describe, time.time_ns())
 
     def fill(self, facts: Facts) -> None:
         """Add a slice of all pages; see `View.facts`."""
@@ -97,7 +99,7 @@ class StoredPages:
         """A page was captured, and waits for a commit."""
         if self.table.find(page.key) < 0:
             self._add(page, 0, is_stored=False, may_be_victim=False)
-            self._policy.added(self.table, page.namespace, page)
+            self.policy.added(self.table, page.namespace, page)
 
     def given_up(self, key: bytes) -> None:
         """A page does not wait for a commit any more; it may be stored all the same."""
@@ -111,7 +113,7 @@ class StoredPages:
     def not_admitted(self, page: Page) -> None:
         """A captured page is not worth what would be evicted for it. If it is captured again, that is another use."""
         slot = self.table.find(page.key)
-        self._policy.evicted(page.key, *(self.table.noted(slot) if slot >= 0 else (1, 0)))
+        self.policy.evicted(page.key, *(self.table.noted(slot) if slot >= 0 else (1, 0)))
 
     def put(self, page: Page, codec: int, *, may_be_victim: bool) -> TableEntry | None:
         """The open transaction has put a page, or found it stored; what was known of it before."""
@@ -121,7 +123,7 @@ class StoredPages:
             return None
         before = self.table.entry(slot)
         self._change(page, codec, may_be_victim=may_be_victim)
-        self._policy.stored(self.table, slot, page)
+        self.policy.stored(self.table, slot, page)
         return before
 
     def take_back(self, key: bytes, before: TableEntry | None, *, is_pending: bool) -> None:
@@ -206,7 +208,7 @@ class StoredPages:
             self.used_elsewhere(key, page.last_used)
         elif self.is_loaded or self.is_loading:
             slot = self._add(page, entry.record.codec, is_stored=True, may_be_victim=not is_pending)
-            self._policy.found(self.table, slot, page)
+            self.policy.found(self.table, slot, page)
 
     def set_pinned(self, key: bytes, *, pinned: bool) -> None:
         """A page is pinned now, or not any more."""
@@ -218,7 +220,7 @@ class StoredPages:
 
     def looked_up(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         """A prompt began with these pages, none for a miss. Their hits do not count this use yet."""
-        self._policy.looked_up(self.table, namespace, pages, n_tokens)
+        self.policy.looked_up(self.table, namespace, pages, n_tokens)
 
     def used(self, page: Page) -> None:
         """When a page was used last, and when it expires."""
@@ -232,7 +234,7 @@ class StoredPages:
         slot = self.table.find(key)
         if slot >= 0 and last_used > self.table.entry(slot).last_used:
             self.table.use(key, last_used)
-            self._policy.used_elsewhere(self.table, slot)
+            self.policy.used_elsewhere(self.table, slot)
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
@@ -248,7 +250,7 @@ class StoredPages:
 
     def evicted(self, key: bytes, uses: int, clock: int) -> None:
         """A page was evicted by this engine."""
-        self._policy.evicted(key, uses, clock)
+        self.policy.evicted(key, uses, clock)
 
     def noted(self, key: bytes) -> tuple[int, int]:
         """What the policy has noted of the uses of a page."""
@@ -258,7 +260,7 @@ class StoredPages:
     def admits(self, new: bytes, victim: bytes) -> bool:
         """Whether a new page is worth more than a victim, by the policy."""
         slots = self.table.find(new), self.table.find(victim)
-        return min(slots) < 0 or self._policy.admits(self.table, *slots)
+        return min(slots) < 0 or self.policy.admits(self.table, *slots)
 
     def victims(self, group: Group = None) -> VictimQueue:
         """Leaves to evict, of a group of pages or of all, in the order of the policy."""
@@ -270,7 +272,7 @@ class StoredPages:
 
     def coldest(self, n: int, codec: int) -> Generator[None, None, list[int]]:
         """The slots of the `n` pages with this codec that rank lowest, leaves or not, found in steps."""
-        return coldest(self.table, self._policy, n, codec)
+        return coldest(self.table, self.policy, n, codec)
 
     @property
     def totals(self) -> Totals:

@@ -198,9 +198,9 @@ class Context(Generic[M_co]):
         self.engine.counters.count(name, is_wanted)
         return is_wanted
 
-    def note_use(self, pages: Sequence[Page]) -> None:
-        """Note that a prompt began with these pages; none for a miss."""
-        self.engine.touch(self.lineage.namespace, pages)
+    def note_use(self, pages: Sequence[Page], n_tokens: int) -> None:
+        """Note that a prompt of so many tokens began with these pages; none for a miss."""
+        self.engine.touch(self.lineage.namespace, pages, n_tokens)
         self.engine.nudge()
 
     def set_live(self, prompt: Tokens) -> None:

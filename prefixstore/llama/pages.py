@@ -111,13 +111,13 @@ class PageStrategy:
         path = context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
         n = min(path.n_tokens, limit)
         if n < context.parameters.min_tokens:
-            context.note_use(())
+            context.note_use((), len(tokens))
             counters.count("miss:short" if path.n_tokens else "miss:not_found")
             return False
         # pages inside the live prefix are used as well: they are kept for it
         used = path.pages[: -(-n // lineage.page_tokens)]
         if n <= live:
-            context.note_use(used)
+            context.note_use(used, len(tokens))
             counters.count("live_hits")
             return True
         # reload the whole page in which the live prefix ends; if the context is not fully known, reload everything
@@ -127,7 +127,7 @@ class PageStrategy:
             return False
         if not self._load(tokens[:n], live, used, first):
             return False
-        context.note_use(used)
+        context.note_use(used, len(tokens))
         return True
 
     def stored(self, tokens: Tokens, limit: int) -> int:

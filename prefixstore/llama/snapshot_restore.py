@@ -47,18 +47,18 @@ def resume(
         path = engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit, multiple_of)
         n = path.n_tokens
         if n < context.parameters.min_tokens:
-            context.note_use(())
+            context.note_use((), len(tokens))
             counters.count("miss:short" if n else "miss:not_found")
             return False
         if n <= live:
-            context.note_use(path.pages)
+            context.note_use(path.pages, len(tokens))
             counters.count("live_hits")
             return True
         if not always and not context.rate.is_worth(n - live, len(_with_bytes(path))):
             counters.count("miss:slow")
             return False
         if _load(context, tokens, live, path):
-            context.note_use(path.pages)
+            context.note_use(path.pages, len(tokens))
             return True
         limit, live = n - 1, min(live, context.llm.n_tokens)
     counters.count("miss:unreadable")

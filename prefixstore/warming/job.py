@@ -190,7 +190,8 @@ class Job:
         left = dict(enumerate(parts))
         last = -1
         self._show()
-        with Leases(self.store.engine, seconds=lease_seconds) as leases, ThreadPoolExecutor(1) as thread:
+        engine = self.store.engine
+        with engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases, ThreadPoolExecutor(1) as thread:
             keeping: Future[None] | None = None
             try:
                 while left and not self._is_stopped():
@@ -280,7 +281,7 @@ class Job:
         path = self.store.path(tokens)
         if path.n_tokens == len(tokens):
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
-            self.store.engine.touch(self._namespace, path.pages)
+            self.store.engine.touch(self._namespace, path.pages, len(tokens))
             return
         at = self._restore(tokens, path.n_tokens)
         stops = self.trie.stops(i, at, depth) if self._stops else ()

@@ -82,7 +82,7 @@ class StateBuilder:
         match = match_whole(self._engine, target.whole.key, tokens)
         n = max(path.n_tokens, match.n_shared)
         if n < self._min_tokens:
-            self._miss(target, NoState.SHORT if n else NoState.NOT_FOUND)
+            self._miss(target, NoState.SHORT if n else NoState.NOT_FOUND, len(tokens))
             return None
         built: LlamaState | NoState = NoState.NOT_FOUND
         if match.n_shared > path.n_tokens:
@@ -94,11 +94,11 @@ class StateBuilder:
         if built is NoState.LIVE:
             self._engine.counters.count("live_hits")
         else:
-            self._miss(target, built)
+            self._miss(target, built, len(tokens))
         return None
 
-    def _miss(self, target: PortableTarget, reason: NoState) -> None:
-        self._engine.touch((target.pages or target.whole).key, ())
+    def _miss(self, target: PortableTarget, reason: NoState, n_tokens: int) -> None:
+        self._engine.touch((target.pages or target.whole).key, (), n_tokens)
         self._engine.counters.count(f"miss:{reason.value}")
 
     # -- pages --------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class StateBuilder:
         n = path.n_tokens
         pages = path.pages[: -(-n // target.page_tokens)]
         if n <= live:
-            self._engine.touch(target.pages.key, pages)
+            self._engine.touch(target.pages.key, pages, len(tokens))
             return NoState.LIVE
         data, used = self._join(target, pages, n)
         if len(used) < len(pages):
@@ -120,7 +120,7 @@ class StateBuilder:
             if n <= max(live, self._min_tokens - 1):
                 return NoState.UNREADABLE
             return self._from_pages(target, tokens, Path(tuple(used), n), live, seed)
-        self._engine.touch(target.pages.key, used)
+        self._engine.touch(target.pages.key, used, len(tokens))
         return _state(tokens[:n], data, NO_SCORES, target.n_ctx or n, seed)
 
     def _join(self, target: PortableTarget, pages: Sequence[Page], n: int) -> tuple[bytearray, Sequence[Page]]:
@@ -162,13 +162,13 @@ class StateBuilder:
         reason = NoState.NOT_FOUND
         for page, n in candidates:
             if n <= live:
-                self._engine.touch(target.whole.key, (page,))
+                self._engine.touch(target.whole.key, (page,), len(tokens))
                 return NoState.LIVE
             if n < self._min_tokens:
                 return NoState.SHORT
             state = self._read_whole(target, tokens[:n], page, seed)
             if not isinstance(state, NoState):
-                self._engine.touch(target.whole.key, (page,))
+                self._engine.touch(target.whole.key, (page,), len(tokens))
                 return state
             reason = state
         return reason

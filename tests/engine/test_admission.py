@@ -1,0 +1,206 @@
+"""New pages that are worth less than what would be evicted for them are not written; and what is learned is kept."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import policy_memory
+from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.contents import DropReason
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.policy import Ordering
+from prefixstore.errors import UnavailableError
+from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.record import StoredPage
+from prefixstore.stats import Counters
+from tests.support.engines import NS, P, Store
+
+
+class Picky(Ordering):
+    """By last use; admits the pages whose first token is allowed, and those before them."""
+
+    def __init__(self, admitted=()):
+        super().__init__(lambda _, at: np.zeros(len(at)), lambda *_: 0.0)
+        self.admitted = admitted
+        self.asked = []
+        self.gone = []
+
+    def admits(self, table, new, victim):
+        self.asked.append(table.entry(new).end // P)
+        return table.entry(new).end // P in self.admitted
+
+    def evicted(self, key, uses, clock):
+        self.gone.append(key)
+
+
+def store_with(policy, max_entries=4, **options):
+    store = Store(MemoryBackend(), max_entries=max_entries, **options)
+    store.engine.close()
+    store.backend = MemoryBackend()
+    budget = Budget(store.max_bytes, max_entries, store.quota)
+    store.engine = Engine(store.backend, budget, policy, FixedCodec("raw"), store.counters)
+    return store
+
+
+def prompt(first, pages):
+    return [token for page in range(pages) for token in [first * 100 + page] * P]
+
+
+def test_pages_are_refused_from_the_last_one_on_and_no_page_follows_a_refused_one():
+    policy = Picky(admitted=[1, 2])
+    with closing(store_with(policy)) as store:
+        assert store.put(prompt(1, 1)) + store.put(prompt(2, 1)) + store.put(prompt(3, 1)) == 3
+        assert store.put(prompt(4, 4)) == 2
+        assert policy.asked[:2] == [4, 3]
+        assert store.match(prompt(4, 4)) == 2 * P
+        assert store.counters.group("dropped") == {"admission": 2}
+        # one place was free, so one page had to go
+        assert store.counters["evictions"] == 1
+        assert store.engine.check() == []
+
+
+def test_if_nothing_is_admitted_nothing_is_evicted_and_the_policy_remembers_the_pages():
+    policy = Picky()
+    with closing(store_with(policy)) as store:
+        for first in range(1, 5):
+            store.put(prompt(first, 1))
+        before = store.stored_keys()
+        assert store.put(prompt(9, 3)) == 0
+        assert store.stored_keys() == before
+        assert store.counters["evictions"] == 0
+        assert store.counters.group("dropped") == {"admission": 3}
+        assert len(policy.gone) == 3
+        # it is captured again the next time: it may be worth more then
+        policy.admitted = [1]
+        assert store.put(prompt(9, 1)) == 1
+
+
+def test_the_pages_that_a_prompt_began_with_are_not_evicted_for_its_other_pages():
+    with closing(store_with(Picky(admitted=range(9)), max_entries=4)) as store:
+        store.put(prompt(1, 2))
+        store.put(prompt(2, 2))
+        # the oldest leaf is the one that the new pages follow
+        assert store.put(prompt(1, 4)) == 2
+        assert store.match(prompt(1, 4)) == 4 * P
+        assert store.match(prompt(2, 2)) == 0
+
+
+def test_a_tail_stays_if_the_page_that_continues_it_is_not_admitted():
+    policy = Picky()
+    with closing(store_with(policy, max_entries=3)) as store:
+        store.put(prompt(1, 1)[: P - 1])
+        store.put(prompt(2, 2))
+        assert store.put(prompt(1, 3)) == 1
+        # the page takes the place of the tail; for what follows it something would have to go
+        assert store.match(prompt(1, 3)) == P
+        assert store.counters.group("dropped") == {"admission": 2}
+
+
+def test_pinned_and_wanted_pages_are_admitted_always():
+    policy = Picky()
+    with closing(store_with(policy, max_entries=2)) as store:
+        store.put(prompt(1, 1))
+        store.put(prompt(2, 1))
+        with store.engine.storing_all():
+            assert store.put(prompt(3, 2)) == 2
+        assert store.match(prompt(3, 2)) == 2 * P
+        assert store.put(prompt(4, 1)) == 0
+        assert store.counters.group("dropped") == {"admission": 1}
+
+
+def test_imported_pages_are_admitted_always():
+    with closing(store_with(Picky(), max_entries=2)) as source, closing(store_with(Picky(), max_entries=2)) as store:
+        source.put(prompt(5, 2))
+        store.put(prompt(1, 1))
+        store.put(prompt(2, 1))
+        with source.backend.view() as view:
+            pages = [
+                StoredPage(key, record, usage, bytes(view.payload(key)))
+                for key, record, usage in sorted(view.scan(), key=lambda each: each[1].start)
+            ]
+        assert store.engine.import_pages(pages, {NS: store.settings}).pages == 2
+
+
+def test_a_quota_is_contested_among_the_pages_of_the_tenant():
+    policy = Picky(admitted=[1])
+    with closing(store_with(policy, max_entries=100, quota=Quota(namespace=2500))) as store:
+        store.put(prompt(1, 2))
+        # admitted are first pages only: the leaf of the tenant goes for one, and nothing for the second
+        assert store.put(prompt(2, 2)) == 1
+        assert store.match(prompt(1, 2)) == P
+        assert store.counters.group("dropped") == {"admission": 1}
+
+
+def test_what_can_never_fit_is_refused_for_the_budget_and_nothing_is_evicted_for_it():
+    with closing(store_with(Picky(admitted=range(99)), max_entries=3)) as store:
+        assert store.put(prompt(1, 5)) == 3
+        assert store.counters.group("dropped") == {"budget": 2}
+        assert DropReason.ADMISSION.value not in store.counters.group("dropped")
+
+
+# -- what was learned --------------------------------------------------------------------------------------------------
+
+
+def used_often(engine, times=60):
+    for i in range(times):
+        engine.touch(NS, (), i)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lfu"])
+def test_what_was_learned_is_kept_in_the_location(policy):
+    backend = MemoryBackend()
+    for first in (True, False):
+        learner = POLICIES[policy]()
+        with closing(Engine(_Kept(backend), Budget(1 << 30), learner, FixedCodec("raw"), Counters())) as engine:
+            engine.commit([])
+            if first:
+                learner.evicted(b"x" * 32, 7, 1 << 24)
+                used_often(engine)
+            else:
+                assert learner._ghosts.recall(b"x" * 32, 1 << 24).uses == 7
+
+
+def test_it_is_not_saved_after_a_few_prompts_nor_where_it_would_take_much_of_the_budget():
+    for n_prompts, max_bytes in ((10, 1 << 30), (60, 1 << 12)):
+        backend = MemoryBackend()
+        policy = POLICIES["adaptive"]()
+        with closing(Engine(_Kept(backend), Budget(max_bytes), policy, FixedCodec("raw"), Counters())) as engine:
+            engine.commit([])
+            used_often(engine, n_prompts)
+        with backend.view() as view:
+            assert view.note(b"policy/adaptive") is None
+
+
+def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, caplog):
+    backend = MemoryBackend()
+    with backend.update() as transaction:
+        transaction.put_note(b"policy/adaptive", b"garbage")
+    policy = POLICIES["adaptive"]()
+    with closing(Engine(_Kept(backend), Budget(1 << 30), policy, FixedCodec("raw"), Counters())) as engine:
+        assert engine.commit([]) == 0
+        assert "learns anew" in caplog.text
+        used_often(engine)
+
+        def fails(*_):
+            raise UnavailableError("the location is down")
+
+        monkeypatch.setattr(policy_memory.PolicyMemory, "_write", fails)
+    assert "is not saved" in caplog.text
+
+
+class _Kept:
+    """A backend that is not closed with its engine."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def close(self):
+        pass
