@@ -1,0 +1,105 @@
+"""Lookups of an engine that reads only what it needs: they find what one finds that knows everything."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prefixstore.backends import open_backend
+from prefixstore.engine import contents
+from prefixstore.format.keys import as_tokens
+from tests.support.engines import MIB, NS, P, Store, put_snapshots
+from tests.support.fragile import Fragile, assert_true
+from tests.support.places import place
+
+prompts = st.lists(st.integers(0, 2), max_size=4 * P + 3)
+wide = st.lists(st.sampled_from([0, 1, 256, 65536, -1, 2**31 - 1]), max_size=4 * P + 3)
+
+
+def shared(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("kept", [4, 10_000])
+@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), kind=st.sampled_from([prompts, wide]))
+def test_a_lookup_finds_the_longest_prefix_of_anything_stored(scheme, kept, data, kind, tmp_path_factory, request):
+    location = place(scheme, tmp_path_factory.mktemp("store"), request)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contents, "CACHED_PAGES", kept)
+        backend = open_backend(location, max_bytes=64 * MIB, read_only=False)
+        with (
+            closing(Store(backend)) as writer,
+            closing(
+                Store(backend if scheme == "memory" else open_backend(location, max_bytes=64 * MIB, read_only=False))
+            ) as reader,
+        ):
+            stored = []
+            for _ in range(data.draw(st.integers(1, 12))):
+                tokens = data.draw(kind)
+                if data.draw(st.booleans()):
+                    writer.put(tokens, 1)
+                    stored.append(tokens)
+                found = reader.match(tokens)
+                assert found == max((shared(tokens, other) for other in stored), default=0)
+                assert_true(reader.engine)
+
+
+def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generation():
+    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    with closing(Store(backend)) as writer:
+        for number in range(200):
+            writer.put([number] * (3 * P + 1), 1)
+        with closing(Store(Fragile(backend))) as reader:
+            assert reader.match([7] * (3 * P + 1)) == 3 * P + 1
+            assert len(reader.engine._catalog._contents.index.pages) < 10
+            calls = reader.backend.calls.copy()
+            assert reader.match([7] * (3 * P + 1)) == 3 * P + 1
+            assert reader.match([7] * (2 * P)) == 2 * P
+            read = reader.backend.calls - calls
+            assert set(read) <= {"generation", "changes"}
+            # a prompt that nothing begins with is known as well, once it was looked up
+            assert reader.match([1000] * P) == 0
+            calls = reader.backend.calls.copy()
+            assert reader.match([1000] * P) == 0
+            assert set(reader.backend.calls - calls) <= {"generation", "changes"}
+            assert "scan" not in reader.backend.calls
+            assert "facts" not in reader.backend.calls
+
+
+def test_snapshots_are_found_by_an_engine_that_reads_only_what_it_needs():
+    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    with closing(Store(backend)) as writer:
+        put_snapshots(writer, [1] * 12, [3, 6, 12])
+        put_snapshots(writer, [1] * 8 + [2] * 4, [10])
+        with closing(Store(Fragile(backend))) as reader:
+            assert [reader.match_snapshot([1] * 12, limit) for limit in (2, 3, 5, 11, 12)] == [0, 3, 3, 6, 12]
+            assert reader.match_snapshot([1] * 8 + [2] * 4) == 10
+            calls = reader.backend.calls.copy()
+            assert reader.match_snapshot([1] * 12, 11) == 6
+            assert set(reader.backend.calls - calls) <= {"generation", "changes"}
+            # another engine adds one
+            put_snapshots(writer, [1] * 12, [9])
+            assert reader.match_snapshot([1] * 12, 11) == 9
+            assert_true(reader.engine)
+
+
+def test_pages_that_another_engine_adds_and_deletes_are_followed():
+    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    with closing(Store(backend)) as writer, closing(Store(Fragile(backend))) as reader:
+        writer.put([1] * 8, 1)
+        assert reader.match([1] * 12) == 8
+        writer.put([1] * 12, 1)
+        assert reader.match([1] * 12) == 12
+        writer.put([1] * 10 + [2] * 2, 1)
+        assert reader.match([1] * 10 + [2] * 2) == 12
+        writer.engine.evict_to(0)
+        assert reader.match([1] * 12) == 0
+        writer.put([1] * 4, 1)
+        assert reader.match([1] * 12) == 4
+        assert_true(reader.engine)
+        assert reader.engine.match(NS, as_tokens([1] * 4), P).n_tokens == 4
