@@ -315,6 +315,21 @@ def test_another_format_is_refused_with_both_versions(tmp_path, step, says):
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_store_without_the_order_of_children_is_refused_as_an_older_one(tmp_path, read_only):
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        for name in lmdb_module.DATABASES:
+            if name != b"children":
+                env.open_db(name, txn)
+        txn.put(b"magic", b"prefixstore", db=env.open_db(b"meta", txn))
+        txn.put(b"format", (2).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+    before = (tmp_path / "data.mdb").read_bytes()
+    message = refusal(tmp_path, read_only=read_only)
+    assert message.startswith("IncompatibleError: ")
+    assert f"has format 2, this prefixstore reads {LMDB_VERSION} only" in message
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
 def test_read_only_creates_nothing_and_writes_nothing(tmp_path):
     assert refusal(tmp_path / "kv", read_only=True).startswith("LocationError: ")
     assert list(tmp_path.iterdir()) == []

@@ -36,6 +36,7 @@ from prefixstore.errors import (
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.keys import PAGE, page_key
 from prefixstore.format.record import FORMAT_VERSION, Usage
+from prefixstore.maintenance.archive import Archive
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
 from tests.support import keys_of, python
@@ -941,3 +942,42 @@ def test_after_a_scrub_nothing_of_a_deleted_page_is_in_the_files(tmp_path):
         with closing(sqlite3.connect(tmp_path / "kv.db")) as connection:
             assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+# -- the index of children ---------------------------------------------------------------------------------------------
+
+
+def test_an_index_that_lacks_pages_is_reported_and_built_again(tmp_path):
+    location = f"sqlite:///{tmp_path}/kv.db"
+    with opened(location) as backend:
+        keys = put(backend, *(page(i) for i in range(5)))
+    with closing(sqlite3.connect(tmp_path / "kv.db", isolation_level=None)) as connection:
+        (definition,) = connection.execute(
+            "SELECT sql FROM sqlite_master WHERE name = 'prefixstore_children'"
+        ).fetchone()
+        connection.execute("DROP INDEX prefixstore_children")
+        connection.execute(f"{definition} WHERE hits > 7")
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_master SET sql = ? WHERE name = 'prefixstore_children'", (definition,))
+    with Archive(location) as archive:
+        found = archive.check()
+        assert {one.rule for one in found} == {"index"}
+        assert len([one for one in found if "missing from index prefixstore_children" in one.message]) == len(keys)
+        with archive.backend.view() as view:
+            assert view.neighbors(NAMESPACE, page(2)[1].tokens) == []
+        assert archive.repair()[1].pages == 0
+        assert archive.check() == []
+        with archive.backend.view() as view:
+            assert [each.key for each in view.neighbors(NAMESPACE, page(2)[1].tokens)] == keys[2:4]
+
+
+@pytest.mark.parametrize("damaged", [1, 2, 3])
+def test_children_that_cannot_be_read_do_not_count(url, damaged):
+    with opened(url) as backend:
+        keys = put(backend, *(page(i) for i in range(6)))
+        for key in keys[2 : 2 + damaged]:
+            change(backend, update(PAGES).where(PAGES.c.key == key).values(compute_us=999))
+        with backend.view() as view:
+            found = view.neighbors(NAMESPACE, page(2)[1].tokens)
+            assert [each.key for each in found] == [keys[1], keys[2 + damaged]]
+            assert [each.key for each in view.children([NAMESPACE], PAGE)] == [*keys[:2], *keys[2 + damaged :]]

@@ -483,7 +483,7 @@ def test_the_command_refuses_other_locations_without_showing_passwords(url, caps
     assert "hushhush" not in printed.out + printed.err
 
 
-@pytest.mark.parametrize("revision", ["0001", "0002"])
+@pytest.mark.parametrize("revision", ["0001", "0002", "1"])
 def test_a_store_of_a_development_version_is_refused_with_the_reason(tmp_path, revision):
     url = f"sqlite:///{tmp_path / 'kv.db'}"
     open_backend(url, max_bytes=1 << 20).close()
