@@ -937,10 +937,10 @@ class Catalog:
                     return [self._table.table.key(slot) for slot in end.value]
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
-        """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
+        """Take a page on which nothing stored depends out of the index, pinned or pending; whether it may be deleted."""
         with self._lock:
             page = self._contents.index.get(key)
-            if key in self._contents.pending or (page is not None and not page.is_leaf):
+            if page is not None and not page.is_leaf:
                 return False
             self._contents.delete(key, namespace)
             return True

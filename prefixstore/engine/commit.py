@@ -95,8 +95,10 @@ class Committer:
         """
         catalog = self._catalog
         try:
-            if self._evictor.needs_table(self._backend):
-                catalog.load_table(self._backend)
+            # if that fails, the transaction reads it
+            with suppress(StorageError):
+                if self._evictor.needs_table(self._backend):
+                    catalog.load_table(self._backend)
             # Pack before the transaction: other processes wait while it is open.
             packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
             return self._write_with_space(packed)
@@ -214,13 +216,12 @@ class Committer:
         refused: list[tuple[PendingPage, DropReason]] = []
         for one in packed:
             page = one.pending.page
-            # what follows a page that is not admitted is not either
+            # what follows a page that is refused is refused as well
             reason = reasons.get(page.key) or reasons.get(page.parent)
             if reason is None:
                 reason = self._put(transaction, one, found, written, put)
-            else:
-                reasons[page.key] = reason
             if reason is not None:
+                reasons[page.key] = reason
                 refused.append((one.pending, reason))
         return refused
 

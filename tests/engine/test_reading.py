@@ -12,7 +12,7 @@ from prefixstore.backends import open_backend
 from prefixstore.engine import contents
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, P, Store, put_snapshots
-from tests.support.fragile import Fragile, assert_true
+from tests.support.fragile import Fragile, Lent, assert_true
 from tests.support.places import place
 
 prompts = st.lists(st.integers(0, 2), max_size=4 * P + 3)
@@ -34,9 +34,7 @@ def test_a_lookup_finds_the_longest_prefix_of_anything_stored(scheme, kept, data
         backend = open_backend(location, max_bytes=64 * MIB, read_only=False)
         with (
             closing(Store(backend)) as writer,
-            closing(
-                Store(backend if scheme == "memory" else open_backend(location, max_bytes=64 * MIB, read_only=False))
-            ) as reader,
+            closing(Store(Lent(backend))) as reader,
         ):
             stored = []
             for _ in range(data.draw(st.integers(1, 12))):

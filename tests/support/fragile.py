@@ -17,7 +17,7 @@ from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.record import Record
 from prefixstore.stats import Counters
 
-__all__ = ["Fragile", "assert_true", "known_keys"]
+__all__ = ["Fragile", "Lent", "assert_true", "known_keys"]
 
 
 class _Counted:
@@ -132,7 +132,7 @@ def assert_true(engine: Engine) -> None:
 
 def assert_same_rows(engine: Engine) -> None:
     """What an engine knows of stored pages for eviction is what is read from the location now."""
-    with closing(Engine(_Lent(engine._backend), engine._budget, POLICIES["lru"](), pick("raw"), Counters())) as fresh:
+    with closing(Engine(Lent(engine._backend), engine._budget, POLICIES["lru"](), pick("raw"), Counters())) as fresh:
         fresh._catalog.load_table(fresh._backend)
         assert rows(engine) == rows(fresh)
         if not engine._catalog._contents.pending:
@@ -150,7 +150,7 @@ def rows(engine: Engine) -> dict[bytes, Any]:
     }
 
 
-class _Lent:
+class Lent:
     """A backend that is not closed with its engine."""
 
     def __init__(self, inner: Any) -> None:
