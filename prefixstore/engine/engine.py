@@ -487,7 +487,8 @@ class Engine:
             How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
         """
         try:
-            self._memory.load()
+            with suppress(StorageError):  # asked again by the next commit
+                self._memory.load()
             n_written = len(self._committer.commit(batch))
         except StorageError as error:
             log.warning("%d pages are dropped: %s", len(batch), error)
