@@ -200,7 +200,7 @@ class Evictor:
             try:
                 with self._catalog.update(backend) as transaction:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
+                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023 - called within the turn
                     used = transaction.used.bytes
             except FullError as error:
                 at_once = fewer(backend, at_once, error)
