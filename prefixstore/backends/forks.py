@@ -135,7 +135,7 @@ def _before_fork() -> None:
             # an error in one does not keep the others from being held; os.fork reports it, and forks
             try:
                 participant.before_fork()
-            except Exception as error:  # noqa: BLE001 - logged
+            except Exception as error:  # noqa: BLE001 - reported when all are done
                 failures.append(error)
             except BaseException as interrupt:  # noqa: BLE001 - raised when all are done
                 failures.append(interrupt)
@@ -185,7 +185,7 @@ def _release(call: Callable[[], None], failures: list[BaseException]) -> None:
     for _ in range(2):
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - logged
+        except Exception as error:  # noqa: BLE001 - reported when all are done
             failures.append(error)
         except BaseException as interrupt:  # noqa: BLE001 - raised when all are done
             failures.append(interrupt)

@@ -200,7 +200,7 @@ class Evictor:
             try:
                 with self._catalog.update(backend) as transaction:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023 - called within the turn
+                    is_left = self._evict(transaction, partial(_holds_more, transaction, enough), at_most=at_once)
                     used = transaction.used.bytes
             except FullError as error:
                 at_once = fewer(backend, at_once, error)
@@ -288,6 +288,10 @@ class Evictor:
         transaction.delete(key)
         self._catalog.after_commit(partial(self._counters.count, "evictions"))
         return True
+
+
+def _holds_more(transaction: Transaction, n_bytes: int) -> bool:
+    return transaction.used.bytes > n_bytes
 
 
 def _most_freed(transaction: Transaction, total: Total) -> int:

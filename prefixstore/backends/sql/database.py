@@ -258,7 +258,7 @@ class Database(ABC):
     def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
         """`View.fetch`."""
 
-    def bypass_cache(self, connection: Connection) -> None:  # noqa: B027 - most databases have nothing to do - a server has no such cache
+    def bypass_cache(self, connection: Connection) -> None:  # noqa: B027 - a server has no such cache
         """Read next from shared storage, not from a cache of this connection."""
 
     @abstractmethod
