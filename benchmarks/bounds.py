@@ -119,7 +119,7 @@ def after_a_failure(kind: str, n_pages: int) -> None:
 
 
 def figure_of_puts(name: str, caller: Caller) -> None:
-    """How long a put takes when there is no space left."""
+    """The median time of a put into a store that is full."""
     with closing(caller.engine):
         for _ in range(105):
             caller.put()

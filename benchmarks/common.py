@@ -54,7 +54,7 @@ def prompt_tokens(llm: llama_cpp.Llama, n: int, seed: int = 0) -> list[int]:
 
 
 def pointer_of(llm: llama_cpp.Llama) -> Any:
-    """The ``llama_context``. An attached store takes it for a change of the context if somebody reads ``llm.ctx``."""
+    """The ``llama_context``. Reading ``llm.ctx`` instead would make it unknown to an attached store."""
     return vars(llm._ctx)["ctx"]
 
 

@@ -116,10 +116,10 @@ class BufferPool:
             if fitting:
                 memory = min(fitting, key=lambda array: array.nbytes)
                 self._idle = [kept for kept in self._idle if kept is not memory]
-                buffer._memory = memory  # noqa: SLF001
+                buffer._memory = memory  # noqa: SLF001 - as above
                 return buffer
         try:
-            buffer._memory = np.empty(size, np.uint8)  # noqa: SLF001
+            buffer._memory = np.empty(size, np.uint8)  # noqa: SLF001 - as above
         except BaseException:
             buffer.abandon()
             raise

@@ -85,7 +85,7 @@ class Stats:
         ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this model, or context, cannot be stored),
         ``"loaded_state"``, ``"changed"`` (the context held more of the prompt than the store, by a state or a change of
         the caller's whose tokens are not known; it was used, and nothing is stored after it), ``"sequence_in_use"``
-        (somebody else uses sequence 1 of the context, which the store needs), ``"context_replaced"`` (the ``Llama`` has
+        (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the ``Llama`` has
         another context than when the store was attached), ``"closed"`` (the ``Llama`` is), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),

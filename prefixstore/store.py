@@ -556,7 +556,7 @@ class PrefixStore:
         self._alive()
         if self._portable is None:
             from prefixstore.llama.hook import register_cache  # noqa: PLC0415 - the extra "llama"
-            from prefixstore.llama.portable.hook import PortableHook  # noqa: PLC0415
+            from prefixstore.llama.portable.hook import PortableHook  # noqa: PLC0415 - an extra
 
             register_cache(PrefixStore)
             self._portable = PortableHook(self._engine, self._parameters)

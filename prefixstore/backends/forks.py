@@ -135,9 +135,9 @@ def _before_fork() -> None:
             # an error in one does not keep the others from being held; os.fork reports it, and forks
             try:
                 participant.before_fork()
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - reported when all are done
                 failures.append(error)
-            except BaseException as interrupt:  # noqa: BLE001
+            except BaseException as interrupt:  # noqa: BLE001 - raised when all are done
                 failures.append(interrupt)
                 continue  # once more in the second call
             _held[participant] = None
@@ -185,9 +185,9 @@ def _release(call: Callable[[], None], failures: list[BaseException]) -> None:
     for _ in range(2):
         try:
             call()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - reported when all are done
             failures.append(error)
-        except BaseException as interrupt:  # noqa: BLE001
+        except BaseException as interrupt:  # noqa: BLE001 - raised when all are done
             failures.append(interrupt)
             continue
         return

@@ -24,7 +24,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
     path
         The directory. It may be a link: then what it points to counts.
     sticky
-        Whether everyone may write to it if nobody can replace the files of others, as in ``/tmp``.
+        Whether everyone may write to it if users cannot replace each other's files, as in ``/tmp``.
 
     Raises
     ------

@@ -225,7 +225,7 @@ def purge(
         done = "deleted and overwritten" if scrubbed else "deleted"
         typer.echo(f"{where}: {removed.pages:,} pages {done}, {format_bytes(removed.bytes)}")
     if not is_known:
-        say(f"{where}: there is no tenant {salt!r}; prefixstore ls shows those that there are")
+        say(f"{where}: there is no tenant {salt!r}; prefixstore ls lists the tenants")
     for key in unknown:
         say(f"{where}: the settings of namespace {key} are damaged, so its tenant is not known; see --namespace")
     if n_newer:

@@ -61,8 +61,8 @@ def fields(values: dict[str, object]) -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, header: bool = True) -> None:
     """Print a table to stdout; columns whose name ends in ``>`` are aligned to the right."""
     from rich import box  # noqa: PLC0415 - costs a quarter of the start
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 - only for tables
+    from rich.table import Table  # noqa: PLC0415 - as above
 
     shown = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False)
     for column in columns:

@@ -345,7 +345,7 @@ class Evictor:
                 self._catalog.load_table(backend)
                 with self._catalog.update(backend) as transaction:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
-                    is_left = self._evict(transaction, lambda: transaction.used.bytes > enough, at_most=at_once)  # noqa: B023
+                    is_left = self._evict(transaction, partial(_holds_more, transaction, enough), at_most=at_once)
                     used = transaction.used.bytes
             except FullError as error:
                 at_once = fewer(backend, at_once, error)
@@ -444,6 +444,10 @@ class _Bound:
     def is_hopeless(self, n: int) -> bool:
         """Whether `n` pages are too much even if all is evicted that can be."""
         return self.too_much(n, self.evictable())
+
+
+def _holds_more(transaction: Transaction, n_bytes: int) -> bool:
+    return transaction.used.bytes > n_bytes
 
 
 def _most_freed(transaction: Transaction, total: Total) -> int:

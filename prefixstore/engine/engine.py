@@ -207,7 +207,7 @@ class Engine:
         if self._queue.close_from_within():
             return
         with self._ending:
-            # a write thread that nobody waits for releases the backend when it ends
+            # a write thread that no caller waits for releases the backend when it ends
             if self._closed or self._queue.is_on_its_own:
                 return
             try:

@@ -452,7 +452,7 @@ class Hook:
     def _is_kept(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
         """Whether an unknown context stays for this prompt; if not, it is emptied.
 
-        It stays if somebody has prepared it since the last completion, and it has more of the prompt than the store.
+        It stays if user code has prepared it since the last completion, and it has more of the prompt than the store.
         llama-cpp-python then continues from it, as it does without a store. It stays for one prompt only, since
         nothing that is computed after it can be stored; but always where it has what cannot be computed again.
         """
@@ -527,7 +527,7 @@ class _Saved:
     unscored: int
 
     def is_still(self, state: LlamaState) -> bool:
-        """Whether nobody has put something else into the state since."""
+        """Whether the state is still as it was saved."""
         n = len(self.tokens)
         return (
             state.llama_state is self.state

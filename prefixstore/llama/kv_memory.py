@@ -208,14 +208,14 @@ class ContextMemory(ABC):
         _, mem = self._pointers()
         llm = self._llm()
         assert llm is not None  # it has a context
-        # first the count: whatever happens next, nobody takes the context for more than it holds
+        # first the count: whatever happens next, the context never seems to hold more than it does
         llm.n_tokens = 0
         llm._requires_eval = True
         llama_cpp.llama_memory_clear(mem, True)
         self.unverified = False
 
     def is_shared(self) -> bool:
-        """Whether somebody else uses the sequence that the store needs for its copies."""
+        """Whether the sequence that the store needs for its copies is in use."""
         _, mem = self._pointers()
         return bool(llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1)
 

@@ -68,7 +68,7 @@ class Lineage:
     in_flight
         Whether the store itself is changing the context. It stays true if that was interrupted, until `settle`.
     is_fresh
-        Whether the context became unknown after the last completion: somebody may have prepared it for the next one.
+        Whether the context became unknown after the last completion: user code may have prepared it for the next one.
     """
 
     def __init__(self, namespace: bytes, page_tokens: int, capacity: int) -> None:

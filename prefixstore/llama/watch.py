@@ -161,7 +161,7 @@ class Watch:
         return self._pointer
 
     def notice(self, caller: FrameType) -> None:
-        """Somebody reads a pointer. The frame is the reader's."""
+        """A pointer is read. The frame is the reader's."""
         if self._lineage.in_flight:
             return
         reader = caller.f_back if caller.f_code is _PASSING_ON else caller
@@ -169,13 +169,13 @@ class Watch:
             self.changed()
 
     def changed(self) -> None:
-        """Somebody is about to change the context."""
+        """The context is about to be changed."""
         with contextlib.suppress(PrefixStoreError):  # it is being closed: there is nothing to undo
             self._settle()
         self._lineage.lose(Unknown.CHANGED)
 
     def replaced(self) -> None:
-        """Somebody sets a pointer, as ``close()`` does; the context may be freed, so nothing can be undone in it."""
+        """A pointer is set, as ``close()`` does; the context may be freed, so nothing can be undone in it."""
         self._lineage.lose(Unknown.CHANGED)
 
     # -- calls with a known meaning -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -202,6 +201,7 @@ def test_no_call_waits_forever_for_a_location_that_hangs(llama, flaky, monkeypat
     flaky().slow = ("update", "sync")
     flaky().gate.clear()
     server.ask(0)
+    writer = store.engine._queue._thread
     started = time.monotonic()
     with pytest.raises(UnavailableError, match="nothing was written"):
         store.flush()
@@ -213,7 +213,7 @@ def test_no_call_waits_forever_for_a_location_that_hangs(llama, flaky, monkeypat
     # three times the timeout set here, not the default one
     assert time.monotonic() - started < 25
     flaky().gate.set()
-    wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "the end of it")
+    wait_for(lambda: not writer.is_alive(), "the end of the write thread")
 
 
 EXIT = """

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -107,13 +106,14 @@ def drained(store):
 def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(store):
     with holder(store.location) as process:
         submit(store, B)
+        writer = store.engine._queue._thread
         started = time.monotonic()
         with suppress(UnavailableError):
             store.engine.close()
         assert time.monotonic() - started < 30
         process.kill()
         process.wait(60)
-    wait_for(lambda: "prefixstore-write" not in {thread.name for thread in threading.enumerate()}, "its thread")
+    wait_for(lambda: not writer.is_alive(), "the end of the write thread")
     again = Store(open_backend(store.location, max_bytes=64 * MIB))
     assert again.fetch(A) == 3
     assert again.put(C) == 3

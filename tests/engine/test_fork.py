@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import contextmanager
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from tests.support.engines import MIB, A, B, C, Store, store_of, wait_for, writer_of
+from tests.support.engines import MIB, A, B, C, Store, gated, store_of, wait_for, writer_of
 
 
 def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
@@ -38,14 +37,7 @@ def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
 def test_a_forked_child_closes_its_own_copy_of_an_engine_that_the_parent_is_closing(tmp_path):
     gate = threading.Event()
 
-    class Gated(LMDBBackend):
-        @contextmanager
-        def update(self):
-            gate.wait(20)
-            with super().update() as transaction:
-                yield transaction
-
-    store = Store(Gated(tmp_path, MIB))
+    store = Store(gated(LMDBBackend, gate)(tmp_path, MIB))
     for new in store.pages(A):
         assert store.engine.submit(new)
     store.engine.close_soon()

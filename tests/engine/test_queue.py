@@ -15,7 +15,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.testing import FaultyBackend, SlowBackend
-from tests.support.engines import MIB, NS, A, B, P, Store, state_of, store_of, wait_for, writer_of
+from tests.support.engines import MIB, NS, A, B, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.fragile import known_keys
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
@@ -98,14 +98,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
 def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     gate = threading.Event()
 
-    class Gated(MemoryBackend):
-        @contextmanager
-        def update(self):
-            gate.wait(20)
-            with super().update() as transaction:
-                yield transaction
-
-    with store_of(Gated()) as store, writer_of(store, queue_bytes=2500) as writer:
+    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store, queue_bytes=2500) as writer:
         for number in (1, 2):
             (new,) = store.pages([number] * 4)
             assert writer.submit(new)

@@ -52,7 +52,7 @@ def test_a_stream_that_was_aborted_within_a_page_is_stored(llama, store):
         then()
         assert store.match(tokens).n_tokens == len(tokens)
         store.clear()
-    # what a Llama that is not attached holds, nobody vouches for at a lookup
+    # what a Llama that is not attached holds is not trusted at a lookup
     store.detach()
     llm.reset()
     llm.eval(tokens)

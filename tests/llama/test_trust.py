@@ -406,7 +406,7 @@ def test_what_is_no_token_stays_for_every_prompt_that_continues_it(contexts, n):
         assert stored_sequences(store) == []
         assert answer(llm, TEXT, 1)  # another prompt
         assert store.match(TEXT).n_tokens == len(TEXT)
-    # nobody can vouch for what is no token
+    # what is no token cannot be trusted
     prepare(llm, 20, -1)
     with PrefixStore("memory:", namespace="n", **PAGES) as store:
         assert store.capture(llm) == 0
@@ -498,7 +498,7 @@ def test_methods_that_a_user_put_over_those_of_a_store_that_is_gone_still_work(c
 # -- what ends early --------------------------------------------------------------------------------------------------
 
 
-def test_sequence_1_that_somebody_else_uses_is_left_alone(contexts):
+def test_sequence_1_is_left_alone_if_it_is_in_use(contexts):
     llm, plain, _ = contexts()
     with PrefixStore("memory:", llm, **PAGES) as store:
         llm.set_cache(store)

@@ -32,6 +32,7 @@ __all__ = [
     "Store",
     "Writer",
     "entry",
+    "gated",
     "put_snapshots",
     "snapshot_of",
     "state_of",
@@ -185,6 +186,19 @@ def put_snapshots(store, tokens, positions) -> int:
     """Store the pages of a sequence, which hold tokens only, and snapshots at these positions."""
     store.put(tokens[: len(tokens) - len(tokens) % P], 0)
     return store.engine.commit([new for n in positions if store.engine.announce(new := snapshot_of(store, tokens[:n]))])
+
+
+def gated(kind, gate):
+    """A kind of backend whose transactions wait for an event."""
+
+    class Gated(kind):
+        @contextmanager
+        def update(self):
+            gate.wait(20)
+            with super().update() as transaction:
+                yield transaction
+
+    return Gated
 
 
 def entry(n_tokens=P, size=1000):

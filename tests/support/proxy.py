@@ -31,7 +31,7 @@ class Proxy:
         threading.Thread(target=self.accept, daemon=True).start()
 
     def accept(self) -> None:
-        """Connect whoever comes, until `close`."""
+        """Accept connections until `close`."""
         with suppress(OSError):
             while True:
                 near, _ = self.listener.accept()

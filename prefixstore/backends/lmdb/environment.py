@@ -210,7 +210,9 @@ class Environment:
         """
         with suppress(OSError):
             found = (self.path / DATA).stat()
-            if any(one._identity == (found.st_dev, found.st_ino) for one in _open.values() if one is not self):  # noqa: SLF001
+            identity = found.st_dev, found.st_ino
+            others = (one for one in _open.values() if one is not self)
+            if any(one._identity == identity for one in others):  # noqa: SLF001 - of the same class
                 return  # it is open under another name
         deadline = time.monotonic() + OPEN_SECONDS
         while (pid := writer_of(self.path / LOCK)) is not None:

@@ -227,7 +227,7 @@ class Database(ABC):
     def require_space(self, connection: Connection, n_bytes: int) -> None:  # noqa: B027 - a server knows its disk
         """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
 
-    def after_full(self, connection: Connection) -> None:  # noqa: B027
+    def after_full(self, connection: Connection) -> None:  # noqa: B027 - most databases have nothing to do
         """Free disk space after a transaction that has found none."""
 
     def rows(

@@ -8,7 +8,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, Pool
 
 __all__ = ["IdlePool"]
 
-# so many connections are kept open while nobody uses them
+# so many connections are kept open while they are not used
 IDLE = 5
 
 
@@ -22,7 +22,7 @@ class IdlePool(Pool):
     _idle: deque[ConnectionPoolEntry]
 
     def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        super().__init__(*arguments, **options)  # type: ignore[arg-type] # passed on as they are
         self._idle = deque()
 
     def _do_get(self) -> ConnectionPoolEntry:

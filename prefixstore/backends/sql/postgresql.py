@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -211,14 +211,17 @@ class PostgreSQL(Database):
         return engine
 
     @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        with self.connection() as connection:
+    def connection(self) -> Iterator[Connection]:
+        with super().connection() as connection:
+            # the one that used it before may have accepted more
             _accept_silence(connection, SILENT_READING)
             yield connection
 
+    def reading(self) -> AbstractContextManager[Connection]:
+        return self.connection()
+
     def begin(self, connection: Connection) -> None:
-        # waits for no lock: a connection that was lost is found before anything is sent over it
-        _accept_silence(connection, SILENT_READING)
+        # what follows may wait for a lock
         again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
         _accept_silence(connection, SILENT_WRITING)
 

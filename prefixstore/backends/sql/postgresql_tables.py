@@ -18,7 +18,7 @@ from prefixstore.errors import IncompatibleError
 
 __all__ = ["SET_SEARCH_PATH", "require_our_columns", "require_plain_tables"]
 
-_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call]
+_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call] # SQLAlchemy does not annotate it
 NAMES = sorted([*METADATA.tables, VERSION_TABLE])
 _NAMED = ", ".join(f"'{name}'" for name in NAMES)
 
@@ -152,7 +152,7 @@ def _expected_constraints() -> set[tuple[str, ...]]:
     expected: set[tuple[str, ...]] = {(VERSION_TABLE, "PRIMARY KEY (version_num)")}
     for table in METADATA.sorted_tables:
         for constraint in table.constraints:
-            names = ", ".join(column.name for column in constraint.columns)  # type: ignore[attr-defined]
+            names = ", ".join(column.name for column in constraint.columns)  # type: ignore[attr-defined] # of a unique one
             if isinstance(constraint, PrimaryKeyConstraint):
                 expected.add((table.name, f"PRIMARY KEY ({names})"))
             elif isinstance(constraint, ForeignKeyConstraint):
