@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -91,6 +91,13 @@ class _View(View):
     def payload(self, key: bytes) -> Buffer | None:
         entry = self._entry(key)
         return entry.payload if entry is not None else None
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        for key in keys:
+            entry = self._entry(key)
+            if entry is None:
+                return
+            yield entry.record, entry.payload
 
     def payload_keys(self) -> Iterator[bytes]:
         return (key for key, _ in self._items())

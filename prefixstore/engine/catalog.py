@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
+from heapq import nsmallest
 from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Transaction, View
@@ -600,6 +601,20 @@ class Catalog:
             keys = {new.page.key for new in batch}
             self._contents.writing -= keys
             self._contents.uncommitted -= keys
+
+    # -- packing ------------------------------------------------------------------------------------------------------
+
+    def coldest(self, n: int) -> list[Page]:
+        """Raw pages that are stored and not pending, leaves or not, in the order of eviction; at most `n`."""
+        with self._lock:
+            index, pending = self._contents.index, self._contents.pending
+            self._policy.prepare(len(index))
+            pages = [
+                page
+                for page in index.pages.values()
+                if page.stored_bytes == page.raw_bytes > 0 and page.may_be_victim and page.key not in pending
+            ]
+            return nsmallest(n, pages, key=self._policy.rank)
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,11 @@ def violations(view: View, budget: Budget) -> list[Violation]:
         if record.namespace not in namespaces:
             found.append(Violation("namespace", key.hex(), f"namespace {record.namespace.hex()} has no settings"))
         found += [Violation(rule, key.hex(), message) for rule, message in _place(record, records, foreign)]
-        found += [Violation("payload", key.hex(), message) for message in _payload(view, key, record)]
+        problems = _payload(view, key, record)
+        if problems and (now := _record_now(view, key, record)) != record:
+            # this view sees later commits: since the records were read, the page was replaced or deleted
+            problems = _payload(view, key, now) if now is not None else []
+        found += [Violation("payload", key.hex(), message) for message in problems]
     for key in view.payload_keys():
         if key not in records and key not in foreign:
             found.append(Violation("orphan", key.hex(), "a payload without a record"))
@@ -80,6 +84,13 @@ def _place(record: Record, records: dict[bytes, Record], foreign: set[bytes]) ->
     if parent.namespace != record.namespace:
         problems.append(("namespace", "its parent is in another namespace"))
     return problems
+
+
+def _record_now(view: View, key: bytes, record: Record) -> Record | None:
+    try:
+        return view.record(key)
+    except (CorruptError, IncompatibleError):
+        return record
 
 
 def _payload(view: View, key: bytes, record: Record) -> list[str]:

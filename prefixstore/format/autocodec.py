@@ -26,6 +26,8 @@ MIN_SPEED = 0.8
 ASSUMED_SECONDS_PER_BYTE = 3e-11
 # of codecs whose savings differ by no more than this, the fastest is chosen
 SAVING_TOLERANCE = 0.01
+# where space is short, any saving pays: as if reading a byte of the location took a second
+SHORT_OF_SPACE = 1.0
 # threads that unpack for one restore
 UNPACKERS = min(4, os.cpu_count() or 1)
 
@@ -116,16 +118,35 @@ class Encoder(ABC):
 
     Attributes
     ----------
+    adapts
+        Whether stored pages may be packed when space is short, and unpacked when there is room again.
+    is_short_of_space
+        Whether pages are to be packed however long it takes to unpack them. It matters only to an encoder that adapts.
     read_rate
         Of the location; readers update it.
     """
 
+    adapts = False
+
     def __init__(self) -> None:
+        self.is_short_of_space = False
         self.read_rate = ReadRate()
 
     @abstractmethod
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
         """The number of the codec and the stored form of a page."""
+
+    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        """As a call, but the form that saves most, however long it takes to unpack."""
+        return self(namespace, raw)
+
+    def may_save(self, namespace: bytes) -> bool:
+        """Whether `smallest` may be smaller than the page, as far as is known of this namespace."""
+        return False
+
+    def may_stay_raw(self, namespace: bytes) -> bool:
+        """Whether a call may return the page as it is, as far as is known of this namespace."""
+        return True
 
 
 class FixedCodec(Encoder):
@@ -149,6 +170,7 @@ class AutoCodec(Encoder):
 
     PAGES_MEASURED = 2
     PAGES_BETWEEN = 64
+    adapts = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,17 +179,35 @@ class AutoCodec(Encoder):
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        return self._pack(namespace, raw, self._seconds_per_byte)
+
+    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        return self._pack(namespace, raw, SHORT_OF_SPACE)
+
+    def may_save(self, namespace: bytes) -> bool:
+        known = self._known.get(namespace)
+        return known is None or choose(known, SHORT_OF_SPACE) != "raw"
+
+    def may_stay_raw(self, namespace: bytes) -> bool:
+        known = self._known.get(namespace)
+        return known is None or choose(known, self._seconds_per_byte) == "raw"
+
+    @property
+    def _seconds_per_byte(self) -> float | None:
+        return SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
+
+    def _pack(self, namespace: bytes, raw: Buffer, seconds_per_byte: float | None) -> tuple[int, Buffer]:
         turn = self._seen.get(namespace, 0) % (self.PAGES_MEASURED + self.PAGES_BETWEEN)
         self._seen[namespace] = turn + 1
         known = self._known.get(namespace, {})
         if known and turn >= self.PAGES_MEASURED:
-            return encode(raw, choose(known, self.read_rate.seconds_per_byte))
+            return encode(raw, choose(known, seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}
         figures = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
         if known and turn:
             figures = {name: known[name] + figure for name, figure in figures.items()}
         self._known[namespace] = figures
-        return packed[choose(figures, self.read_rate.seconds_per_byte)]
+        return packed[choose(figures, seconds_per_byte)]
 
 
 def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:

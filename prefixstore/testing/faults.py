@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -42,6 +42,15 @@ class _WrappedView(View):
     def payload(self, key: bytes) -> Buffer | None:
         self._before("payload")
         return self._view.payload(key)
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        for key in keys:
+            self._before("record")
+            self._before("payload")
+            found = list(self._view.fetch([key]))
+            if not found:
+                return
+            yield from found
 
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()

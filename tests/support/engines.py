@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,10 @@ __all__ = [
     "P",
     "Store",
     "Writer",
+    "compressible",
     "entry",
     "put_snapshots",
+    "rest",
     "snapshot_of",
     "state_of",
     "store_of",
@@ -68,6 +71,21 @@ def state_of(key: bytes, size: int = 1000) -> bytes:
     return np.random.default_rng(int.from_bytes(key, "little")).bytes(size)
 
 
+def compressible(key: bytes, size: int = 1000) -> bytes:
+    """The state of a page as models make them: 16-bit floats, of which the upper bytes can be compressed."""
+    values = np.random.default_rng(int.from_bytes(key, "little")).standard_normal(-(-size // 2))
+    return values.astype(np.float16).tobytes()[:size]
+
+
+def rest(engine: Engine, at_most: int = 1000) -> int:
+    """Let an engine do its idle work in this thread, until nothing is left; how many pieces there were."""
+    for n in range(at_most):
+        if not engine.has_idle_work:
+            return n
+        engine.do_idle_work()
+    raise AssertionError("there is always more to do")
+
+
 @dataclass
 class Store:
     """An engine, and what a test does with it."""
@@ -75,6 +93,9 @@ class Store:
     backend: Any
     max_bytes: int = 64 * MIB
     max_entries: int | None = None
+    high_water: float = Budget.high_water
+    low_water: float = Budget.low_water
+    state_of: Callable[[bytes, int], bytes] = state_of
     codec: str = "raw"
     quota: Quota = field(default_factory=Quota)
     settings: bytes = b'{"n":1}'
@@ -87,7 +108,7 @@ class Store:
     def open(self, **options):
         """A new engine on the backend."""
         self.counters = Counters()
-        budget = Budget(self.max_bytes, self.max_entries, self.quota)
+        budget = Budget(self.max_bytes, self.max_entries, self.quota, self.high_water, self.low_water)
         self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
@@ -99,7 +120,7 @@ class Store:
             key = page_key(parent, piece)
             if self.engine.wants(namespace, parent, piece) or news:
                 buffer = self.buffers.acquire(size)
-                buffer.view[:] = state_of(key, size)
+                buffer.view[:] = self.state_of(key, size)
                 news.append(PendingPage.of(namespace, self.settings, parent, start // 4, piece, buffer))
             parent = key
         return news
@@ -129,7 +150,7 @@ class Store:
         loaded = []
         with self.engine.fetching(path.pages, **options) as states:
             for page, state in zip(path.pages, states, strict=False):
-                assert bytes(state) == state_of(page.key, len(state))
+                assert bytes(state) == self.state_of(page.key, len(state))
                 loaded.append(page)
         self.engine.touch(NS, loaded)
         return len(loaded)
