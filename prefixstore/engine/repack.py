@@ -19,7 +19,7 @@ from prefixstore.backends.base import Transaction, View
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.autocodec import Encoder
+from prefixstore.format.autocodec import MIN_SAVING, Encoder
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import Buffer, Record, checksum
 from prefixstore.stats import Counters
@@ -127,7 +127,7 @@ class Repacker:
                 self._refuse(one.record.key, error)
                 continue
             codec, payload = self._encode.smallest(one.record.namespace, state)
-            if codec == RAW:
+            if codec == RAW or len(payload) > (1 - MIN_SAVING) * len(state):
                 self._keep_raw(one.record.key)
                 continue
             new = _record(one.record, codec, payload)
@@ -219,21 +219,15 @@ class Repacker:
         stored = transaction.records([one.old.key for one in replacements])
         packed = unpacked = 0
         for one in replacements:
-            key, size = one.old.key, len(one.payload)
+            key = one.old.key
             record, usage = stored.get(key, (None, None))
             if record != one.old or usage is None:
                 continue  # deleted, replaced, or packed by another process meanwhile
-            cost, before = transaction.cost(one.new, size), transaction.cost(one.old, one.old.stored_bytes)
-            if one.new.codec == RAW:
-                if transaction.used.bytes + cost > limit:
-                    continue
-                unpacked += 1
-            elif cost >= before:
-                # small pages: the location stores whole pages of a file
-                self._keep_raw(key)
+            is_raw = one.new.codec == RAW
+            if is_raw and transaction.used.bytes + transaction.cost(one.new, len(one.payload)) > limit:
                 continue
-            else:
-                packed += 1
+            packed += not is_raw
+            unpacked += is_raw
             transaction.put(key, one.new, usage, one.payload)
         for name, n in (("packed", packed), ("unpacked", unpacked)):
             if n:

@@ -16,7 +16,18 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
-__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadRate", "choose", "encode", "pick"]
+__all__ = [
+    "MIN_SAVING",
+    "UNPACKERS",
+    "AutoCodec",
+    "Encoder",
+    "Figures",
+    "FixedCodec",
+    "ReadRate",
+    "choose",
+    "encode",
+    "pick",
+]
 
 # a codec must save this share of the bytes
 MIN_SAVING = 0.02

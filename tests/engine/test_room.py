@@ -336,7 +336,8 @@ def test_a_location_that_is_slow_to_read_keeps_its_pages_packed(monkeypatch):
 
 
 def test_another_process_restores_the_pages_that_were_packed(tmp_path):
-    options = {"max_bytes": 23 * 6 * 4096, "codec": "auto", "state_of": compressible, "high_water": 0.9}
+    options = {"max_bytes": 26 * 6 * 4096, "codec": "auto", "state_of": compressible}
+    options |= {"high_water": 0.8, "low_water": 0.75}
     with two_stores(tmp_path, **options) as (one, two):
         for number in range(20):
             one.put(single(number), SIZE)
