@@ -16,6 +16,7 @@ from benchmarks import (
     generation,
     lookup,
     outages,
+    packing,
     restore,
     sweep,
     warming,
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Any] = {
     "warming": warming,
     "codecs": codecs,
     "eviction": eviction,
+    "packing": packing,
     "outages": outages,
 }
 

@@ -1,4 +1,4 @@
-"""A lease in a location: one engine at a time does the work, and one that died does not keep others from it for long."""
+"""A lease in a location: one engine at a time does the work, and a dead one does not keep others from it for long."""
 
 from __future__ import annotations
 
