@@ -220,6 +220,7 @@ class Engine:
             try:
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
+                    self._room.close()
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:

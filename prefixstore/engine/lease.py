@@ -32,6 +32,8 @@ class Lease:
     def __init__(self, name: bytes) -> None:
         self._name = name
         self._owner = os.urandom(16)
+        # by the clock of this process
+        self._valid_until = 0.0
 
     def is_free(self, view: View) -> bool:
         """Whether no other engine holds it."""
@@ -45,7 +47,19 @@ class Lease:
             return False
         if owner != self._owner or left < SECONDS / 2:
             transaction.put_note(self._name, VALUE.pack(self._owner, time.time_ns() + int(SECONDS * 1e9)))
+            self._valid_until = time.monotonic() + SECONDS
         return True
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether this engine has taken it, and it has not expired."""
+        return time.monotonic() < self._valid_until
+
+    def release(self, transaction: Transaction) -> None:
+        """Give the lease back, if this engine holds it: others need not wait until it expires."""
+        if self._read(transaction)[0] == self._owner:
+            transaction.put_note(self._name, None)
+        self._valid_until = 0.0
 
     def _read(self, view: View) -> tuple[bytes, float]:
         """The owner, and for how many seconds the lease is valid; 0 if it is not."""

@@ -108,6 +108,12 @@ class Room:
         """Whether `step` has something to do."""
         return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
 
+    def close(self) -> None:
+        """Let another process make room from now on. Raises `StorageError`."""
+        if self._lease.may_be_held:
+            with self._backend.update() as transaction:
+                self._lease.release(transaction)
+
     # -- doing it -----------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
