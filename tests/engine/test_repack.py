@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.backends.memory import MemoryBackend, _View
 from prefixstore.engine import repack
 from prefixstore.engine.repack import Repacker
 from prefixstore.errors import UnavailableError
@@ -184,6 +184,50 @@ def test_an_index_that_does_not_know_yet_that_pages_are_packed_restores_them(sto
         with store.engine.fetching(path.pages, streamed=streamed) as states:
             assert [bytes(state) for state in states] == [compressible(page.key, SIZE) for page in path.pages]
             assert states.verified() == 3
+
+
+def test_a_page_in_memory_that_is_replaced_while_it_is_fetched_is_whole(monkeypatch):
+    with store_of(codec="auto", state_of=compressible) as store:
+        store.put(A, SIZE)
+        repacker = repacker_of(store)
+        forms = [prepared(store, repacker)]
+        entry_of = _View._entry
+
+        def entry(view, key):
+            found = entry_of(view, key)
+            if forms:
+                replaced(store, repacker, forms.pop())
+            return found
+
+        path = store.engine.match(NS, as_tokens(A), P)
+        with store.backend.view() as view:
+            monkeypatch.setattr(_View, "_entry", entry)
+            for record, payload in view.fetch([page.key for page in path.pages]):
+                assert bytes(decode(record, payload)) == compressible(record.key, SIZE)
+        assert store.counters["packed"] == 3
+
+
+def test_a_check_that_sees_later_commits_finds_nothing_wrong_with_a_page_that_is_replaced_meanwhile(monkeypatch):
+    with store_of(codec="auto", state_of=compressible) as store:
+        store.put(A, SIZE)
+        repacker = repacker_of(store)
+        forms = [prepared(store, repacker)]
+        payload_of = _View.payload
+
+        def payload(view, key):
+            if forms:
+                replaced(store, repacker, forms.pop())
+            return payload_of(view, key)
+
+        monkeypatch.setattr(_View, "payload", payload)
+        assert store.engine.check() == []
+        assert forms == []
+        # but damage is found
+        with store.backend.update() as transaction:
+            key = next(transaction.scan())[0]
+            transaction.put(key, transaction.record(key), Usage(1), b"damaged")
+        assert [violation.rule for violation in store.engine.check()] == ["payload"]
+        store.engine.clear(None)
 
 
 # -- never the wrong state ---------------------------------------------------------------------------------------------
