@@ -281,7 +281,7 @@ class IdleWork:
     def __init__(self, pieces):
         self.left = pieces
         self.done = 0
-        self.has_deferred = False
+        self.has_deferred = self.stays_deferred = False
         self.done_at_commits = []
         self.started, self.gate = threading.Event(), threading.Event()
 
@@ -291,7 +291,7 @@ class IdleWork:
 
     def commit(self, batch):
         self.done_at_commits.append(self.done)
-        self.has_deferred = False
+        self.has_deferred = self.stays_deferred
 
     def do_idle_work(self):
         if not self.left:
@@ -376,15 +376,18 @@ def test_closing_gives_up_on_idle_work_that_hangs(monkeypatch):
     work.gate.set()
 
 
-def test_changes_without_pages_are_not_committed_at_each_piece_of_idle_work():
-    work = IdleWork(500)
+def test_changes_without_pages_are_not_committed_at_each_piece_of_idle_work(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.DEFERRED_SECONDS", 1000.0)
+    work = IdleWork(20)
+    work.has_deferred = work.stays_deferred = True
     work.gate.set()
     with queue_of(work) as queue:
         queue.put(a_page(queue))
-        wait_for(lambda: work.done > 0, "the idle work")
-        work.has_deferred = True
-        wait_for(lambda: work.done == 500 or work.n_commits > 1, "the rest")
+        wait_for(lambda: work.done == 20, "the idle work")
         assert work.n_commits == 1
+        # but when somebody asks for it
+        queue.drain()
+        assert work.n_commits == 2
 
 
 def test_idle_work_that_fails_does_not_end_the_thread(caplog):

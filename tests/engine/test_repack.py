@@ -387,5 +387,7 @@ def test_used_pages_that_wait_are_bounded_and_the_most_recent_come_first(monkeyp
         repacker = repacker_of(store)
         repacker.want(NS, pages)
         with store.backend.view() as view:
+            assert repacker.wanted(view, 100) == []
+            repacker.want(NS, pages)
             found = repacker.wanted(view, NO_LIMIT)
         assert [one.record.key for one in found] == [pages[2].key, pages[1].key]
