@@ -24,12 +24,12 @@ from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import Buffer, Record, checksum
 from prefixstore.stats import Counters
 
-__all__ = ["Found", "Repacker", "Replacement"]
+__all__ = ["STEP_BYTES", "Found", "Repacker", "Replacement"]
 
 log = logging.getLogger("prefixstore")
 
 RAW = CODECS["raw"]
-# What is read and written in one step: transactions stay short, and there is memory for all of it.
+# What is read and written in one step at most: transactions stay short, and there is memory for all of it.
 STEP_BYTES = 8 << 20
 STEP_PAGES = 16
 # How many of the coldest pages are asked for at a time, and at most if none of them can be packed.
@@ -82,8 +82,8 @@ class Repacker:
 
     # -- packing ------------------------------------------------------------------------------------------------------
 
-    def coldest(self, view: View) -> list[Found]:
-        """The coldest raw pages, as many as one step packs; empty if none is left that may get smaller.
+    def coldest(self, view: View, n_bytes: int = STEP_BYTES) -> list[Found]:
+        """The coldest raw pages, up to the one that reaches `n_bytes`; empty if none is left that may get smaller.
 
         The catalog has to be up to date with the view.
         """
@@ -93,7 +93,7 @@ class Repacker:
             self._coldest.extend(self._ask())
         found: list[Found] = []
         size = 0
-        while self._coldest and len(found) < STEP_PAGES and size < STEP_BYTES:
+        while self._coldest and len(found) < STEP_PAGES and size < n_bytes:
             page = self._coldest.popleft()
             one = self._read(view, page) if self._may_get_smaller(page) else None
             if one is not None and one.record.codec == RAW:
@@ -169,11 +169,11 @@ class Repacker:
         with self._lock:
             self._wanted.clear()
 
-    def wanted(self, view: View, room: int) -> list[Found]:
-        """Used pages that are packed, the most recent first: as many as one step unpacks, and as `room` bytes take."""
+    def wanted(self, view: View, room: int, n_bytes: int = STEP_BYTES) -> list[Found]:
+        """Used pages that are packed, the most recent first: up to `n_bytes`, and as many as `room` bytes take."""
         found: list[Found] = []
         size = grown = 0
-        while len(found) < STEP_PAGES and size < STEP_BYTES:
+        while len(found) < STEP_PAGES and size < n_bytes:
             with self._lock:
                 page = self._wanted.popitem()[1] if self._wanted else None
             if page is None:

@@ -17,7 +17,7 @@ from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor, fewer
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
 from prefixstore.engine.lease import Lease
-from prefixstore.engine.repack import Repacker, Replacement
+from prefixstore.engine.repack import STEP_BYTES, Repacker, Replacement
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 
@@ -28,6 +28,8 @@ log = logging.getLogger("prefixstore")
 NOTHING_WANTED = Used(NO_LIMIT, NO_LIMIT)
 # of one core, for packing and unpacking
 SHARE_OF_TIME = 0.25
+# A step repacks no more than this part of the budget: what a transaction replaces is free for a later one only.
+SHARE_OF_BUDGET = 16
 # Pages deleted in one step: others wait for its transaction, and a batch of pages for the step.
 PAGES_AT_ONCE = 64
 # seconds until the location is asked again: while another process makes room there, and after failures
@@ -83,6 +85,7 @@ class Room:
         # what the location should hold at most
         self._wanted = NOTHING_WANTED
         self._at_once = PAGES_AT_ONCE
+        self._most_bytes = self._step_bytes = min(STEP_BYTES, budget.max_bytes // SHARE_OF_BUDGET)
         self._has_space_to_pack = True
         self._n_failures = 0
 
@@ -126,6 +129,11 @@ class Room:
             if self._n_failures == 1:
                 log.warning("no room can be made in idle time: %s", error)
             return min(PAUSE * 2.0**self._n_failures, LONGEST_PAUSE)
+        except BaseException:
+            # a fault of the store, or an interrupt: not the same again and again
+            self._stop()
+            self._repacker.forget_wanted()
+            raise
         self._n_failures = 0
         return pause if pause is not None else (self._clock() - started) * (1 / SHARE_OF_TIME - 1)
 
@@ -140,7 +148,7 @@ class Room:
             if not self._lease.is_free(view):
                 return PAUSE
             packs = used.bytes > self._wanted.bytes and self._has_space_to_pack
-            found = self._repacker.coldest(view) if packs else []
+            found = self._repacker.coldest(view, self._step_bytes) if packs else []
         # not in the view: a location cannot reuse what an open one may see
         if found:
             packed = self._repacker.pack(found)
@@ -161,6 +169,7 @@ class Room:
         """There is enough room, or none can be made."""
         self._wanted = NOTHING_WANTED
         self._has_space_to_pack = True
+        self._step_bytes = self._most_bytes
 
     def _replace(self, replacements: Sequence[Replacement]) -> None:
         """Write other forms of pages, in one transaction."""
@@ -170,9 +179,10 @@ class Room:
                     return
                 self._repacker.replace(transaction, replacements, self._low.bytes)
         except FullError as error:
-            # What a transaction replaces is free for a later one only. If there is no space for that: evict first.
-            log.info("no space to pack pages: %s", error)
-            self._has_space_to_pack = False
+            log.info("no space to pack %d pages at once: %s", len(replacements), error)
+            # fewer at a time; if there is no space even for one, evict first
+            self._step_bytes //= 4
+            self._has_space_to_pack = len(replacements) > 1
             with suppress(FullError):
                 self._backend.reclaim()
 
@@ -202,7 +212,7 @@ class Room:
                 return None
             if not self._lease.is_free(view):
                 return PAUSE
-            found = self._repacker.wanted(view, room)
+            found = self._repacker.wanted(view, room, self._step_bytes)
         unpacked = self._repacker.unpack(found)
         if unpacked:
             self._replace(unpacked)

@@ -323,14 +323,12 @@ def test_a_page_that_gets_hardly_smaller_stays_raw():
 
 
 def test_a_step_is_bounded_in_bytes_and_in_pages(monkeypatch):
-    monkeypatch.setattr(repack, "STEP_BYTES", 2 * SIZE)
     with store_of(codec="auto", state_of=compressible) as store:
         for tokens in (A, B):
             store.put(tokens, SIZE)
         repacker = repacker_of(store)
         with store.backend.view() as view:
-            assert [len(repacker.coldest(view)) for _ in range(4)] == [2, 2, 2, 2]
-    monkeypatch.setattr(repack, "STEP_BYTES", MIB)
+            assert [len(repacker.coldest(view, 2 * SIZE)) for _ in range(4)] == [2, 2, 2, 2]
     monkeypatch.setattr(repack, "STEP_PAGES", 3)
     with store_of(codec="auto", state_of=compressible) as store:
         store.put(list(range(20)), SIZE)

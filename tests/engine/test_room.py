@@ -411,6 +411,18 @@ def test_a_location_that_fails_is_left_alone_for_a_while_and_nothing_is_lost(ope
     store.close()
 
 
+def test_where_there_is_space_to_pack_a_few_pages_only_these_are_packed_at_a_time(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.room.SHARE_OF_BUDGET", 1)
+    store = filled(20)
+    room = store.engine._room
+    room._backend = FaultyBackend(store.backend, "put", FullError("no space"), at=3, times=1)
+    rest(store.engine)
+    assert room._backend.failures == 1
+    assert store.counters["packed"] > 0
+    assert store.counters["evictions"] == 0
+    store.close()
+
+
 def test_a_location_without_space_to_pack_evicts_instead():
     store = filled(20)
     room = store.engine._room
@@ -420,6 +432,19 @@ def test_a_location_without_space_to_pack_evicts_instead():
     assert store.counters["evictions"] > 0
     assert used(store).bytes <= store.max_bytes * 0.9
     assert not store.engine._encode.is_short_of_space
+    store.close()
+
+
+def test_a_fault_of_the_store_ends_the_work_until_the_next_commit(monkeypatch):
+    store = filled(20)
+    monkeypatch.setattr(type(store.engine._encode), "smallest", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        store.engine.do_idle_work()
+    assert not store.engine.has_idle_work
+    monkeypatch.undo()
+    store.engine.commit([])
+    rest(store.engine)
+    assert store.counters["packed"] > 0
     store.close()
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.budget import NO_LIMIT, Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.repack import Repacker
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.stats import Counters
@@ -34,6 +35,7 @@ __all__ = [
     "Writer",
     "compressible",
     "entry",
+    "pack_all",
     "put_snapshots",
     "rest",
     "snapshot_of",
@@ -218,3 +220,17 @@ def wait_for(condition, what="it"):
     while not condition():
         assert time.monotonic() < until, f"{what} did not happen within 20 s"
         time.sleep(0.002)
+
+
+def pack_all(engine: Engine) -> int:
+    """Pack all raw pages of an engine's location, as if space were short; how many were."""
+    repacker = Repacker(engine._catalog, engine._encode, engine.counters)
+    before = engine.counters["packed"]
+    while True:
+        with engine.view() as view:
+            found = repacker.coldest(view)
+        if not found:
+            return engine.counters["packed"] - before
+        packed = repacker.pack(found)
+        with engine._catalog.update(engine._backend) as transaction:
+            repacker.replace(transaction, packed, NO_LIMIT)
