@@ -65,7 +65,7 @@ class Repacker:
     catalog
         Knows the coldest pages, and is told which ones are damaged.
     encode
-        Packs states; unless it adapts, no page is replaced.
+        Packs states, and says which pages may be replaced.
     counters
         Counts pages that were packed and unpacked.
     """
@@ -87,8 +87,6 @@ class Repacker:
 
         The catalog has to be up to date with the view.
         """
-        if not self._encode.adapts:
-            return []
         if not self._coldest:
             self._coldest.extend(self._ask())
         found: list[Found] = []
@@ -149,8 +147,8 @@ class Repacker:
 
     def want(self, namespace: bytes, pages: Sequence[Page]) -> None:
         """These pages were restored: those that are packed may be unpacked."""
-        packed = [page for page in pages if 0 < page.stored_bytes < page.raw_bytes] if self._encode.adapts else []
-        if not packed or not self._encode.may_stay_raw(namespace):
+        packed = [page for page in pages if 0 < page.stored_bytes < page.raw_bytes]
+        if not packed or not self._encode.may_be_raw(namespace):
             return
         with self._lock:
             for page in packed:

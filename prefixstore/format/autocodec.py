@@ -129,15 +129,11 @@ class Encoder(ABC):
 
     Attributes
     ----------
-    adapts
-        Whether stored pages may be packed when space is short, and unpacked when there is room again.
     is_short_of_space
-        Whether pages are to be packed however long it takes to unpack them. It matters only to an encoder that adapts.
+        Whether pages are to be packed however long it takes to unpack them. A codec that the user has chosen is kept.
     read_rate
         Of the location; readers update it.
     """
-
-    adapts = False
 
     def __init__(self) -> None:
         self.is_short_of_space = False
@@ -152,12 +148,12 @@ class Encoder(ABC):
         return self(namespace, raw)
 
     def may_save(self, namespace: bytes) -> bool:
-        """Whether `smallest` may be smaller than the page, as far as is known of this namespace."""
+        """Whether a stored page may be packed when space is short, as far as is known of its namespace."""
         return False
 
-    def may_stay_raw(self, namespace: bytes) -> bool:
-        """Whether a call may return the page as it is, as far as is known of this namespace."""
-        return True
+    def may_be_raw(self, namespace: bytes) -> bool:
+        """Whether a stored page may be unpacked when there is room, as far as is known of its namespace."""
+        return False
 
 
 class FixedCodec(Encoder):
@@ -181,7 +177,6 @@ class AutoCodec(Encoder):
 
     PAGES_MEASURED = 2
     PAGES_BETWEEN = 64
-    adapts = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +194,7 @@ class AutoCodec(Encoder):
         known = self._known.get(namespace)
         return known is None or choose(known, SHORT_OF_SPACE) != "raw"
 
-    def may_stay_raw(self, namespace: bytes) -> bool:
+    def may_be_raw(self, namespace: bytes) -> bool:
         known = self._known.get(namespace)
         return known is None or choose(known, self._seconds_per_byte) == "raw"
 

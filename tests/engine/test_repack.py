@@ -18,7 +18,7 @@ from prefixstore.format.codec import CODECS, PACKINGS, decode
 from prefixstore.format.keys import SNAPSHOT, as_tokens
 from prefixstore.format.record import Usage, checksum
 from prefixstore.testing import SlowBackend, make_page
-from tests.support.engines import MIB, NS, A, B, P, Store, compressible, rest, state_of, store_of
+from tests.support.engines import MIB, NS, A, B, P, Store, compressible, rest, state_of, store_of, two_stores
 from tests.support.places import SCHEMES, place
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
@@ -243,9 +243,11 @@ def test_a_damaged_page_is_not_packed_but_deleted():
             transaction.put(path.pages[2].key, record, usage, compressible(b"other", SIZE))
         repacker = repacker_of(store)
         assert replaced(store, repacker, prepared(store, repacker)) == 2
-        assert store.fetch(A) == 2
+        # without a lookup
+        assert store.engine.has_deferred
         store.engine.commit([])
         assert store.counters["corrupt"] == 1
+        assert store.fetch(A) == 2
         assert len(stored(store)) == 2
 
 
@@ -293,6 +295,32 @@ def test_pages_of_tokens_only_and_pending_pages_are_not_packed():
         store.announce(B, SIZE)
         store.put([7] * P, SIZE)
         assert [page.raw_bytes for page in store.engine._catalog.coldest(10)] == [SIZE]
+
+
+def test_a_page_that_waits_here_and_was_stored_by_another_process_is_not_packed(tmp_path):
+    with two_stores(tmp_path, codec="auto", state_of=compressible) as (one, two):
+        waiting = two.announce(A, SIZE)
+        one.put(A, SIZE)
+        one.put([7] * P, SIZE)
+        assert two.match(A) == 12
+        assert [page.tokens for page in two.engine._catalog.coldest(10)] == [as_tokens([7] * P).tobytes()]
+        two.engine.commit(waiting)
+        assert len(two.engine._catalog.coldest(10)) == 4
+
+
+def test_a_page_that_would_be_packed_if_it_were_captured_now_is_not_unpacked(monkeypatch):
+    """By a process that has not captured pages yet, from a location that is slow."""
+    with store_of(codec="planes", state_of=compressible) as store:
+        store.put(A, SIZE)
+        encode = store.engine._encode = AutoCodec()
+        repacker = repacker_of(store)
+        monkeypatch.setattr(type(encode.read_rate), "seconds_per_byte", 1e-3)
+        for wanted in (3, 0):  # it is asked for once
+            repacker.want(NS, store.engine.match(NS, as_tokens(A), P).pages)
+            with store.backend.view() as view:
+                found = repacker.wanted(view, NO_LIMIT)
+            assert len(found) == wanted
+            assert repacker.unpack(found) == []
 
 
 def test_snapshots_are_packed():
