@@ -243,7 +243,7 @@ class Repacker:
 
     def _refuse(self, key: bytes, error: StorageError) -> None:
         """A page cannot be read; a damaged one is deleted with the next commit."""
-        log.warning("a page is not packed: %s", error)
+        log.warning("a page is not repacked: %s", error)
         self._keep_raw(key)
         if isinstance(error, CorruptError):
             self._catalog.mark_damaged(key)
