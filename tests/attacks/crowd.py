@@ -214,9 +214,8 @@ def crowd(  # noqa: C901 - one thing after the other
             quota=max_bytes // 2 if salt == "one" else None,
             ttl=0.5 if salt == "two" else None,
             codec="zstd" if salt == "two" else "auto",
-            # so low that there is always room to be made, and made use of
-            high_water=0.5,
-            low_water=0.3,
+            # for one of them so low that there is always room to be made, and made use of
+            **({"high_water": 0.5, "low_water": 0.3} if salt is None else {}),
             ram_bytes="1MB" if salt == "one" else None,
             queue_bytes="1MB",
         )
