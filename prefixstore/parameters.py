@@ -28,7 +28,7 @@ class Parameters:
     salt, page_tokens, min_tokens, snapshot_interval, max_snapshots, priority, read_only, write_behind
         As given.
     budget
-        From `max_bytes`, `max_entries` and `quota`.
+        From `max_bytes`, `max_entries`, `quota`, `high_water` and `low_water`.
     ttl
         Seconds; None for no limit.
     ram_bytes, queue_bytes
@@ -45,6 +45,8 @@ class Parameters:
     SNAPSHOT_INTERVAL: ClassVar[int] = 1024
     MAX_SNAPSHOTS: ClassVar[int] = 16
     MAX_BYTES: ClassVar[str] = "10GiB"
+    HIGH_WATER: ClassVar[float] = Budget.high_water
+    LOW_WATER: ClassVar[float] = Budget.low_water
     QUEUE_BYTES: ClassVar[str] = "256MiB"
     CODEC: ClassVar[str] = "auto"
     POLICY: ClassVar[str] = "adaptive"
@@ -77,6 +79,8 @@ class Parameters:
         max_snapshots: int,
         max_bytes: int | str,
         max_entries: int | None,
+        high_water: float,
+        low_water: float,
         quota: int | str | Mapping[str, int | str] | None,
         ttl: float | str | timedelta | None,
         ram_bytes: int | str | None,
@@ -104,6 +108,11 @@ class Parameters:
             raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
         size = parse_bytes(max_bytes, "max_bytes")
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
+        high, low = _share(high_water, "high_water"), _share(low_water, "low_water")
+        if low > high:
+            raise InvalidParameterError(
+                f"low_water={low} must not be above high_water={high}: room is made from high_water down to low_water"
+            )
         return cls(
             label=_text(namespace, "namespace"),
             salt=_text(salt, "salt"),
@@ -111,7 +120,7 @@ class Parameters:
             min_tokens=_count(min_tokens, "min_tokens", 0),
             snapshot_interval=_count(snapshot_interval, "snapshot_interval", 1),
             max_snapshots=_count(max_snapshots, "max_snapshots", 1),
-            budget=Budget(size, entries, Quota.parse(quota, size)),
+            budget=Budget(size, entries, Quota.parse(quota, size), high, low),
             ttl=None if ttl is None else parse_seconds(ttl, "ttl"),
             ram_bytes=0 if ram_bytes is None else parse_bytes(ram_bytes, "ram_bytes"),
             encoder=pick(codec),
@@ -129,6 +138,12 @@ def _count(value: int, parameter: str, smallest: int, largest: int = 2**31 - 1) 
     if value > largest:
         raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at most {largest}")
     return value
+
+
+def _share(value: float, parameter: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be a number above 0 and at most 1, such as 0.9")
+    return float(value)
 
 
 def _text(value: str | None, parameter: str) -> str | None:

@@ -109,6 +109,9 @@ class Stats:
         ``llm.reset()``.
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
+    packed, unpacked
+        Stored pages that this store packed because the location was full, and that it made raw again because they were
+        restored and there was room; see `codec`.
     restore_seconds, capture_seconds
         Foreground time spent on restoring and on capturing pages.
     lost_seconds
@@ -142,6 +145,8 @@ class Stats:
     evictions: int
     expired: int
     corrupt: int
+    packed: int
+    unpacked: int
     restore_seconds: float
     capture_seconds: float
     lost_seconds: float
@@ -159,7 +164,7 @@ class Stats:
         saved = f"{self.seconds_saved:.1f} s saved"
         packed = f"{format_bytes(self.bytes_stored)} for {format_bytes(self.bytes_raw)} of state"
         taken = f"{self.pages_captured} and {self.snapshots_captured} snapshots"
-        gone = f"{self.evictions} evicted, {self.expired} expired"
+        gone = f"{self.packed} packed, {self.unpacked} unpacked, {self.evictions} evicted, {self.expired} expired"
         lines = {
             "kind": self.kind,
             "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",

@@ -91,6 +91,10 @@ class PrefixStore:
         to the whole location; each process that writes enforces its own limit.
     max_entries
         How many pages the location may hold; None for no limit.
+    high_water, low_water
+        Shares of both limits. When more than `high_water` is in use, the background thread makes room until
+        `low_water` is, so that the next pages find it: it packs pages (see `codec`), and evicts when there is nothing
+        left to pack.
     quota
         What one tenant may hold: a size, for each namespace and for all namespaces of a `salt` together, or
         ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
@@ -105,8 +109,10 @@ class PrefixStore:
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
         of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
-        again from time to time: it compresses only where that barely slows restores (a slow disk, a server), and keeps
-        pages raw in a local file that fits into memory.
+        again from time to time: while there is room, it compresses only where that barely slows restores (a slow disk,
+        a server), and keeps pages raw in a local file that fits into memory. When the location is full, the background
+        thread packs the pages that would be evicted first, before any is evicted; one that is restored again becomes
+        raw again when there is room.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -116,7 +122,8 @@ class PrefixStore:
     read_only
         Restore from an existing store, and never write to it.
     write_behind
-        Whether a background thread packs and writes pages. If not, the completion waits for it.
+        Whether a background thread packs and writes pages, and makes room in idle time. If not, the completion waits
+        for pages to be written, and room is made when a page needs it.
     queue_bytes
         Memory for pages that wait to be written. A page that does not fit is captured later, or not at all.
 
@@ -148,6 +155,8 @@ class PrefixStore:
         max_snapshots: int = Parameters.MAX_SNAPSHOTS,
         max_bytes: int | str = Parameters.MAX_BYTES,
         max_entries: int | None = None,
+        high_water: float = Parameters.HIGH_WATER,
+        low_water: float = Parameters.LOW_WATER,
         quota: int | str | Mapping[str, int | str] | None = None,
         ttl: float | str | timedelta | None = None,
         ram_bytes: int | str | None = None,
@@ -171,6 +180,8 @@ class PrefixStore:
             max_snapshots=max_snapshots,
             max_bytes=max_bytes,
             max_entries=max_entries,
+            high_water=high_water,
+            low_water=low_water,
             quota=quota,
             ttl=ttl,
             ram_bytes=ram_bytes,
@@ -475,6 +486,8 @@ class PrefixStore:
             evictions=count["evictions"],
             expired=count["expired"],
             corrupt=count["corrupt"],
+            packed=count["packed"],
+            unpacked=count["unpacked"],
             restore_seconds=count.seconds("restore"),
             capture_seconds=count.seconds("capture"),
             lost_seconds=count.seconds("lost"),

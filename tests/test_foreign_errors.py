@@ -61,6 +61,8 @@ PARAMETERS = [
     "max_snapshots",
     "max_bytes",
     "max_entries",
+    "high_water",
+    "low_water",
     "quota",
     "ttl",
     "ram_bytes",

@@ -220,6 +220,9 @@ class View(ABC):
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
+        The two belong together even if the page is put again meanwhile: a backend whose views see later commits has to
+        read both at once.
+
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
         for key in keys:

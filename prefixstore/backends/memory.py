@@ -145,6 +145,13 @@ class _View(View):
         entry = self._entry(key)
         return entry.payload if entry is not None else None
 
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        for key in keys:
+            entry = self._entry(key)
+            if entry is None:
+                return
+            yield entry.record, entry.payload
+
     def payload_keys(self) -> Iterator[bytes]:
         return (key for key, _ in self._items())
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AsJson",
     "ConfigFile",
+    "HighWater",
     "Location",
+    "LowWater",
     "MaxBytes",
     "ModelFile",
     "NCtx",
@@ -40,6 +42,13 @@ PageKey = Annotated[str, typer.Argument(metavar="HASH", help="The key of a page,
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 MaxBytes = Annotated[
     str | None, typer.Option("--max-bytes", metavar="SIZE", help="Size limit of the store, such as 20GiB.")
+]
+HighWater = Annotated[
+    float | None,
+    typer.Option("--high-water", metavar="SHARE", help="Make room when more than this share of the store is in use."),
+]
+LowWater = Annotated[
+    float | None, typer.Option("--low-water", metavar="SHARE", help="How much is in use when enough room is made.")
 ]
 NamespaceName = Annotated[
     str | None,

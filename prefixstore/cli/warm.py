@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prefixstore.backends.location import is_url, text_of, without_password
-from prefixstore.cli.arguments import AsJson, ConfigFile, MaxBytes, ModelFile, NCtx, Salt, open_model
+from prefixstore.cli.arguments import (
+    AsJson,
+    ConfigFile,
+    HighWater,
+    LowWater,
+    MaxBytes,
+    ModelFile,
+    NCtx,
+    Salt,
+    open_model,
+)
 from prefixstore.cli.output import DONE, FAILED, emit, fields, say
 from prefixstore.cli.progress import shown
 from prefixstore.config import Config, explain, load_config
@@ -78,6 +88,8 @@ def warm(
     ] = None,
     page_tokens: Annotated[int | None, typer.Option("--page-tokens", help="Tokens in a page.")] = None,
     max_bytes: MaxBytes = None,
+    high_water: HighWater = None,
+    low_water: LowWater = None,
     ttl: Annotated[str | None, typer.Option(help="Time to live after the last use: 30d.")] = None,
     priority: Annotated[
         int | None, typer.Option(help="Priority under the eviction policy priority; lower is evicted first.")
@@ -121,6 +133,8 @@ def warm(
         "namespace": namespace,
         "page_tokens": page_tokens,
         "max_bytes": max_bytes,
+        "high_water": high_water,
+        "low_water": low_water,
         "ttl": ttl,
         "priority": priority,
     }

@@ -24,10 +24,11 @@ from prefixstore.format.record import CHECKSUM_BYTES, Record
 from prefixstore.stats import Counters
 from prefixstore.units import parse_bytes
 
-__all__ = ["PAGES_AT_ONCE", "Budget", "Evictor", "Quota", "fewer"]
+__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evictor", "Quota", "fewer"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
+NO_LIMIT = 2**63
 # other processes wait while a transaction is open: it evicts so many pages and bytes, and no more
 PAGES_AT_ONCE = 512
 BYTES_AT_ONCE = 256 << 20
@@ -81,11 +82,22 @@ class Budget:
     """What a location may hold.
 
     A write checks, evicts and stores in one exclusive transaction, so no two processes claim the same space.
+
+    Attributes
+    ----------
+    max_bytes, max_entries
+        The limits; None for no limit.
+    quota
+        Of each tenant.
+    high_water, low_water
+        Shares of both limits: beyond the first, room is made in idle time, until no more than the second is in use.
     """
 
     max_bytes: int
     max_entries: int | None = None
     quota: Quota = Quota()
+    high_water: float = 0.95
+    low_water: float = 0.9
 
     def __str__(self) -> str:
         entries = f" in {self.max_entries:,} pages" if self.max_entries is not None else ""
@@ -95,6 +107,14 @@ class Budget:
         """Whether `used` and `adding` bytes in `entries` more entries are too much."""
         too_many = self.max_entries is not None and used.entries + entries > self.max_entries
         return too_many or used.bytes + adding > self.max_bytes
+
+    def share(self, share: float) -> Used:
+        """What a location holds when this share of both limits is in use.
+
+        Entries are rounded up, as a share of a few of them may be less than one page below all.
+        """
+        entries = NO_LIMIT if self.max_entries is None else math.ceil(self.max_entries * share)
+        return Used(math.floor(self.max_bytes * share), entries)
 
 
 def fewer(backend: Backend, at_once: int, error: FullError) -> int:
@@ -352,6 +372,15 @@ class Evictor:
                 continue
             if used <= max_bytes or not is_left:
                 return used
+
+    def evict(self, transaction: Transaction, limit: Used, at_most: int) -> bool:
+        """Evict until the location holds no more than `limit`, but `at_most` so many pages; false if none are left."""
+
+        def exceeded() -> bool:
+            used = transaction.used
+            return used.bytes > limit.bytes or used.entries > limit.entries
+
+        return self._evict(transaction, exceeded, at_most=at_most)
 
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
         """Delete leaves that have expired, and parents that become such leaves; whether more are left, or may be."""

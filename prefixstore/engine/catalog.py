@@ -46,7 +46,7 @@ SIBLINGS_COMPARED = 64
 # how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
 LOADS = 4
 # pages of which facts are read at a time: the lock is held while they are entered into the table
-FACTS_AT_ONCE = 10_000
+FACTS_AT_ONCE = 4_000
 
 Lock: TypeAlias = AbstractContextManager[object]
 LockT = TypeVar("LockT", bound=AbstractContextManager[object])
@@ -876,6 +876,22 @@ class Catalog:
             self._contents.writing -= keys
             self._contents.uncommitted -= keys
 
+    # -- packing ------------------------------------------------------------------------------------------------------
+
+    def coldest(self, n: int, codec: int = 0) -> list[Victim]:
+        """Stored pages with this codec that the policy would evict first if they were leaves, in order; at most `n`.
+
+        The table has to be loaded: see `load_table`. Pending pages are not among them.
+        """
+        with self._lock:
+            search = self._table.coldest(n, codec)
+        while True:
+            with self._lock:
+                try:
+                    next(search)
+                except StopIteration as end:
+                    return [self._table.table.entry(slot) for slot in end.value]
+
     # -- deleting -----------------------------------------------------------------------------------------------------
 
     def put_back(self, key: bytes) -> None:
@@ -925,19 +941,8 @@ class Catalog:
         with self._lock:
             return self._table.policy.load(note)
 
-    def coldest(self, n: int, codec: int = 0) -> list[bytes]:
-        """The `n` stored pages with this codec that the policy would evict first, if they were leaves, in order."""
-        with self._lock:
-            search = self._table.coldest(n, codec)
-        while True:
-            with self._lock:
-                try:
-                    next(search)
-                except StopIteration as end:
-                    return [self._table.table.key(slot) for slot in end.value]
-
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
-        """Take a page on which nothing stored depends out of the index, pinned or pending; whether it may be deleted."""
+        """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
         with self._lock:
             page = self._contents.index.get(key)
             if page is not None and not page.is_leaf:

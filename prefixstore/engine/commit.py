@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import Backend, Transaction
+from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
@@ -54,6 +54,8 @@ class Committer:
         Packs states.
     counters
         Counts what is evicted, dropped and repaired.
+    on_used
+        Called after each transaction with what the location holds then.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
     """
@@ -68,6 +70,7 @@ class Committer:
         encode: Encoder,
         counters: Counters,
         *,
+        on_used: Callable[[Used], None],
         housekeeping: bool,
     ) -> None:
         self._backend = backend
@@ -77,6 +80,7 @@ class Committer:
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
+        self._on_used = on_used
         self._housekeeping = housekeeping
 
     def commit(self, batch: Sequence[PendingPage]) -> list[PendingPage]:
@@ -186,7 +190,8 @@ class Committer:
                 if new.page.key in put:
                     catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
-            self._evictor.used = transaction.used
+            self._evictor.used = used = transaction.used
+        self._on_used(used)
         self._counters.count("corrupt", n_damaged)
         return written
 

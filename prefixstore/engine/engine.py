@@ -34,6 +34,8 @@ from prefixstore.engine.policy_memory import PolicyMemory
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
+from prefixstore.engine.repack import Repacker
+from prefixstore.engine.room import Room
 from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
@@ -102,7 +104,7 @@ class Engine:
     queue_bytes
         Memory for pages that wait to be written.
     write_behind
-        Whether a thread writes them; if not, `submit` does.
+        Whether a thread writes them, and makes room in idle time; if not, `submit` writes them.
     read_only
         Whether nothing is ever written.
     housekeeping
@@ -160,6 +162,15 @@ class Engine:
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
         self._deleter = Deleter(backend, catalog)
+        self._room = Room(
+            backend,
+            catalog,
+            self._budget,
+            Evictor(catalog, self._budget, counters),
+            Repacker(catalog, self._encode, counters),
+            self._encode,
+            is_active=self._write_behind and self._housekeeping and not self._read_only,
+        )
         self._committer = Committer(
             backend,
             catalog,
@@ -168,6 +179,7 @@ class Engine:
             self._budget,
             self._encode,
             counters,
+            on_used=self._room.note,
             housekeeping=self._housekeeping,
         )
         self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
@@ -214,6 +226,7 @@ class Engine:
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
                     self._memory.save(closing=True)
+                    self._room.close()
                     self.sync()
             finally:
                 if not self._queue.is_on_its_own:
@@ -343,6 +356,7 @@ class Engine:
         With the length of the prompt, a policy can tell how far from its end a page is.
         """
         self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens)
+        self._room.restored(namespace, pages)
 
     @contextmanager
     def view(self) -> Iterator[View]:
@@ -557,15 +571,27 @@ class Engine:
     @property
     def has_idle_work(self) -> bool:
         """Whether `do_idle_work` has something to do."""
-        return self._ram.wants_pages
+        return self._ram.wants_pages or self._room.has_work
 
-    def do_idle_work(self) -> None:
-        """Copy states of pages that were used recently into RAM. Raises `StorageError`."""
+    def do_idle_work(self) -> float | None:
+        """Copy states of pages that were used recently into RAM, and make a little room in the location.
+
+        Returns
+        -------
+        float or None
+            Seconds until it should be called again; None if there is nothing left to do, or the location fails.
+
+        Raises
+        ------
+        StorageError
+            If pages cannot be read.
+        """
         while (page := self._ram.next_wanted()) is not None:
             if self._catalog.is_current(page):
                 with self.fetching([page]) as states:
                     for state in states:
                         self._ram.keep(page, state)
+        return self._room.step() if self._room.has_work and not self._breaker.is_open else None
 
     # -- importing ----------------------------------------------------------------------------------------------------
 

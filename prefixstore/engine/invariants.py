@@ -136,6 +136,9 @@ def violations(view: View, budget: Budget) -> list[Violation]:
         if record.parent == record.namespace and record.start != 0:
             found.append(Violation("position", key.hex(), f"a first page starts at {record.start}, not at 0"))
         problem = _damage(record, payload)
+        if problem is not None and (now := _record_now(view, key, record)) != record:
+            # this view sees later commits: since the record was read, the page was replaced or deleted
+            problem = _damage_now(view, now) if now is not None else None
         if problem is not None:
             found.append(Violation("payload", key.hex(), problem))
     places.finish()
@@ -161,6 +164,20 @@ def _misplaced(page: np.void, parent: np.void | None) -> Iterator[Violation]:
         yield Violation("parent", key, "its parent is a snapshot, which cannot have children")
     if parent["namespace"] != page["namespace"]:
         yield Violation("namespace", key, "its parent is in another namespace")
+
+
+def _record_now(view: View, key: bytes, record: Record) -> Record | None:
+    try:
+        return view.record(key)
+    except StorageError:
+        return record
+
+
+def _damage_now(view: View, record: Record) -> str | None:
+    try:
+        return _damage(record, view.payload(record.key))
+    except StorageError as error:
+        return str(error)
 
 
 def _damage(record: Record, payload: Buffer | StorageError | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +43,14 @@ class Work(Protocol):
     def has_idle_work(self) -> bool:
         """Whether `do_idle_work` has something to do."""
 
-    def do_idle_work(self) -> None:
-        """Called while there is nothing to write. Raises `StorageError`."""
+    def do_idle_work(self) -> float | None:
+        """A short piece of it; called while there is nothing to write. Raises `StorageError`.
+
+        Returns
+        -------
+        float or None
+            Seconds until the next piece; None if that can wait for the next changes to commit.
+        """
 
 
 class WriteQueue:
@@ -85,7 +92,9 @@ class WriteQueue:
         # entered by itself: a Ctrl-C may come after a condition has taken its lock, and before the block begins
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
+        # the thread commits; or it does what no caller waits for, except one that closes the queue
         self._busy = False
+        self._idling = False
         self._closing = False
         # the thread should commit now; and how many steps it has finished
         self._flush_requested = False
@@ -170,8 +179,11 @@ class WriteQueue:
         return self._work.has_deferred and not self._read_only
 
     def _wait_until_idle(self) -> bool:
-        """Wait, holding the lock, until the thread has nothing to do; false if it makes no progress for too long."""
-        while self._queue or self._busy or self._flush_requested:
+        """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
+
+        While the queue closes: until the thread has nothing to do at all.
+        """
+        while self._queue or self._busy or self._flush_requested or (self._closing and self._idling):
             before = self._steps
             if not self._wake.wait_for(partial(self._has_progressed, before), NO_PROGRESS_SECONDS):
                 return False
@@ -233,26 +245,42 @@ class WriteQueue:
         with self._lock:
             if self._thread is not threading.current_thread():
                 return
+        # when changes without pages are committed; and when the next piece of idle work begins, if there is one
+        due = time.monotonic() + DEFERRED_SECONDS
+        idle_from: float | None = None
         while True:
             with self._lock:
-                self._busy = False
-                self._steps += 1
-                self._wake.notify_all()
+                self._finished()
                 self._wake.wait_for(
-                    lambda: self._queue or self._closing or self._flush_requested, timeout=DEFERRED_SECONDS
+                    lambda: self._queue or self._closing or self._flush_requested,
+                    timeout=max(min(due, idle_from or due) - time.monotonic(), 0.0),
                 )
                 if self._closing and not self._queue and not self._flush_requested:
                     break
                 batch = self._next_batch()
+                commits = bool(batch) or self._flush_requested or self._closing or time.monotonic() >= due
                 # the last batch also writes the deferred changes
                 self._flush_requested = self._flush_requested and bool(self._queue)
-                self._busy = True
-            if batch or self._has_deferred:
+                self._busy = commits
+            if batch or (commits and self._has_deferred):
                 self._commit(batch)
-            if not batch and not self._closing:
-                self._do_idle_work()
+            now = time.monotonic()
+            due = now + DEFERRED_SECONDS if commits else due
+            with self._lock:
+                self._finished()
+                is_wanted = self._queue or self._closing or self._flush_requested
+                self._idling = not is_wanted and (idle_from is None or now >= idle_from)
+            if self._idling:
+                pause = self._do_idle_work()
+                idle_from = time.monotonic() + pause if pause is not None else None
         if self.is_on_its_own:
             self._on_released()
+
+    def _finished(self) -> None:
+        """A step of the thread is done. The caller holds the lock."""
+        self._busy = self._idling = False
+        self._steps += 1
+        self._wake.notify_all()
 
     def _next_batch(self) -> list[PendingPage]:
         batch: list[PendingPage] = []
@@ -262,13 +290,15 @@ class WriteQueue:
             size += batch[-1].n_bytes
         return batch
 
-    def _do_idle_work(self) -> None:
+    def _do_idle_work(self) -> float | None:
+        """Seconds until the next piece, if there is one."""
         try:
-            self._work.do_idle_work()
+            return self._work.do_idle_work()
         except PrefixStoreError as error:
-            log.warning("hot pages could not be copied into RAM: %s", error)
+            log.warning("work in idle time failed: %s", error)
         except Exception:  # a fault of the store must not end the thread that serves it
-            log.exception("hot pages could not be copied into RAM")
+            log.exception("work in idle time failed")
+        return None
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
         try:

@@ -16,7 +16,18 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.codec import CODECS, DEFAULT_LEVEL, PACKINGS
 from prefixstore.format.record import Buffer
 
-__all__ = ["UNPACKERS", "AutoCodec", "Encoder", "Figures", "FixedCodec", "ReadRate", "choose", "encode", "pick"]
+__all__ = [
+    "MIN_SAVING",
+    "UNPACKERS",
+    "AutoCodec",
+    "Encoder",
+    "Figures",
+    "FixedCodec",
+    "ReadRate",
+    "choose",
+    "encode",
+    "pick",
+]
 
 # a codec must save this share of the bytes
 MIN_SAVING = 0.02
@@ -26,6 +37,8 @@ MIN_SPEED = 0.8
 ASSUMED_SECONDS_PER_BYTE = 3e-11
 # of codecs whose savings differ by no more than this, the fastest is chosen
 SAVING_TOLERANCE = 0.01
+# where space is short, any saving pays: as if reading a byte of the location took a second
+SHORT_OF_SPACE = 1.0
 # threads that unpack for one restore
 UNPACKERS = min(4, os.cpu_count() or 1)
 
@@ -116,16 +129,31 @@ class Encoder(ABC):
 
     Attributes
     ----------
+    is_short_of_space
+        Whether pages are to be packed however long it takes to unpack them. A codec that the user has chosen is kept.
     read_rate
         Of the location; readers update it.
     """
 
     def __init__(self) -> None:
+        self.is_short_of_space = False
         self.read_rate = ReadRate()
 
     @abstractmethod
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
         """The number of the codec and the stored form of a page."""
+
+    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        """As a call, but the form that saves most, however long it takes to unpack."""
+        return self(namespace, raw)
+
+    def may_save(self, namespace: bytes) -> bool:
+        """Whether a stored page may be packed when space is short, as far as is known of its namespace."""
+        return False
+
+    def may_be_raw(self, namespace: bytes) -> bool:
+        """Whether a stored page may be unpacked when there is room, as far as is known of its namespace."""
+        return False
 
 
 class FixedCodec(Encoder):
@@ -157,17 +185,35 @@ class AutoCodec(Encoder):
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        return self._pack(namespace, raw, self._seconds_per_byte)
+
+    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
+        return self._pack(namespace, raw, SHORT_OF_SPACE)
+
+    def may_save(self, namespace: bytes) -> bool:
+        known = self._known.get(namespace)
+        return known is None or choose(known, SHORT_OF_SPACE) != "raw"
+
+    def may_be_raw(self, namespace: bytes) -> bool:
+        known = self._known.get(namespace)
+        return known is None or choose(known, self._seconds_per_byte) == "raw"
+
+    @property
+    def _seconds_per_byte(self) -> float | None:
+        return SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
+
+    def _pack(self, namespace: bytes, raw: Buffer, seconds_per_byte: float | None) -> tuple[int, Buffer]:
         turn = self._seen.get(namespace, 0) % (self.PAGES_MEASURED + self.PAGES_BETWEEN)
         self._seen[namespace] = turn + 1
         known = self._known.get(namespace, {})
         if known and turn >= self.PAGES_MEASURED:
-            return encode(raw, choose(known, self.read_rate.seconds_per_byte))
+            return encode(raw, choose(known, seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}
         figures = {name: _measure(*packed[name], len(raw)) for name in PACKINGS if name != "raw"}
         if known and turn:
             figures = {name: known[name] + figure for name, figure in figures.items()}
         self._known[namespace] = figures
-        return packed[choose(figures, self.read_rate.seconds_per_byte)]
+        return packed[choose(figures, seconds_per_byte)]
 
 
 def _measure(number: int, stored: Buffer, raw_bytes: int) -> Figures:

@@ -134,7 +134,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What never changes about a page: what it holds, how it is stored, and a checksum.
+    """What a page holds, how it is stored, and a checksum. Only how it is stored may change later.
 
     Attributes
     ----------

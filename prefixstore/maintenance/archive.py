@@ -231,10 +231,10 @@ class Archive:
         """What is wrong with the stored bytes of a page; None if they are what was written."""
         with self.backend.view() as view:
             try:
-                record, payload = view.record(page.key), view.payload(page.key)
-                if record is None or payload is None:
-                    return "the payload is missing" if record is not None else "the page was deleted meanwhile"
-                decode(record, payload)
+                found = next(iter(view.fetch([page.key])), None)
+                if found is None:
+                    return "the page was deleted meanwhile"
+                decode(*found)
             except StorageError as error:
                 return str(error)
         return None

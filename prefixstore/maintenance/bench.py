@@ -87,8 +87,7 @@ def _read(archive: Archive) -> float | None:
             if size > READ_BYTES:
                 break
             try:
-                record, payload = view.record(page.key), view.payload(page.key)
-                if record is not None and payload is not None:
+                for record, payload in view.fetch([page.key]):
                     size += len(decode(record, payload))
             except StorageError:
                 continue

@@ -77,7 +77,8 @@ class _Source:
             with self._archive.backend.view() as view:
                 while page is not None and size < VIEW_BYTES:
                     try:
-                        record, payload, usage = view.record(page.key), view.payload(page.key), view.usage(page.key)
+                        usage = view.usage(page.key)
+                        record, payload = next(iter(view.fetch([page.key])), (None, None))
                         if page.parent in lost or record is None or payload is None or usage is None:
                             lost.add(page.key)  # deleted meanwhile, or without its parent
                         elif not is_same(page, record) or page.start != record.start:

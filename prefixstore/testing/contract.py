@@ -553,6 +553,35 @@ class BackendContract:
                         below, above = [each for each in stored if each <= raw], [each for each in stored if each > raw]
                         assert found == below[-1:] + above[:1]
 
+    def test_record_and_payload_of_a_page_that_is_put_again_meanwhile_belong_together(self, tmp_path: Path) -> None:
+        """A page may be packed or unpacked while it is restored."""
+        forms = [make_page(payload, [1]) for payload in (_payload(1, 3000), _payload(2, 9_000_000))]
+        payloads = [_payload(1, 3000), _payload(2, 9_000_000)]
+        key = forms[0][0]
+        seen: set[int] = set()
+        is_done = threading.Event()
+        with self.opened(tmp_path) as backend:
+
+            def put() -> None:
+                for turn in range(1000):
+                    with backend.update() as transaction:
+                        transaction.put(key, forms[turn % 2][1], Usage(1), payloads[turn % 2])
+                    if (turn >= 6 and len(seen) == 2) or is_done.is_set():
+                        break
+                is_done.set()
+
+            def read() -> None:
+                try:
+                    while not is_done.is_set():
+                        with backend.view() as view:
+                            for record, payload in view.fetch([key]):
+                                assert checksum(payload) == record.checksum
+                                seen.add(len(payload))
+                finally:
+                    is_done.set()
+
+            _together(put, read, read)
+
     def test_scrubbing_changes_nothing_that_is_stored(self, tmp_path: Path) -> None:
         with self.opened(tmp_path) as backend:
             with backend.update() as transaction:

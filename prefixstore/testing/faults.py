@@ -69,6 +69,15 @@ class _WrappedView(View):
             self._before("payload")
             yield page
 
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        for key in keys:
+            self._before("record")
+            self._before("payload")
+            found = list(self._view.fetch([key]))
+            if not found:
+                return
+            yield from found
+
     def payload_keys(self) -> Iterator[bytes]:
         return self._view.payload_keys()
 

@@ -23,6 +23,7 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
+from tests.support.engines import compressible
 from tests.support.timeouts import disable_timeouts
 
 P = 4
@@ -32,8 +33,9 @@ TENANTS = ("one", "two", None)
 
 
 def state_of(key: bytes) -> bytes:
-    """What the page with this key must hold: its size and its bytes follow from it."""
-    return np.random.default_rng(int.from_bytes(key, "little")).bytes(SIZES[key[0] % len(SIZES)])
+    """What the page with this key must hold: its size and its bytes follow from it. Most can be compressed."""
+    size = SIZES[key[0] % len(SIZES)]
+    return compressible(key, size) if key[1] % 4 else np.random.default_rng(int.from_bytes(key, "little")).bytes(size)
 
 
 def open_store(location: str, max_bytes: int, salt: str | None, **options) -> PrefixStore:
@@ -212,6 +214,8 @@ def crowd(  # noqa: C901 - one thing after the other
             quota=max_bytes // 2 if salt == "one" else None,
             ttl=0.5 if salt == "two" else None,
             codec="zstd" if salt == "two" else "auto",
+            # for one of them so low that there is always room to be made, and made use of
+            **({"high_water": 0.5, "low_water": 0.3} if salt is None else {}),
             ram_bytes="1MB" if salt == "one" else None,
             queue_bytes="1MB",
         )
@@ -256,9 +260,7 @@ def crowd(  # noqa: C901 - one thing after the other
         }:
             problems.append(f"damage: {counters.group('unreadable')}, {counters['corrupt']}")
         done += Counter({f"dropped {k}": n for k, n in counters.group("dropped").items()})
-        done["evictions"] += counters["evictions"]
-        done["expired"] += counters["expired"]
-        done["outages"] += counters["outages"]
+        done += Counter({name: counters[name] for name in ("evictions", "packed", "unpacked", "expired", "outages")})
         with suppress(StorageError):
             store.close()
     wait_until = time.monotonic() + 30

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend, View
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
+from prefixstore.engine import lease
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
@@ -32,6 +34,7 @@ from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
 from prefixstore.stats import Counters
+from tests.support.engines import compressible, rest
 from tests.support.places import space
 from tests.support.revisions import a_later_version
 
@@ -44,7 +47,7 @@ WRITES = {"put", "delete", "touch", "put_namespace", "drop_namespace", "put_note
 
 def state_of(key: bytes) -> bytes:
     """The state of a page, as large as its key says."""
-    return np.random.default_rng(int.from_bytes(key, "little")).bytes(key[0] * 60 % 12_000)
+    return compressible(key, key[0] * 60 % 12_000)
 
 
 def digest(view: View) -> str:
@@ -166,14 +169,23 @@ def pages_of(
 class Work:
     """The engine and the archive of one location in one process; neither may fail."""
 
-    def __init__(self, location: str, say: Report, point: Callable[[], None], *, durable: bool = True) -> None:
+    def __init__(
+        self,
+        location: str,
+        say: Report,
+        point: Callable[[], None],
+        *,
+        durable: bool = True,
+        budget: Budget = BUDGET,
+        codec: str = "raw",
+    ) -> None:
         self._location = location
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
         backend = open_backend(location, max_bytes=BUDGET.max_bytes)
         with backend.view() as view:
             say("found", digest(view))
         options = {"queue_bytes": 1 << 24, "write_behind": False}
-        self.engine = Engine(self._watch(backend), BUDGET, POLICIES["lru"](), pick("raw"), Counters(), **options)
+        self.engine = Engine(self._watch(backend), budget, POLICIES["lru"](), pick(codec), Counters(), **options)
 
     def capture(self, settings: Any, tokens: list[int], form: int = PAGE) -> None:
         """Store what is missing of a sequence, in one batch."""
@@ -236,6 +248,22 @@ def work(location: str, seed: int, pack: str, say: Report, point: Points, *, dur
         one.all(seed, bytes.fromhex(pack))
 
 
+def make_room(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Pack pages and evict some; then, with more room, unpack those that are used."""
+    del pack
+    sequences = np.random.default_rng(seed).integers(0, 3, (8, 9)).tolist()
+    # one that was killed keeps no lease
+    lease.SECONDS = 0.0
+    for budget in (replace(BUDGET, high_water=0.25, low_water=0.2), BUDGET):
+        with closing(Work(location, say, point, budget=budget, codec="auto")) as one:
+            # here, and not in a thread: its operations could not be counted
+            one.engine._room._is_active = True
+            for tokens in sequences:
+                one.capture(SPACES[0], tokens)
+                one.use(SPACES[0], tokens)
+            rest(one.engine)
+
+
 def work_forever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
     """Work until killed. While the server is down, pages are dropped and other calls fail; both work again later."""
     one, parent = None, os.getppid()
@@ -288,4 +316,4 @@ def upgrade(location: str, later: str, say: Report, point: Points) -> None:
     say("upgraded")
 
 
-TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, create, export, upgrade)}
+TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, make_room, create, export, upgrade)}

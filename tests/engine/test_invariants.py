@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefixstore.backends.lmdb import trees
 from prefixstore.engine import invariants
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
@@ -122,6 +123,7 @@ def test_a_location_beyond_its_budget_is_found(backend):
 
 def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(invariants, "AT_ONCE", 256)
+    monkeypatch.setattr(trees, "PAGES_AT_ONCE", 64)
     n = 3000
     with opened(f"lmdb://{tmp_path}/kv") as backend:
         put(backend, *(page([i] * 256) for i in range(n)))

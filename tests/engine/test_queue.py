@@ -12,8 +12,10 @@ import pytest
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.queue import WriteQueue
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
+from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
 from tests.support.engines import MIB, NS, A, B, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.fragile import known_keys
@@ -260,3 +262,139 @@ def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
         assert next(restored) > 0
         assert "error" not in store.counters.group("dropped")
         assert "corrupt" not in store.counters.group("unreadable")
+
+
+# -- work in idle time -------------------------------------------------------------------------------------------------
+
+
+class IdleWork:
+    """What the queue needs from an engine: idle work in pieces, each of which waits at a gate."""
+
+    has_idle_work = True
+
+    def __init__(self, pieces):
+        self.left = pieces
+        self.done = 0
+        self.has_deferred = self.stays_deferred = False
+        self.done_at_commits = []
+        self.started, self.gate = threading.Event(), threading.Event()
+
+    @property
+    def n_commits(self):
+        return len(self.done_at_commits)
+
+    def commit(self, batch):
+        self.done_at_commits.append(self.done)
+        self.has_deferred = self.stays_deferred
+
+    def do_idle_work(self):
+        if not self.left:
+            return None
+        self.started.set()
+        self.gate.wait(20)
+        self.left -= 1
+        self.done += 1
+        return 0.0
+
+
+@contextmanager
+def queue_of(work):
+    queue = WriteQueue(work, MIB, Counters(), in_background=True, read_only=False, on_released=lambda: None)
+    try:
+        yield queue
+    finally:
+        work.gate.set()
+        queue.close()
+
+
+def a_page(queue):
+    (new,) = Store(MemoryBackend()).pages([1] * 4)
+    return new
+
+
+def test_idle_work_is_done_in_pieces_once_there_is_nothing_to_write():
+    work = IdleWork(5)
+    work.gate.set()
+    with queue_of(work) as queue:
+        queue.put(a_page(queue))
+        wait_for(lambda: work.done == 5, "the idle work")
+        assert work.n_commits == 1
+
+
+def test_whoever_drains_the_queue_does_not_wait_for_idle_work():
+    work = IdleWork(1)
+    with queue_of(work) as queue:
+        queue.put(a_page(queue))
+        assert work.started.wait(20)
+        draining = threading.Thread(target=queue.drain, daemon=True)
+        draining.start()
+        draining.join(20)
+        assert not draining.is_alive()
+        assert work.done == 0
+
+
+def test_a_page_is_written_between_two_pieces_of_idle_work():
+    work = IdleWork(1000)
+    with queue_of(work) as queue:
+        queue.put(a_page(queue))
+        assert work.started.wait(20)
+        queue.put(a_page(queue))
+        work.gate.set()
+        wait_for(lambda: work.n_commits == 2, "the second commit")
+        assert work.done_at_commits[1] <= 1
+
+
+def test_closing_waits_for_the_piece_that_was_begun_and_begins_no_other():
+    work = IdleWork(1000)
+    with queue_of(work) as queue:
+        queue.put(a_page(queue))
+        assert work.started.wait(20)
+        closing_thread = threading.Thread(target=queue.close, daemon=True)
+        closing_thread.start()
+        closing_thread.join(0.05)
+        assert closing_thread.is_alive()
+        work.gate.set()
+        closing_thread.join(20)
+        assert not closing_thread.is_alive()
+        assert work.done == 1
+
+
+def test_closing_gives_up_on_idle_work_that_hangs(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
+    work = IdleWork(1)
+    queue = WriteQueue(work, MIB, Counters(), in_background=True, read_only=False, on_released=lambda: None)
+    queue.put(a_page(queue))
+    assert work.started.wait(20)
+    with pytest.raises(UnavailableError, match="0 queued pages were dropped"):
+        queue.close()
+    work.gate.set()
+
+
+def test_changes_without_pages_are_not_committed_at_each_piece_of_idle_work(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.DEFERRED_SECONDS", 1000.0)
+    work = IdleWork(20)
+    work.has_deferred = work.stays_deferred = True
+    work.gate.set()
+    with queue_of(work) as queue:
+        queue.put(a_page(queue))
+        wait_for(lambda: work.done == 20, "the idle work")
+        assert work.n_commits == 1
+        # but when somebody asks for it
+        queue.drain()
+        assert work.n_commits == 2
+
+
+def test_idle_work_that_fails_does_not_end_the_thread(caplog):
+    work = IdleWork(1)
+
+    def fail():
+        work.do_idle_work = lambda: None
+        raise UnavailableError("the location is gone")
+
+    work.do_idle_work = fail
+    with queue_of(work) as queue:
+        for _ in range(2):
+            queue.put(a_page(queue))
+            queue.drain()
+        assert work.n_commits == 2
+        wait_for(lambda: "the location is gone" in caplog.text, "the warning")

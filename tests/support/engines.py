@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget, Quota
+from prefixstore.engine.budget import NO_LIMIT, Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.repack import Repacker
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.stats import Counters
@@ -31,9 +33,12 @@ __all__ = [
     "P",
     "Store",
     "Writer",
+    "compressible",
     "entry",
     "gated",
+    "pack_all",
     "put_snapshots",
+    "rest",
     "snapshot_of",
     "state_of",
     "store_of",
@@ -69,6 +74,21 @@ def state_of(key: bytes, size: int = 1000) -> bytes:
     return np.random.default_rng(int.from_bytes(key, "little")).bytes(size)
 
 
+def compressible(key: bytes, size: int = 1000) -> bytes:
+    """The state of a page as models make them: 16-bit floats, of which the upper bytes can be compressed."""
+    values = np.random.default_rng(int.from_bytes(key, "little")).standard_normal(-(-size // 2))
+    return values.astype(np.float16).tobytes()[:size]
+
+
+def rest(engine: Engine, at_most: int = 1000) -> int:
+    """Let an engine do its idle work in this thread, until nothing is left; how many pieces there were."""
+    for n in range(at_most):
+        if not engine.has_idle_work:
+            return n
+        engine.do_idle_work()
+    raise AssertionError("there is always more to do")
+
+
 @dataclass
 class Store:
     """An engine, and what a test does with it."""
@@ -76,6 +96,9 @@ class Store:
     backend: Any
     max_bytes: int = 64 * MIB
     max_entries: int | None = None
+    high_water: float = Budget.high_water
+    low_water: float = Budget.low_water
+    state_of: Callable[[bytes, int], bytes] = state_of
     codec: str = "raw"
     quota: Quota = field(default_factory=Quota)
     settings: bytes = b'{"n":1}'
@@ -88,7 +111,7 @@ class Store:
     def open(self, **options):
         """A new engine on the backend."""
         self.counters = Counters()
-        budget = Budget(self.max_bytes, self.max_entries, self.quota)
+        budget = Budget(self.max_bytes, self.max_entries, self.quota, self.high_water, self.low_water)
         self.engine = Engine(self.backend, budget, POLICIES["lru"](), pick(self.codec), self.counters, **options)
 
     def pages(self, tokens, size=1000, *, namespace=NS) -> list[PendingPage]:
@@ -100,7 +123,7 @@ class Store:
             key = page_key(parent, piece)
             if self.engine.wants(namespace, parent, piece) or news:
                 buffer = self.buffers.acquire(size)
-                buffer.view[:] = state_of(key, size)
+                buffer.view[:] = self.state_of(key, size)
                 news.append(PendingPage.of(namespace, self.settings, parent, start // 4, piece, buffer))
             parent = key
         return news
@@ -130,7 +153,7 @@ class Store:
         loaded = []
         with self.engine.fetching(path.pages, **options) as states:
             for page, state in zip(path.pages, states, strict=False):
-                assert bytes(state) == state_of(page.key, len(state))
+                assert bytes(state) == self.state_of(page.key, len(state))
                 loaded.append(page)
         self.engine.touch(NS, loaded)
         return len(loaded)
@@ -211,3 +234,18 @@ def wait_for(condition, what="it"):
     while not condition():
         assert time.monotonic() < until, f"{what} did not happen within 20 s"
         time.sleep(0.002)
+
+
+def pack_all(engine: Engine) -> int:
+    """Pack all raw pages of an engine's location, as if space were short; how many were."""
+    repacker = Repacker(engine._catalog, engine._encode, engine.counters)
+    before = engine.counters["packed"]
+    while True:
+        engine._catalog.load_table(engine._backend)
+        with engine.view() as view:
+            found = repacker.coldest(view)
+        if not found:
+            return engine.counters["packed"] - before
+        packed = repacker.pack(found)
+        with engine._catalog.update(engine._backend) as transaction:
+            repacker.replace(transaction, packed, NO_LIMIT)

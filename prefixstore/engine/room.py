@@ -1,0 +1,220 @@
+"""Keeps room in a location between two water marks, in idle time, so that a page finds it when it is written.
+
+When a commit leaves more in the location than the high-water mark, room is made down to the low-water mark: pages are
+packed, the coldest first, and evicted only when none is left to pack. Each step is short, and so is its transaction.
+The transaction that writes a page makes space itself only if it comes before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from prefixstore.backends.base import Backend, Used
+from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor, fewer
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.index import Page
+from prefixstore.engine.lease import Lease
+from prefixstore.engine.repack import STEP_BYTES, Repacker, Replacement
+from prefixstore.errors import FullError, StorageError
+from prefixstore.format.autocodec import Encoder
+
+__all__ = ["Room"]
+
+log = logging.getLogger("prefixstore")
+
+NOTHING_WANTED = Used(NO_LIMIT, NO_LIMIT)
+# of one core, for packing and unpacking
+SHARE_OF_TIME = 0.25
+# A step repacks no more than this part of the budget: what a transaction replaces is free for a later one only.
+SHARE_OF_BUDGET = 16
+# Pages deleted in one step: others wait for its transaction, and a batch of pages for the step.
+PAGES_AT_ONCE = 64
+# seconds until the location is asked again: while another process makes room there, and after failures
+PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+
+
+class Room:
+    """Makes room in a location, one step at a time.
+
+    Parameters
+    ----------
+    backend, catalog
+        Of the engine.
+    budget
+        What the location may hold, and the marks.
+    evictor
+        Deletes pages.
+    repacker
+        Packs and unpacks pages.
+    encode
+        Is told whether space is short.
+    is_active
+        Whether this engine makes room at all: one that reads only, or writes in the foreground only, does not.
+    clock
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        budget: Budget,
+        evictor: Evictor,
+        repacker: Repacker,
+        encode: Encoder,
+        *,
+        is_active: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._catalog = catalog
+        self._evictor = evictor
+        self._repacker = repacker
+        self._encode = encode
+        self._is_active = is_active
+        self._clock = clock
+        self._high, self._low = budget.share(budget.high_water), budget.share(budget.low_water)
+        # Below this, pages are stored raw again: as far from the low mark as that is from the high mark, or each page
+        # would be written raw first and packed soon after.
+        self._relaxed = 2 * self._low.bytes - self._high.bytes
+        self._lease = Lease(b"room")
+        # what the location should hold at most
+        self._wanted = NOTHING_WANTED
+        self._at_once = PAGES_AT_ONCE
+        self._most_bytes = self._step_bytes = min(STEP_BYTES, budget.max_bytes // SHARE_OF_BUDGET)
+        self._has_space_to_pack = True
+        self._n_failures = 0
+
+    # -- what there is to do ------------------------------------------------------------------------------------------
+
+    def note(self, used: Used) -> None:
+        """A transaction has left so much in the location."""
+        if used.bytes <= self._relaxed:
+            self._encode.is_short_of_space = False
+        if self._is_active and (used.bytes > self._high.bytes or used.entries > self._high.entries):
+            self._wanted = Used(
+                self._low.bytes if used.bytes > self._high.bytes else self._wanted.bytes,
+                self._low.entries if used.entries > self._high.entries else self._wanted.entries,
+            )
+
+    def restored(self, namespace: bytes, pages: Sequence[Page]) -> None:
+        """A prompt began with these pages; packed ones among them are unpacked when there is room."""
+        if self._is_active:
+            self._repacker.want(namespace, pages)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
+
+    def close(self) -> None:
+        """Let another process make room from now on. Raises `StorageError`."""
+        if self._lease.may_be_held:
+            with self._backend.update() as transaction:
+                self._lease.release(transaction)
+
+    # -- doing it -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> float:
+        """Do a little of it; how many seconds to wait before the next step."""
+        started = self._clock()
+        try:
+            pause = self._make() if self._wanted != NOTHING_WANTED else self._unpack()
+        except StorageError as error:
+            self._n_failures += 1
+            if self._n_failures == 1:
+                log.warning("no room can be made in idle time: %s", error)
+            return min(PAUSE * 2.0**self._n_failures, LONGEST_PAUSE)
+        except BaseException:
+            # a fault of the store, or an interrupt: not the same again and again
+            self._stop()
+            self._repacker.forget_wanted()
+            raise
+        self._n_failures = 0
+        return pause if pause is not None else (self._clock() - started) * (1 / SHARE_OF_TIME - 1)
+
+    def _make(self) -> float | None:
+        """Pack some pages, or evict some; how long to wait, None for as long as its share of time demands."""
+        self._catalog.load_table(self._backend)
+        with self._backend.view() as view:
+            self._catalog.refresh(view)
+            used = view.used
+            if not self._is_too_much(used):
+                self._stop()
+                return None
+            if not self._lease.is_free(view):
+                return PAUSE
+            packs = used.bytes > self._wanted.bytes and self._has_space_to_pack
+            found = self._repacker.coldest(view, self._step_bytes) if packs else []
+        # not in the view: a location cannot reuse what an open one may see
+        if found:
+            packed = self._repacker.pack(found)
+            if packed:
+                self._replace(packed)
+            return None
+        if packs:
+            # all is packed: from now on a page that is stored raw would only be packed soon after
+            self._encode.is_short_of_space = True
+        self._has_space_to_pack = True
+        self._evict()
+        return None
+
+    def _is_too_much(self, used: Used) -> bool:
+        return used.bytes > self._wanted.bytes or used.entries > self._wanted.entries
+
+    def _stop(self) -> None:
+        """There is enough room, or none can be made."""
+        self._wanted = NOTHING_WANTED
+        self._has_space_to_pack = True
+        self._step_bytes = self._most_bytes
+
+    def _replace(self, replacements: Sequence[Replacement]) -> None:
+        """Write other forms of pages, in one transaction."""
+        try:
+            with self._catalog.update(self._backend) as transaction:
+                if not self._lease.take(transaction):
+                    return
+                self._repacker.replace(transaction, replacements, self._low.bytes)
+        except FullError as error:
+            log.info("no space to pack %d pages at once: %s", len(replacements), error)
+            # fewer at a time; if there is no space even for one, evict first
+            self._step_bytes //= 4
+            self._has_space_to_pack = len(replacements) > 1
+            with suppress(FullError):
+                self._backend.reclaim()
+
+    def _evict(self) -> None:
+        """Delete some pages, in one transaction: expired ones, then in the order of the policy."""
+        try:
+            with self._catalog.update(self._backend) as transaction:
+                if not self._lease.take(transaction):
+                    return
+                self._evictor.delete_expired(transaction, self._at_once)
+                is_any_left = self._evictor.evict(transaction, self._wanted, self._at_once)
+                used = transaction.used
+        except FullError as error:
+            self._at_once = fewer(self._backend, self._at_once, error)
+            return
+        self._at_once = PAGES_AT_ONCE
+        if not is_any_left or not self._is_too_much(used):
+            # or what is left is pinned; the next commit asks for room again
+            self._stop()
+
+    def _unpack(self) -> float | None:
+        """Unpack some of the pages that were used again; as `_make`."""
+        with self._backend.view() as view:
+            room = self._low.bytes - view.used.bytes
+            if room <= 0:
+                self._repacker.forget_wanted()
+                return None
+            if not self._lease.is_free(view):
+                return PAUSE
+            found = self._repacker.wanted(view, room, self._step_bytes)
+        unpacked = self._repacker.unpack(found)
+        if unpacked:
+            self._replace(unpacked)
+        return None
