@@ -1,4 +1,4 @@
-"""Stored pages that have no place in the index: damaged ones until they are deleted, and what depends on them."""
+"""Stored pages that have no place in the index, for maintenance: damaged ones, and what depends on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Strays"]
 
 
 class Strays:
-    """What a location holds beside the pages of the index. Used under the lock of the catalog.
+    """What a location holds beside the pages of an index that has all that can be restored. Used by one thread.
 
     Attributes
     ----------
