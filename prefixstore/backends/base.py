@@ -402,7 +402,11 @@ class Backend(ABC):
         return 0
 
     def reindex(self) -> None:  # noqa: B027 - most backends have nothing to do
-        """Build what is derived from pages again, such as an order of children. Meanwhile pages may not be found."""
+        """Build what is derived from pages again, such as an order of children. Meanwhile pages may not be found.
+
+        If there is any, `View.changes` since an earlier generation is None from then on: what others have read before
+        may have been wrong.
+        """
 
     @abstractmethod
     def after_fork(self) -> None:

@@ -382,6 +382,15 @@ class Evictor:
 
         return self._evict(transaction, exceeded, at_most=at_most)
 
+    def has_expired(self) -> bool:
+        """Whether `delete_expired` may find something."""
+        expiring = self._catalog.expiring()
+        try:
+            page = expiring.next()
+            return page is not None and page.expires <= time.time_ns()
+        finally:
+            expiring.close()
+
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
         """Delete leaves that have expired, and parents that become such leaves; whether more are left, or may be."""
         if not self._catalog.has_table:

@@ -1,7 +1,7 @@
 """Keeps room in a location between two water marks, in idle time, so that a page finds it when it is written.
 
-When a commit leaves more in the location than the high-water mark, room is made down to the low-water mark: pages are
-packed, the coldest first, and evicted only when none is left to pack. Each step is short, and so is its transaction.
+When a commit leaves more in the location than the high-water mark, room is made down to the low-water mark: expired
+pages are deleted, then pages are packed, the coldest first, and evicted only when none is left to pack. Each step is short, and so is its transaction.
 The transaction that writes a page makes space itself only if it comes before that.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from prefixstore.backends.base import Backend, Used
+from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor, fewer
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Page
@@ -87,6 +87,7 @@ class Room:
         self._at_once = PAGES_AT_ONCE
         self._most_bytes = self._step_bytes = min(STEP_BYTES, budget.max_bytes // SHARE_OF_BUDGET)
         self._has_space_to_pack = True
+        self._looks_for_expired = False
         self._n_failures = 0
 
     # -- what there is to do ------------------------------------------------------------------------------------------
@@ -96,6 +97,8 @@ class Room:
         if used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
         if self._is_active and (used.bytes > self._high.bytes or used.entries > self._high.entries):
+            # before anything is packed
+            self._looks_for_expired |= self._wanted == NOTHING_WANTED
             self._wanted = Used(
                 self._low.bytes if used.bytes > self._high.bytes else self._wanted.bytes,
                 self._low.entries if used.entries > self._high.entries else self._wanted.entries,
@@ -148,13 +151,17 @@ class Room:
                 return None
             if not self._lease.is_free(view):
                 return PAUSE
-            packs = used.bytes > self._wanted.bytes and self._has_space_to_pack
+            self._looks_for_expired = self._looks_for_expired and self._evictor.has_expired()
+            packs = used.bytes > self._wanted.bytes and self._has_space_to_pack and not self._looks_for_expired
             found = self._repacker.coldest(view, self._step_bytes) if packs else []
         # not in the view: a location cannot reuse what an open one may see
         if found:
             packed = self._repacker.pack(found)
             if packed:
                 self._replace(packed)
+            return None
+        if self._looks_for_expired:
+            self._delete_expired()
             return None
         if packs:
             # all is packed: from now on a page that is stored raw would only be packed soon after
@@ -170,6 +177,7 @@ class Room:
         """There is enough room, or none can be made."""
         self._wanted = NOTHING_WANTED
         self._has_space_to_pack = True
+        self._looks_for_expired = False
         self._step_bytes = self._most_bytes
 
     def _replace(self, replacements: Sequence[Replacement]) -> None:
@@ -187,22 +195,39 @@ class Room:
             with suppress(FullError):
                 self._backend.reclaim()
 
+    def _delete_expired(self) -> None:
+        """Delete some pages that have expired, in one transaction."""
+
+        def delete(transaction: Transaction) -> None:
+            self._looks_for_expired = self._evictor.delete_expired(transaction, self._at_once)
+
+        self._delete(delete)
+
     def _evict(self) -> None:
-        """Delete some pages, in one transaction: expired ones, then in the order of the policy."""
+        """Delete some pages in the order of the policy, in one transaction."""
+        is_done = False
+
+        def delete(transaction: Transaction) -> None:
+            nonlocal is_done
+            is_any_left = self._evictor.evict(transaction, self._wanted, self._at_once)
+            is_done = not is_any_left or not self._is_too_much(transaction.used)
+
+        if self._delete(delete) and is_done:
+            # or what is left is pinned; the next commit asks for room again
+            self._stop()
+
+    def _delete(self, delete: Callable[[Transaction], None]) -> bool:
+        """Call `delete` with a transaction; whether it was committed."""
         try:
             with self._catalog.update(self._backend) as transaction:
                 if not self._lease.take(transaction):
-                    return
-                self._evictor.delete_expired(transaction, self._at_once)
-                is_any_left = self._evictor.evict(transaction, self._wanted, self._at_once)
-                used = transaction.used
+                    return False
+                delete(transaction)
         except FullError as error:
             self._at_once = fewer(self._backend, self._at_once, error)
-            return
+            return False
         self._at_once = PAGES_AT_ONCE
-        if not is_any_left or not self._is_too_much(used):
-            # or what is left is pinned; the next commit asks for room again
-            self._stop()
+        return True
 
     def _unpack(self) -> float | None:
         """Unpack some of the pages that were used again; as `_make`."""

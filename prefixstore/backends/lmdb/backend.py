@@ -334,6 +334,11 @@ class _Change(_View, Transaction):
         else:
             self._txn.put(NOTE + name, value, db=self._db[b"meta"])
 
+    def forget_changes(self) -> None:
+        """Have every process begin anew: what it has learned of the order of children may be wrong."""
+        self._txn.put(b"generation", META_GENERATION.pack(self.generation + 1), db=self._db[b"meta"])
+        self._txn.drop(self._db[b"changes"], delete=False)
+
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
         if not self._changed:
@@ -489,6 +494,8 @@ class LMDBBackend(Backend):
                 after = _Change(txn, environment).order(after, RECORDS_AT_ONCE)
                 environment.require_free(txn, LEFT_BY_OTHERS)
         self._count_sizes(environment)
+        with environment.begin(write=True) as txn:
+            _Change(txn, environment).forget_changes()
 
     def _count_sizes(self, environment: Environment) -> None:
         """Add up the sizes of all pages, while others write if possible."""

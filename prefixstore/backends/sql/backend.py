@@ -348,9 +348,11 @@ class _Change(_View, Transaction):
         self._put_counts(generation)
 
     def count_again(self) -> None:
-        """Replace what was counted by what there is."""
+        """Replace what was counted by what there is, and have every process begin anew: an index may have been wrong."""
+        generation = self.generation + 1
+        self._run(_FORGET, [{"until": generation}])
         self._sum()
-        self._put_counts(self.generation)
+        self._put_counts(generation)
 
     def _sum(self) -> None:
         self._counts = summed(self._rows(SUMMED)[0])
