@@ -72,16 +72,19 @@ def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generati
 
 def test_what_was_learned_while_indexes_were_built_again_is_forgotten(tmp_path):
     """A lookup in the meantime finds no children, and takes that for granted."""
-    with closing(LMDBBackend(tmp_path, MIB)) as backend, closing(Store(backend)) as writer:
-        with closing(Store(Lent(LMDBBackend(tmp_path, MIB)))) as reader:
-            for number in range(3):
-                writer.put([1] * P + [number] * 3, 1)
-            environment = backend._writable()
-            with environment.begin(write=True) as txn:
-                txn.drop(environment.databases[b"children"], delete=False)
-            assert reader.match([1] * P + [2] * 3) == P
-            backend.reindex()
-            assert reader.match([1] * P + [2] * 3) == P + 3
+    with (
+        closing(LMDBBackend(tmp_path, MIB)) as backend,
+        closing(Store(backend)) as writer,
+        closing(Store(Lent(LMDBBackend(tmp_path, MIB)))) as reader,
+    ):
+        for number in range(3):
+            writer.put([1] * P + [number] * 3, 1)
+        environment = backend._writable()
+        with environment.begin(write=True) as txn:
+            txn.drop(environment.databases[b"children"], delete=False)
+        assert reader.match([1] * P + [2] * 3) == P
+        backend.reindex()
+        assert reader.match([1] * P + [2] * 3) == P + 3
 
 
 def test_snapshots_are_found_by_an_engine_that_reads_only_what_it_needs():
