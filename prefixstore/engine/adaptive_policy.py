@@ -166,7 +166,7 @@ class Adaptive(Policy):
                 last = self._samples.pop(next(iter(self._samples)))
                 self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=False)
         if self._duel.samples(page.key):
-            self._duel.access(Access(number, page_class, uses, prompt.clock, gain), self._worth)
+            self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
 
     def _class_of(self, page: PageFacts, prompt: _Prompt, uses: int, gap: int) -> int:
         if uses == 1:

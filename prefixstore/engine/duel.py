@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -17,8 +18,14 @@ PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 MEMORY = 2000
 # by how much another order has to be better, before it takes over
 RATIO, AHEAD = 1.01, 0.5
+# an order of use: the clock, and how far the end is from the largest possible one
+END_BITS = 23
+MOST_END = (1 << END_BITS) - 1
+ORDER_BITS = 32 + END_BITS
 # the caches begin again when the store has this many times as many pages, or as few
 RESIZE = 1.1
+# accesses of a prompt that are compared at once
+MOST_WAITING = 4096
 
 
 class Mode(IntEnum):
@@ -30,14 +37,21 @@ class Mode(IntEnum):
 
 
 class Access(NamedTuple):
-    """A use, or a capture, of a page: its class, its uses, and the clock, all with this access; and its gain."""
+    """A use, or a capture, of a page: its class, its uses, and the clock, all with this access; its end; its gain."""
 
     number: int
     """Of its key."""
     page_class: int
     uses: int
     clock: int
+    end: int
+    """The position of its end: of pages that were used at the same time, the deeper one goes first."""
     gain: float
+
+    @property
+    def order(self) -> int:
+        """By the time of the use; of one prompt, by depth."""
+        return self.clock << END_BITS | MOST_END - min(self.end, MOST_END)
 
 
 class _Cache:
@@ -54,25 +68,30 @@ class _Cache:
         self._order = np.zeros(size, np.int64)
         self._gains = np.ones(size)
 
-    def access(self, one: Access, order: int, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
-        """Whether a page is here; it may be from now on."""
-        at = self._place.get(one.number)
-        is_hit = at is not None
-        if at is None:
-            if len(self._numbers) < self._size:
-                at = len(self._numbers)
-                self._numbers.append(one.number)
-            else:
-                found = self._victim(one, worth)
-                if found is None:
-                    return False
-                at = found
+    def access(self, prompt: Sequence[Access], worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[bool]:
+        """Which pages of a prompt are here. The others may be from now on, and take no place of those that are."""
+        places = [self._place.get(one.number) for one in prompt]
+        for one, at in zip(prompt, places, strict=True):
+            if at is not None:
+                self._set(at, one)
+        for one, place in zip(prompt, places, strict=True):
+            if place is not None or one.number in self._place:
+                continue
+            at = len(self._numbers) if len(self._numbers) < self._size else self._victim(one, worth)
+            if at is None:
+                continue
+            if at < len(self._numbers):
                 del self._place[self._numbers[at]]
                 self._numbers[at] = one.number
+            else:
+                self._numbers.append(one.number)
             self._place[one.number] = at
+            self._set(at, one)
+        return [at is not None for at in places]
+
+    def _set(self, at: int, one: Access) -> None:
         self._classes[at], self._uses[at], self._clocks[at] = one.page_class, one.uses, one.clock
-        self._order[at], self._gains[at] = order, one.gain
-        return is_hit
+        self._order[at], self._gains[at] = one.order, one.gain
 
     def _victim(self, new: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int | None:
         """Whose place the new page takes; None if it is not admitted."""
@@ -81,7 +100,7 @@ class _Cache:
             at = int(ranks.argmin())
             return at if worth[new.page_class * AGES + age_bin(0)] * new.gain >= ranks[at] else None
         if self._mode is Mode.LFU:
-            at = int((self._uses << 40 | self._order).argmin())
+            at = int((self._uses << ORDER_BITS | self._order).argmin())
             return at if admits_by_use(new.uses, int(self._uses[at])) else None
         return int(self._order.argmin())
 
@@ -106,8 +125,9 @@ class Duel:
         self.scores = [0.0] * len(Mode)
         self._pages = 0
         self._limit = 0
-        self._order = 0
         self._caches: list[_Cache] = []
+        # accesses of one prompt
+        self._waiting: list[Access] = []
 
     def resize(self, pages: int) -> None:
         """The store has room for so many pages."""
@@ -122,22 +142,26 @@ class Duel:
         """Whether the accesses of a page count."""
         return int.from_bytes(key[12:16], "little") < self._limit
 
-    def access(self, one: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> bool:
-        """Note an access; whether another order takes over.
+    def access(self, one: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        """Note an access of a sampled page. Those of one prompt are compared together, when the next one begins.
 
         Parameters
         ----------
         one
-            The access, of a sampled page.
+            The access.
         worth
             As `Hazards.worth`.
         """
-        self._order += 1
+        if self._waiting and (one.clock != self._waiting[0].clock or len(self._waiting) == MOST_WAITING):
+            self._compare(worth)
+        self._waiting.append(one)
+
+    def _compare(self, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        prompt, self._waiting = self._waiting, []
         for mode, cache in zip(Mode, self._caches, strict=False):
-            self.scores[mode] *= 1 - 1 / MEMORY
-            self.scores[mode] += cache.access(one, self._order, worth)
+            for is_hit in cache.access(prompt, worth):
+                self.scores[mode] *= 1 - 1 / MEMORY
+                self.scores[mode] += is_hit
         best = max(Mode, key=self.scores.__getitem__)
-        if best is self.mode or self.scores[best] <= RATIO * self.scores[self.mode] + AHEAD:
-            return False
-        self.mode = best
-        return True
+        if best is not self.mode and self.scores[best] > RATIO * self.scores[self.mode] + AHEAD:
+            self.mode = best

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from prefixstore.engine.key_table import cells_of
+
 __all__ = ["GHOSTS_PER_PAGE", "Ghost", "GhostTable"]
 
 # entries for each page in the table, 4 bytes each
@@ -15,6 +17,9 @@ SMALLEST, LARGEST = 17, 22
 # An entry: a tag, the number of uses, the clock in units of the table. An entry of 0 is empty, so uses are 1 or more.
 TAG_BITS, USE_BITS, CLOCK_BITS = 10, 5, 17
 TAG_SHIFT, USE_SHIFT = USE_BITS + CLOCK_BITS, CLOCK_BITS
+CLOCK_MASK = (1 << CLOCK_BITS) - 1
+# entries of a bucket: a page may be in any of them
+WAYS = 4
 MOST_USES = (1 << USE_BITS) - 1
 # what is dumped at most
 DUMPED = 1 << 17
@@ -28,13 +33,17 @@ class Ghost(NamedTuple):
 
 
 class GhostTable:
-    """Uses and last use of evicted pages, in a hash table without chains: an entry overwrites the one in its slot.
+    """Uses and last use of evicted pages, in a hash table of small buckets: an entry overwrites the oldest one there.
 
-    The clock is kept in units so large that it does not wrap around before an entry is overwritten.
+    The clock is kept in units that grow with the table, so that it rarely wraps around before an entry is overwritten.
     """
 
     def __init__(self) -> None:
-        self._table: npt.NDArray[np.uint32] = np.zeros(1 << SMALLEST, np.uint32)
+        self._use(np.zeros(1 << SMALLEST, np.uint32))
+
+    def _use(self, table: npt.NDArray[np.uint32]) -> None:
+        self._table = table
+        self._cells = cells_of(table)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -51,30 +60,44 @@ class GhostTable:
     @property
     def _unit(self) -> int:
         """Bits of the clock that are not kept."""
-        return self._bits - SMALLEST + 2
+        return self._bits - SMALLEST
 
     def grow(self, pages: int) -> None:
         """Make the table large enough for so many pages, at most 16 MiB."""
         while len(self._table) < min(GHOSTS_PER_PAGE * pages, 1 << LARGEST):
             # the next bit of the hash, which is not known, would tell in which half an entry belongs: it is in both
             table = self._in_coarser_units(self._table)
-            self._table = np.concatenate([table, table])
+            self._use(np.concatenate([table, table]))
 
     @staticmethod
     def _in_coarser_units(table: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        low = np.uint32((1 << CLOCK_BITS) - 1)
+        low = np.uint32(CLOCK_MASK)
         coarser: npt.NDArray[np.uint32] = (table & ~low) | ((table & low) >> np.uint32(1))
         return coarser
 
     def _place(self, key: bytes) -> tuple[int, int]:
+        """The first slot of the bucket of a key, and its tag."""
         number = int.from_bytes(key[5:9], "little")
-        return number & len(self._table) - 1, number >> 32 - TAG_BITS
+        return number * WAYS & len(self._table) - 1, number >> 32 - TAG_BITS
+
+    def _age(self, entry: int, now: int) -> int:
+        """In units of the table."""
+        return (now >> self._unit) - entry & CLOCK_MASK
 
     def remember(self, key: bytes, uses: int, clock: int) -> None:
         """Keep the number of uses of an evicted page, and the clock at the last one."""
-        slot, tag = self._place(key)
-        kept = clock >> self._unit & (1 << CLOCK_BITS) - 1
-        self._table[slot] = tag << TAG_SHIFT | min(max(uses, 1), MOST_USES) << USE_SHIFT | kept
+        first, tag = self._place(key)
+        chosen, oldest = first, -1
+        for slot in range(first, first + WAYS):
+            entry = self._cells[slot]
+            if not entry or entry >> TAG_SHIFT == tag:
+                chosen = slot
+                break
+            age = self._age(entry, clock)
+            if age > oldest:
+                chosen, oldest = slot, age
+        kept = clock >> self._unit & CLOCK_MASK
+        self._cells[chosen] = tag << TAG_SHIFT | min(max(uses, 1), MOST_USES) << USE_SHIFT | kept
 
     def recall(self, key: bytes, now: int) -> Ghost | None:
         """What is known of an evicted page; rarely of another one with the same tag.
@@ -86,19 +109,18 @@ class GhostTable:
         now
             The current clock.
         """
-        slot, tag = self._place(key)
-        entry = int(self._table[slot])
-        uses = entry >> USE_SHIFT & MOST_USES
-        if not uses or entry >> TAG_SHIFT != tag:
-            return None
-        age = (now >> self._unit) - entry & (1 << CLOCK_BITS) - 1
-        return Ghost(uses, max(now - (age << self._unit), 0))
+        first, tag = self._place(key)
+        for entry in self._cells[first : first + WAYS]:
+            uses = entry >> USE_SHIFT & MOST_USES
+            if uses and entry >> TAG_SHIFT == tag:
+                return Ghost(uses, max(now - (self._age(entry, now) << self._unit), 0))
+        return None
 
     def dump(self) -> bytes:
         """The newest entries, at most 1 MiB, as pairs of slot and entry after the size of the table."""
         slots = np.flatnonzero(self._table)
         if len(slots) > DUMPED:
-            clocks = self._table[slots] & np.uint32((1 << CLOCK_BITS) - 1)
+            clocks = self._table[slots] & np.uint32(CLOCK_MASK)
             slots = slots[np.argsort(clocks, kind="stable")[-DUMPED:]]
         pairs = np.stack([slots.astype("<u4"), self._table[slots].astype("<u4")], axis=1)
         return bytes([self._bits]) + pairs.tobytes()
@@ -110,8 +132,7 @@ class GhostTable:
             raise ValueError("not a table of evicted pages")
         table = np.zeros(1 << bits, np.uint32)
         table[pairs[:, 0]] = pairs[:, 1]
-        self._table = table
-        mask = (1 << CLOCK_BITS) - 1
+        self._use(table)
         entries = table[pairs[:, 0]]
-        clocks = (entries.astype(np.int64) & mask) + (later >> self._unit) & mask
-        table[pairs[:, 0]] = (entries & np.uint32(~mask & 0xFFFFFFFF)) | clocks.astype(np.uint32)
+        clocks = (entries.astype(np.int64) & CLOCK_MASK) + (later >> self._unit) & CLOCK_MASK
+        table[pairs[:, 0]] = (entries & np.uint32(~CLOCK_MASK & 0xFFFFFFFF)) | clocks.astype(np.uint32)

@@ -403,7 +403,7 @@ def test_the_order_that_has_the_most_hits_wins_the_duel(best):
         else:
             number = chance.randrange(80) if chance.random() < 0.3 else 1000 + clock
             uses = 20 if number < 1000 else 1
-        duel.access(Access(number, 0, uses, clock, 1.0), worth)
+        duel.access(Access(number, 0, uses, clock, 1, 1.0), worth)
     assert duel.mode is best
 
 
