@@ -70,7 +70,9 @@ class InEngine:
     def __init__(self, policy: str, capacity: int) -> None:
         budget = Budget(1 << 60, max_entries=capacity)
         self._counters = Counters()
-        self._engine = Engine(MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters)
+        self._engine = Engine(
+            MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
+        )
         self._lease = BufferPool(1 << 20).acquire(1)
         self.written = 0
 

@@ -3,7 +3,7 @@
 The location is filled with N tiny pages (see `benchmarks.filled`): payloads of 64 bytes, conversations of ten pages of
 256 tokens, and four of 32,000 tokens. A location that holds them already is used as it is. Then each of the following
 is measured in a process of its own, which has imported all modules, and opens the location as
-``PrefixStore(location, namespace="scale", codec="raw")``. The files are in the page cache of the system.
+``PrefixStore(location, namespace="scale", codec="raw", high_water=1.0, low_water=1.0)``. The files are in the page cache of the system.
 
 Reading, without a limit that is reached:
 
@@ -164,7 +164,16 @@ class Writer:
 
 
 def opened(location: str, max_entries: int | None = None) -> PrefixStore:
-    return PrefixStore(location, namespace="scale", codec="raw", max_bytes=AMPLE, max_entries=max_entries)
+    """A store over the location. It makes no room in advance: each page evicts another in its own transaction."""
+    return PrefixStore(
+        location,
+        namespace="scale",
+        codec="raw",
+        max_bytes=AMPLE,
+        max_entries=max_entries,
+        high_water=1.0,
+        low_water=1.0,
+    )
 
 
 # -- the processes that measure ---------------------------------------------------------------------------------------

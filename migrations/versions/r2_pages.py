@@ -19,10 +19,12 @@ def upgrade() -> None:
         sa.Column("generation", sa.BigInteger(), nullable=False),
         sa.Column("entries", sa.BigInteger(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("stored_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("raw_bytes", sa.BigInteger(), nullable=False),
     )
     op.execute(
-        "INSERT INTO prefixstore_meta (id, magic, format, generation, entries, bytes) "
-        "VALUES (1, 'prefixstore', 2, 0, 0, 0)"
+        "INSERT INTO prefixstore_meta (id, magic, format, generation, entries, bytes, stored_bytes, raw_bytes) "
+        "VALUES (1, 'prefixstore', 2, 0, 0, 0, 0, 0)"
     )
     op.create_table(
         "prefixstore_namespaces",

@@ -17,7 +17,8 @@ A missing key is ``None``, never an exception. The errors are those of `prefixst
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
 `IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` (or an entry
 point of another package) and one subclass of `prefixstore.testing.BackendContract`. The methods that are not
-abstract have working defaults; a backend on a server replaces those that would send one query for each page.
+abstract have working defaults. A backend that holds many pages replaces those that read all of them; one on a server
+also those that would send one query for each page.
 """
 
 from __future__ import annotations

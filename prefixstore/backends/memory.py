@@ -62,6 +62,8 @@ class _Pages:
         self.changes: deque[tuple[int, list[bytes]]] = deque(maxlen=CHANGES_KEPT)
         self.generation = 0
         self.bytes = 0
+        # of payloads as stored, and of the states that they stand for
+        self.sizes = 0, 0
 
 
 class _View(View):
@@ -166,6 +168,10 @@ class _View(View):
         return self._pages.notes.get(name)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        return self._pages.sizes
+
+    @property
     def used(self) -> Used:
         with self._lock:
             return Used(self._pages.bytes, len(self._pages.entries))
@@ -182,6 +188,7 @@ class _Change(_View, Transaction):
         self._staged_namespaces: dict[bytes, bytes | None] = {}
         self._staged_notes: dict[bytes, bytes | None] = {}
         self._bytes = pages.bytes
+        self._sizes = pages.sizes
         self._n_entries = len(pages.entries)
 
     def _entry(self, key: bytes) -> _Entry | None:
@@ -215,6 +222,10 @@ class _Change(_View, Transaction):
         return self._staged_notes[name] if name in self._staged_notes else super().note(name)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        return self._sizes
+
+    @property
     def used(self) -> Used:
         return Used(self._bytes, self._n_entries)
 
@@ -227,6 +238,7 @@ class _Change(_View, Transaction):
         self._staged[key] = entry
         insort(self._own_siblings(record), (record.tokens, key))
         self._bytes += entry.bytes
+        self._sizes = self._sizes[0] + record.stored_bytes, self._sizes[1] + record.raw_bytes
         self._n_entries += 1
         self._structural.append(key)
 
@@ -238,6 +250,7 @@ class _Change(_View, Transaction):
         siblings = self._own_siblings(entry.record)
         del siblings[bisect_left(siblings, (entry.record.tokens, key))]
         self._bytes -= entry.bytes
+        self._sizes = self._sizes[0] - entry.record.stored_bytes, self._sizes[1] - entry.record.raw_bytes
         self._n_entries -= 1
         self._structural.append(key)
         return True
@@ -276,6 +289,7 @@ class _Change(_View, Transaction):
                 pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
             pages.notes = _overlaid(pages.notes, self._staged_notes)
             pages.bytes = self._bytes
+            pages.sizes = self._sizes
             if self._structural:
                 if not pages.changes or pages.changes[-1][1] is not self._structural:
                     pages.changes.append((pages.generation + 1, self._structural))

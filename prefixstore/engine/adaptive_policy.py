@@ -45,7 +45,7 @@ __all__ = ["Adaptive"]
 SAMPLES, MOST_SAMPLES = 4096, 32768
 # the samples reach this many times as far back as the pages that are stored
 REACH = 8
-LEARN_EVERY = 50
+LEARN_EVERY = 20
 # where the order of last use gets this share of the possible hits, what is learned is not worth its noise
 ENOUGH = 0.97
 # assumed time between prompts, until prompts were seen

@@ -36,7 +36,7 @@ LAST_PROBE = 5.0
 
 @dataclass
 class Request:
-    """What the location is asked for: a page, or records, of which there may be many when the index is rebuilt."""
+    """What the location is asked for: a page, or records, of which others may have changed many since the last time."""
 
     page: Page | None
     n_records: int = 0

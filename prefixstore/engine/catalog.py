@@ -305,7 +305,7 @@ class Catalog:
         with self._lock:
             is_here = self._contents.index.get(page.key) is page and page.key not in self._contents.pending
             if is_here and generation <= self._generation:
-                log.warning("the index does not match what is stored; rebuilding it")
+                log.warning("the index does not match what is stored; it begins anew")
                 self._distrust()
 
     # -- reading what a lookup needs ----------------------------------------------------------------------------------

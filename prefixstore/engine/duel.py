@@ -16,7 +16,7 @@ PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 # an access this many accesses ago weighs a third of one now
 MEMORY = 2000
 # by how much another order has to be better, before it takes over
-RATIO, AHEAD = 1.02, 1.0
+RATIO, AHEAD = 1.01, 0.5
 # the caches begin again when the store has this many times as many pages, or as few
 RESIZE = 1.1
 

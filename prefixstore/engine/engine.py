@@ -717,7 +717,7 @@ class Engine:
         return self._deleter.delete(choices).pages
 
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants."""
+        """Delete the pages that a check has named, and their descendants; an order of children is built again."""
         return self._deleter.repair(found)
 
     def evict_to(self, max_bytes: int) -> Removed:

@@ -69,8 +69,8 @@ class VictimQueue:
         The order.
     namespaces
         Whose pages: their numbers in the table, asked for at each ranking; None for all.
-    wants
-        Of these leaves, only those in slots for which this is true.
+    expiring
+        Whether only leaves that expire are wanted.
     """
 
     def __init__(

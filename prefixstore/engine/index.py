@@ -1,8 +1,8 @@
-"""The trie of pages in memory: finds the longest stored prefix, to the token.
+"""The index: finds the longest stored prefix of a prompt, to the token.
 
-It has pending pages, and those stored pages that lookups came across: a bounded cache. What it lacks is read from the
-location when a lookup needs it. It knows what it lacks: each gap between two siblings says whether anything may be
-stored there.
+It is a trie of pages in memory, and a bounded cache: it has pending pages, and those stored pages that lookups came
+across. What it lacks is read from the location when a lookup needs it. It knows what it lacks: each gap between two
+siblings says whether anything may be stored there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -73,7 +74,7 @@ class TableFill:
         parents = parents[~is_first]
         order = np.argsort(parents[:, 0], kind="stable")
         starts = np.searchsorted(parents[order, 0], np.arange(SHARDS + 1)).tolist()
-        self._parents.append((slots[order], parents[order], starts))
+        self._parents.append((_mapped(slots[order]), _mapped(parents[order]), starts))
 
     def _write(self, facts: Facts, keys: Keys, numbers: npt.NDArray[np.int64], first: int) -> None:
         n_bytes = facts["stored_bytes"] + facts["n_tokens"].astype(np.uint64) * TOKEN_BYTES
@@ -148,6 +149,15 @@ class TableFill:
             yield
         self._parents = []
         table.filling = None
+
+
+def _mapped(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy in memory that goes back to the system with it: what `malloc` frees between other blocks, it keeps."""
+    if not values.size:
+        return values
+    copy = np.frombuffer(mmap.mmap(-1, values.nbytes), values.dtype).reshape(values.shape)
+    copy[:] = values
+    return copy
 
 
 def _bytes(keys: Facts) -> Keys:

@@ -1,4 +1,4 @@
-"""Running totals over the pages of an index: of all, of each namespace, and of each salt. Nothing here walks pages."""
+"""Running totals over a page table: of all pages, of each namespace, and of each salt. Nothing here walks pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Total:
     Attributes
     ----------
     pages
-        How many pages the index has, those included that are not stored yet.
+        How many pages the table has, those included that are not stored yet.
     stored
         How many of them are stored.
     bytes

@@ -27,6 +27,7 @@ __all__ = [
     "Usage",
     "checksum",
     "place_of",
+    "sizes_of",
     "time_of_use",
 ]
 
@@ -251,6 +252,16 @@ def place_of(stored: Buffer) -> tuple[bytes, int, bytes] | None:
         return None
     head = RECORD.unpack_from(stored)
     return head[11], head[2], bytes(stored[RECORD.size : -RECORD_SEAL.size])
+
+
+def sizes_of(stored: Buffer) -> tuple[int, int] | None:
+    """Bytes of the payload and of the state in a stored record; None if it is damaged, or of another version."""
+    if len(stored) < RECORD.size + RECORD_SEAL.size or stored[0] != FORMAT_VERSION:
+        return None
+    if RECORD_SEAL.pack(xxhash.xxh3_64_intdigest(stored[: -RECORD_SEAL.size])) != stored[-RECORD_SEAL.size :]:
+        return None
+    head = RECORD.unpack_from(stored)
+    return head[8], head[7]
 
 
 class StoredPage(NamedTuple):

@@ -396,7 +396,9 @@ class Archive:
         self.engine.scrub()
 
     def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
-        """Delete damaged pages and their descendants; returns what was found, and how much was deleted.
+        """Delete damaged pages and their descendants, and build a wrong order of children again.
+
+        Returns what was found, and how much was deleted.
 
         With `max_bytes`, pages are then evicted until the location holds no more.
         """

@@ -65,6 +65,21 @@ def _stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage,
         return {key: (record, usage, bytes(view.payload(key) or b"")) for key, record, usage in view.scan()}
 
 
+def _sizes(view: View) -> tuple[int, int]:
+    """What `View.sizes` has to be."""
+    records = [record for _, record, _ in view.scan() if isinstance(record, Record)]
+    return sum(record.stored_bytes for record in records), sum(record.raw_bytes for record in records)
+
+
+def _repack(transaction: Transaction, chance: random.Random) -> None:
+    """Put one of 30 pages, whose state has its own size, in a form of some size, as packing or unpacking does."""
+    number = chance.randrange(30)
+    payload = _payload(number, chance.randrange(100 * number + 1))
+    key, record = make_page(payload, [number])
+    record = replace(record, raw_bytes=100 * number, codec=int(len(payload) < 100 * number))
+    transaction.put(key, record, Usage(1), payload)
+
+
 class _Defaults(View):
     """A view whose calls for many pages are those of `View`: what every backend's own have to agree with."""
 
@@ -186,6 +201,9 @@ class _Family:
             assert facts.tolist() == defaults.facts(after, 7).tolist()
             after, n_facts = facts["key"][-1].tobytes(), n_facts + len(facts)
         assert n_facts == len(self.stored)
+        for asked in (parents, [*parents, *parents[:3]], parents[:1], []):
+            assert view.followed(asked) == {record.parent for record in self.stored.values()} & set(asked)
+            assert view.followed(asked) == defaults.followed(asked)
 
 
 def _together(*works: Callable[[], None]) -> None:
@@ -481,6 +499,8 @@ class BackendContract:
                     assert view.children([NAMESPACE], PAGE) == []
                     assert view.children([], PAGE) == []
                     assert view.leading([bytes(KEY_BYTES)]) == []
+                    assert view.followed([]) == set()
+                    assert view.followed([NAMESPACE, bytes(KEY_BYTES)]) == set()
                     assert len(view.facts(b"", 10)) == 0
 
     def test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(self, tmp_path: Path) -> None:
@@ -513,6 +533,33 @@ class BackendContract:
                     with backend.view() as view:
                         family.require_agreement(view)
 
+    def test_pages_that_are_followed_are_found_among_thousands(self, tmp_path: Path) -> None:
+        """By pages, by snapshots, or by both; namespaces count as what first pages follow."""
+        pages = [make_page(b"", [number])[1] for number in range(3000)]
+        after = [make_page(b"", [1], parent=record.key, start=1)[1] for record in pages]
+        taken = [replace(record, tokens=b"", form=SNAPSHOT) for record in after]
+        other = bytes(reversed(NAMESPACE))
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                for record in (*pages[:1500], *after[:1500:3], *taken[:1500:5]):
+                    transaction.put(record.key, record, Usage(1), b"")
+            keys = [record.key for record in pages]
+            expected = {record.parent for record in (*after[:1500:3], *taken[:1500:5])}
+            for opened in (backend.view, backend.update):
+                with opened() as view:
+                    assert view.followed(keys) == expected
+                    assert view.followed([*keys, *keys, NAMESPACE, other, NAMESPACE]) == {*expected, NAMESPACE}
+                    assert view.followed(keys[1500:]) == set()
+                    # snapshots and pages at the end of their sequences
+                    assert view.followed([record.key for record in (*after, *taken)]) == set()
+                    found = {key for key in keys[:20] if view.followed([key])}
+                    assert found == expected & set(keys[:20])
+            with backend.update() as transaction:
+                # of the last one its page goes, and the snapshot stays
+                for record in after[:1500:3]:
+                    assert transaction.delete(record.key)
+                assert transaction.followed(keys) == {record.parent for record in taken[:1500:5]}
+
     def test_building_indexes_again_changes_nothing(self, tmp_path: Path) -> None:
         family = _Family(9, 300)
         with self.opened(tmp_path) as backend:
@@ -527,6 +574,7 @@ class BackendContract:
             with backend.view() as view:
                 assert view.generation == generation
                 family.require_agreement(view)
+                assert view.sizes == _sizes(view)
 
     def test_neighbors_among_many_siblings_share_the_longest_prefix(self, tmp_path: Path) -> None:
         """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
@@ -809,6 +857,33 @@ class BackendContract:
 
     # -- space --------------------------------------------------------------------------------------------------------
 
+    def test_sizes_are_those_of_all_pages_whatever_was_done_to_them(self, tmp_path: Path) -> None:
+        """Pages are put, put again in another form, deleted, put after they were deleted, and rolled back."""
+        chance = random.Random(5)
+        with self.opened(tmp_path) as backend:
+            for step in range(25):
+                with suppress(_Rollback), backend.update() as transaction:
+                    for _ in range(chance.choice([1, 3, 20])):
+                        _repack(transaction, chance)
+                        if chance.random() < 0.3:
+                            transaction.delete(make_page(b"", [chance.randrange(30)])[0])
+                    assert transaction.sizes == _sizes(transaction)
+                    if step % 4 == 3:
+                        raise _Rollback
+                with backend.view() as view:
+                    assert view.sizes == _sizes(view)
+                    assert list(view.flaws()) == []
+            with backend.update() as transaction:
+                for key, _, _ in list(transaction.scan()):
+                    transaction.delete(key)
+                assert transaction.sizes == (0, 0)
+            with backend.view() as view:
+                assert view.sizes == (0, 0)
+            with backend.update() as transaction:
+                _repack(transaction, chance)
+            with backend.view() as view:
+                assert view.sizes == _sizes(view)
+
     def test_used_grows_by_no_more_than_the_cost(self, tmp_path: Path) -> None:
         chance = random.Random(5)
         keys: list[bytes] = []
@@ -945,12 +1020,13 @@ class PersistentBackendContract(BackendContract):
                 transaction.delete(keys[1])
             before = _stored(backend)
             with backend.view() as view:
-                state = (view.generation, view.used, dict(view.namespaces()), view.changes(1))
+                assert view.sizes == _sizes(view)
+                state = (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1))
             backend.sync()
         with closing(self.reopen(tmp_path)) as backend:
             assert _stored(backend) == before
             with backend.view() as view:
-                assert (view.generation, view.used, dict(view.namespaces()), view.changes(1)) == state
+                assert (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1)) == state
 
     def test_two_backends_on_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
         with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
@@ -962,10 +1038,12 @@ class PersistentBackendContract(BackendContract):
                 assert transaction.record(first) is not None
                 second = _put(transaction, 2)
                 transaction.delete(first)
+                two_sizes = transaction.sizes
             with one.view() as view:
                 assert view.record(first) is None
                 assert view.record(second) is not None
                 assert view.changes(since) == [first, second, first]
+                assert view.sizes == _sizes(view) == two_sizes
 
     def test_one_backend_may_close_while_another_stays_open(self, tmp_path: Path) -> None:
         one, two = self.open_backend(tmp_path), self.reopen(tmp_path)

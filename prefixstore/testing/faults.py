@@ -91,6 +91,10 @@ class _WrappedView(View):
         return self._view.note(name)
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        return self._view.sizes
+
+    @property
     def used(self) -> Used:
         return self._view.used
 

@@ -34,11 +34,12 @@ from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS,
 from prefixstore.backends.lmdb.facts import facts_of
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
+from prefixstore.backends.lmdb.sizes import counted, put_counted
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
-from prefixstore.format.record import Buffer, Record, Usage, place_of
+from prefixstore.format.record import Buffer, Record, Usage, place_of, sizes_of
 
 __all__ = ["LMDBBackend", "open_lmdb"]
 
@@ -58,6 +59,11 @@ READERS_WITHIN = 10.0
 CLEARED_AT_ONCE = 256 << 20
 # records whose place among the children is written in one transaction
 RECORDS_AT_ONCE = 512
+# Of so many pages a transaction adds up the sizes, if they are not known: it takes a fraction of a second. Of more they
+# stay unknown until `reindex`, which does not keep other writers waiting.
+SUMMED_AT_ONCE = 100_000
+# how often `reindex` adds up the sizes while others write, before it keeps them waiting
+SUMS = 5
 
 
 class _View(View):
@@ -163,8 +169,12 @@ class _View(View):
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         self._environment.check(self._txn)
         check = ChildrenCheck(self._txn, self._db[b"children"], self._readable)
-        for key, message in check.flaws(Entry(*each) for each in self.scan()):
+        found = _Sum()
+        for key, message in check.flaws(found.added(Entry(*each)) for each in self.scan()):
             yield "index", key, message
+        known = self._counted()
+        if known is not None and found.is_complete and known != found.sizes:
+            yield "index", b"", f"the payloads and their states have {found.sizes} bytes, and were counted as {known}"
 
     def payload_keys(self) -> Iterator[bytes]:
         return map(bytes, self._txn.cursor(self._db[b"payloads"]).iternext(values=False))
@@ -181,10 +191,43 @@ class _View(View):
         return bytes(stored) if stored is not None else None
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        known = self._counted()
+        return self.summed() if known is None else known
+
+    def summed(self) -> tuple[int, int]:
+        """The sizes, added up."""
+        return super().sizes
+
+    def _counted(self) -> tuple[int, int] | None:
+        """The sizes as they were counted."""
+        return counted(self._txn, self._db[b"meta"], self._entries())
+
+    def _entries(self) -> int:
+        return int(self._txn.stat(self._db[b"records"])["entries"])
+
+    @property
     def used(self) -> Used:
         stats = [self._txn.stat(self._db[name]) for name in DATABASES]
         pages = 4 + sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        return Used(pages * stats[0]["psize"], self._txn.stat(self._db[b"records"])["entries"])
+        return Used(pages * stats[0]["psize"], self._entries())
+
+
+class _Sum:
+    """Adds up sizes of pages."""
+
+    def __init__(self) -> None:
+        self.sizes = 0, 0
+        # whether the sizes of all pages are known
+        self.is_complete = True
+
+    def added(self, entry: Entry) -> Entry:
+        """The page, when its sizes have been added."""
+        if isinstance(entry.record, Record):
+            self.sizes = self.sizes[0] + entry.record.stored_bytes, self.sizes[1] + entry.record.raw_bytes
+        else:
+            self.is_complete = False
+        return entry
 
 
 class _Change(_View, Transaction):
@@ -194,6 +237,8 @@ class _Change(_View, Transaction):
         self._changed: list[bytes] = []
         # pages that were deleted, and whose records did not say among which siblings they were
         self._lost: set[bytes] = set()
+        # the sizes with what was changed so far; None if they are not known
+        self._sizes = super()._counted()
         # pages of the file that it has to leave; none if it has written nothing
         self.to_leave = 0
         self.put_bytes = 0
@@ -211,7 +256,9 @@ class _Change(_View, Transaction):
         self._txn.put(key, payload, db=self._db[b"payloads"])
         self._txn.put(key, usage.pack(), db=self._db[b"usage"])
         place = record.parent, record.form, record.tokens
-        old = self._place(key)
+        stored = self._txn.get(key, db=self._db[b"records"])
+        old = place_of(stored) if stored is not None else None
+        self._count((record.stored_bytes, record.raw_bytes), instead_of=stored)
         if old != place:
             self._remove_child(key, old)
         self._txn.put(key, record.pack(), db=self._db[b"records"])
@@ -221,17 +268,29 @@ class _Change(_View, Transaction):
 
     def delete(self, key: bytes) -> bool:
         self.to_leave = self.to_leave or LEFT_BY_OTHERS
-        was_child = self._remove_child(key, self._place(key))
+        stored = self._txn.get(key, db=self._db[b"records"])
+        self._count((0, 0), instead_of=stored)
+        was_child = self._remove_child(key, place_of(stored) if stored is not None else None)
         found = [self._txn.delete(key, db=self._db[name]) for name in (b"records", b"usage", b"payloads")]
         if any(found):
             self._changed.append(key)
             self._lost |= set() if was_child else {key}
         return any(found)
 
-    def _place(self, key: bytes) -> tuple[bytes, int, bytes] | None:
-        """Parent, form and tokens of a stored page, as far as its record tells."""
-        stored = self._txn.get(key, db=self._db[b"records"])
-        return place_of(stored) if stored is not None else None
+    def _count(self, sizes: tuple[int, int], *, instead_of: Buffer | None) -> None:
+        """Count the sizes of a page, and no longer those in the record that was stored of it."""
+        before = sizes_of(instead_of) if instead_of is not None else (0, 0)
+        if self._sizes is not None and before is not None:
+            self._sizes = self._sizes[0] + sizes[0] - before[0], self._sizes[1] + sizes[1] - before[1]
+        else:
+            self._sizes = None
+
+    def _counted(self) -> tuple[int, int] | None:
+        return self._sizes
+
+    def put_sizes(self, sizes: tuple[int, int] | None) -> None:
+        """Write down the sizes of all pages; None if they are not known."""
+        put_counted(self._txn, self._db[b"meta"], self._entries(), sizes)
 
     def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> bool:
         """Remove a page from its siblings; returns whether it was among them."""
@@ -281,6 +340,8 @@ class _Change(_View, Transaction):
             return
         if self._lost:
             remove_everywhere(self._txn, self._db[b"children"], self._lost)
+        # if something was damaged, they are added up
+        self.put_sizes(self.sizes if self._sizes is not None or self._entries() <= SUMMED_AT_ONCE else None)
         generation = self.generation + 1
         self._txn.put(b"generation", META_GENERATION.pack(generation), db=self._db[b"meta"])
         self._txn.put(CHANGE_KEY.pack(generation), b"".join(self._changed), db=self._db[b"changes"])
@@ -416,7 +477,7 @@ class LMDBBackend(Backend):
         return self._clear_free_space(punch, gaps=False)
 
     def reindex(self) -> None:
-        """Build the order of children again from all records, some at a time."""
+        """Build the order of children again from all records, some at a time, and add up their sizes."""
         environment = self._writable()
         with environment.begin(write=True) as txn:
             txn.drop(environment.databases[b"children"], delete=False)
@@ -427,6 +488,20 @@ class LMDBBackend(Backend):
             with environment.begin(write=True) as txn:
                 after = _Change(txn, environment).order(after, RECORDS_AT_ONCE)
                 environment.require_free(txn, LEFT_BY_OTHERS)
+        self._count_sizes(environment)
+
+    def _count_sizes(self, environment: Environment) -> None:
+        """Add up the sizes of all pages, while others write if possible."""
+        for is_last in (*[False] * SUMS, True):
+            with environment.begin(write=False) as txn:
+                view = _View(txn, environment)
+                generation, sizes = view.generation, view.summed()
+            with environment.begin(write=True) as txn:
+                change = _Change(txn, environment)
+                if change.generation == generation or is_last:
+                    change.put_sizes(sizes if change.generation == generation else change.summed())
+                    environment.require_free(txn, LEFT_BY_RECLAIM)
+                    return
 
     def _clear_free_space(self, clear: Callable[[int, int, int], int], *, gaps: bool) -> int:
         """Call `clear(handle, start, end)` for all bytes that nothing refers to; returns the sum of its results."""

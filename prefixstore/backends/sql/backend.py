@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Executable, Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Executable, Row, bindparam, delete, insert, select, update
 
 from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
+from prefixstore.backends.sql.counts import REMOVED, SUMMED, Counts, counted, summed
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.facts import SELECT_FACTS, facts_of_rows
 from prefixstore.backends.sql.schema import (
@@ -45,7 +46,7 @@ __all__ = ["SQLBackend"]
 ROWS = 1000
 WALK_BYTES = 32 << 20
 
-_META = select(META.c.format, META.c.generation, META.c.entries, META.c.bytes).where(META.c.id == 1)
+_META = select(META).where(META.c.id == 1)
 _RECORD = select(*RECORD_COLUMNS).where(PAGES.c.key == bindparam("page"))
 _USAGE = select(*USAGE_COLUMNS).where(PAGES.c.key == bindparam("page"))
 _PIECES = select(PIECES.c.data).where(PIECES.c.page == bindparam("page")).order_by(PIECES.c.number)
@@ -64,11 +65,7 @@ _PAYLOAD_KEYS = (
     .order_by(PIECES.c.page)
     .limit(ROWS)
 )
-_DELETE = (
-    delete(PAGES)
-    .where(PAGES.c.key == bindparam("page"))
-    .returning(PAGES.c.stored_bytes, func.length(PAGES.c.tokens).label("token_bytes"))
-)
+_DELETE = delete(PAGES).where(PAGES.c.key == bindparam("page")).returning(*REMOVED)
 _TOUCH = (
     update(PAGES)
     .where(PAGES.c.key == bindparam("page"))
@@ -132,7 +129,11 @@ class _View(View):
             yield bytes(row.key), *readable(row)
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
-        return ((rule, b"", message) for rule, message in self._database.flaws(self._connection))
+        for rule, message in self._database.flaws(self._connection):
+            yield rule, b"", message
+        for row in self._rows(SUMMED):
+            if (known := self._counted(row)) != (found := summed(row)):
+                yield "index", b"", f"there are {found}; they were counted as {known}"
 
     def payload_keys(self) -> Iterator[bytes]:
         return (bytes(row.page) for row in self._walk(_PAYLOAD_KEYS, "page"))
@@ -228,10 +229,19 @@ class _View(View):
     def namespaces(self) -> Mapping[bytes, bytes]:
         return {bytes(row.key): bytes(row.settings) for row in self._rows(_NAMESPACES)}
 
+    def _counted(self, meta: Row[Any]) -> Counts:
+        """What is counted, by the row about the whole store."""
+        return counted(meta)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        known = self._counted(self._meta()).sizes
+        return super().sizes if known is None else known
+
     @property
     def used(self) -> Used:
-        meta = self._meta()
-        return Used(self._database.used(self._connection, meta.entries, meta.bytes), meta.entries)
+        counts = self._counted(self._meta())
+        return Used(self._database.used(self._connection, counts.entries, counts.bytes), counts.entries)
 
 
 class _Change(_View, Transaction):
@@ -241,7 +251,9 @@ class _Change(_View, Transaction):
         self._touched: dict[bytes, Usage] = {}
         meta = require_format(self._rows(_META.with_for_update()), database.location)
         self._known = meta
-        self._entries, self._bytes = meta.entries, meta.bytes
+        self._counts = counted(meta)
+        if self._counts.sizes is None:
+            self._sum()
         self._changed: list[bytes] = []
         self._settings: dict[bytes, bytes | None] = {}
 
@@ -266,9 +278,8 @@ class _Change(_View, Transaction):
         rows = super()._rows(_USAGE, page=key)
         return self._touched.get(key) or usage_of(rows[0]) if rows else None
 
-    @property
-    def used(self) -> Used:
-        return Used(self._database.used(self._connection, self._entries, self._bytes), self._entries)
+    def _counted(self, meta: Row[Any]) -> Counts:
+        return self._counts
 
     def cost(self, record: Record, n_bytes: int) -> int:
         return self._database.cost(record, n_bytes)
@@ -284,8 +295,7 @@ class _Change(_View, Transaction):
         row = row_of(key, record, usage)
         self._run(insert(PAGES), [row])
         self._run(insert(PIECES), pieces_of(key, payload))
-        self._entries += 1
-        self._bytes += record.stored_bytes + len(record.tokens)
+        self._counts = self._counts.with_page(record)
         self._changed.append(key)
 
     def delete(self, key: bytes) -> bool:
@@ -297,8 +307,7 @@ class _Change(_View, Transaction):
     def _remove(self, key: bytes) -> bool:
         rows = self._rows(_DELETE, page=key)
         for row in rows:
-            self._entries -= 1
-            self._bytes -= row.stored_bytes + row.token_bytes
+            self._counts = self._counts.without(row)
         return bool(rows)
 
     def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
@@ -333,8 +342,21 @@ class _Change(_View, Transaction):
         changes = [{"generation": generation, "number": i, "key": key} for i, key in enumerate(self._changed)]
         self._run(insert(CHANGES), changes)
         self._run(_FORGET, [{"until": generation - CHANGES_KEPT}])
-        counts = {"generation": generation, "entries": self._entries, "bytes": self._bytes}
-        self._run(update(META).where(META.c.id == 1), [counts])
+        if self._counts.sizes is None:
+            # a page whose sizes were damaged was deleted
+            self._sum()
+        self._put_counts(generation)
+
+    def count_again(self) -> None:
+        """Replace what was counted by what there is."""
+        self._sum()
+        self._put_counts(self.generation)
+
+    def _sum(self) -> None:
+        self._counts = summed(self._rows(SUMMED)[0])
+
+    def _put_counts(self, generation: int) -> None:
+        self._run(update(META).where(META.c.id == 1), [{"generation": generation, **self._counts._asdict()}])
 
 
 class SQLBackend(Backend):
@@ -390,7 +412,11 @@ class SQLBackend(Backend):
         return max(before - self._database.disk_bytes(), 0)
 
     def reindex(self) -> None:
-        self._database.reindex()
+        with self._database.writing() as connection:
+            # no other writer holds a lock that this waits for
+            change = _Change(self._database, connection)
+            self._database.reindex(connection)
+            change.count_again()
 
     def after_fork(self) -> None:
         self._database.after_fork()

@@ -310,9 +310,9 @@ class Database(ABC):
         """Rules and messages of `View.flaws`. A server looks after its files itself."""
         return ()
 
-    def reindex(self) -> None:
-        """`Backend.reindex`."""
-        with self.writing() as connection, translated(self.location):
+    def reindex(self, connection: Connection) -> None:
+        """Build the indexes of the pages again, in a transaction that writes."""
+        with translated(self.location):
             connection.exec_driver_sql(self.REINDEX)
 
     @abstractmethod

@@ -82,6 +82,8 @@ META = Table(
     Column("generation", BigInteger, nullable=False),
     Column("entries", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
+    Column("stored_bytes", BigInteger, nullable=False),
+    Column("raw_bytes", BigInteger, nullable=False),
 )
 NAMESPACES = Table(
     "prefixstore_namespaces",
