@@ -67,7 +67,8 @@ class _Cache:
                 if found is None:
                     return False
                 at = found
-                del self._place[self._numbers[at]]
+                # an interrupt may have left a number without its place
+                self._place.pop(self._numbers[at], None)
                 self._numbers[at] = one.number
             self._place[one.number] = at
         self._classes[at], self._uses[at], self._clocks[at] = one.page_class, one.uses, one.clock
