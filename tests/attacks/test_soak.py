@@ -64,6 +64,7 @@ def files(location):
 
 def require_a_bounded_index_and_a_true_table(engine, cached):
     """The index has what it may have, and the table exactly what is stored, as far as it was filled."""
+    engine.flush()
     catalog = engine._catalog
     with catalog._lock:
         known = catalog._contents
@@ -113,22 +114,19 @@ def test_after_many_completions_nothing_grows(scheme, cached, llama, tmp_path, m
                 for name, size in collections_of(store).items():
                     sizes[name] = max(size, sizes.get(name, 0))
                 assert store.engine.last_used()[1] <= MAX_BYTES + store.engine.queued_bytes
-            store.flush()
             require_a_bounded_index_and_a_true_table(store.engine, cached)
             thirds.append((max(memory), max(disk), sizes))
-        assert store.engine._catalog.has_table
         stats = store.stats()
         assert stats.hits + stats.live_hits + sum(stats.misses.values()) == lookups
         assert stats.evictions > COMPLETIONS // 20
         print(f"{scheme}: dropped {stats.dropped}, unreadable {stats.unreadable}, misses {stats.misses}")
-        assert set(stats.dropped) <= {"budget", "orphan", "queue_full", "full"}
+        assert set(stats.dropped) <= {"budget", "admission", "orphan", "queue_full", "full"}
         # pages of many sizes leave gaps in a small map, in which now and then the next one finds no room
         assert stats.dropped.get("full", 0) <= COMPLETIONS / 500
         # evicted between the lookup and the restore
         assert set(stats.unreadable) <= {"vanished"}
         assert stats.unreadable.get("vanished", 0) <= COMPLETIONS / 50
-        assert stats.outages == 0
-        assert stats.corrupt == 0
+        assert (stats.outages, stats.corrupt) == (0, 0)
         assert store.check() == []
         llm.set_cache(None)
     (_, _, _), (memory, disk, sizes), (last_memory, last_disk, last_sizes) = thirds
