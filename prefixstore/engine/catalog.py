@@ -71,36 +71,53 @@ class Claim(NamedTuple):
     taken: tuple[Taken, ...] = ()
 
 
+class _Unfinished:
+    """Does something if the block that it surrounds is left in the middle; not for errors of a location."""
+
+    def __init__(self, react: Callable[[], None]) -> None:
+        self._react = react
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and not issubclass(kind, StorageError):
+            self._react()
+
+
 class Victims:
     """Pages to delete, in order. `next` takes the catalog's lock for a moment, or for several if it has to rank."""
 
-    def __init__(self, lock: Lock, table: StoredPages, queue: VictimQueue) -> None:
+    def __init__(self, lock: Lock, guard: Lock, table: StoredPages, queue: VictimQueue) -> None:
         self._lock = lock
+        self._guard = guard
         self._table = table
+        # the queue is one of this table, even if the pages are read anew meanwhile
+        self._pages = table.table
         self._queue = queue
         self._given: bytes | None = None
 
     def next(self) -> Victim | None:
         """The next page; None when there are no more."""
         while True:
-            with self._lock:
+            with self._lock, self._guard:
                 self._given = None
                 slot = self._queue.next()
                 if slot is None:
                     return None
                 if isinstance(slot, int):
-                    victim = self._table.table.entry(slot)
+                    victim = self._pages.entry(slot)
                     self._given = victim.key
                     return victim
 
     def spared(self) -> None:
         """A new page gave way to the last one."""
-        with self._lock:
+        with self._lock, self._guard:
             self._queue.spared()
 
     def close(self) -> None:
         """Put the last page back, if it was not deleted."""
-        with self._lock:
+        with self._lock, self._guard:
             if self._given is not None:
                 self._table.put_back(self._given)
 
@@ -122,6 +139,8 @@ class Catalog:
         self._table = table
         self._ram = ram
         self._lock: Lock = threading.RLock()
+        # around each change: what is left in the middle, by an interrupt or a fault, is not used any more
+        self._guard: Lock = _Unfinished(self._begin_anew)
         self._contents = Contents(counters, ram, table)
         # since the start of this process
         self.n_lookups = 0
@@ -168,7 +187,7 @@ class Catalog:
         generation = view.generation
         n_records = 0
         while True:
-            with self._lock:
+            with self._lock, self._guard:
                 if newest and generation < self._generation:
                     self._distrust()
                 if not self._is_news(generation):
@@ -181,12 +200,13 @@ class Catalog:
             else:
                 found = {key: Entry(key, *one) for key, one in view.records(list(dict.fromkeys(changed))).items()}
             n_records += len(found)
-            with self._lock:
+            with self._lock, self._guard:
                 if not self._is_news(generation):
                     return n_records  # another thread was faster
                 if changed is not None and not self._trusted:
                     continue  # found to be wrong meanwhile: the changes alone are not enough any more
                 if changed is None:
+                    self._contents.forget_stored()
                     self._table.unload(new.page for new in self._contents.pending.values())
                     self._contents.rebuild(found)
                     self._ram.drop(set(self._ram.keys()) - found.keys())
@@ -223,6 +243,13 @@ class Catalog:
         """What is known describes nothing that is stored any more: the next refresh begins anew."""
         self._generation, self._trusted = -1, False
 
+    def _begin_anew(self) -> None:
+        """Forget all but what waits for a commit: a change of it was not finished."""
+        log.warning("what is known of the location was left in the middle of a change; it is read again")
+        self._distrust()
+        self._contents.forget_stored()
+        self._table.unload(new.page for new in self._contents.pending.values())
+
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
         """A transaction for which the catalog is up to date. If it fails, what it has changed here is undone.
@@ -242,12 +269,12 @@ class Catalog:
         with self._turn:
             try:
                 with backend.update() as transaction:
-                    with self._lock:
+                    with self._lock, self._guard:
                         if self._contents.journal is not None:
                             # left by a thread that was interrupted while it ended its transaction
                             self._contents.journal, self._trusted = None, False
                     self.refresh(transaction, newest=True)
-                    with self._lock:
+                    with self._lock, self._guard:
                         self._contents.journal = Journal()
                     yield transaction
                     self._drop_empty_namespaces(transaction)
@@ -260,7 +287,7 @@ class Catalog:
                 self._end_journal(None)
 
     def _end_journal(self, error: BaseException | None) -> None:
-        with self._lock:
+        with self._lock, self._guard:
             journal, self._contents.journal = self._contents.journal, None
             self._epoch += 1
             if error is not None and not isinstance(error, StorageError):
@@ -355,7 +382,7 @@ class Catalog:
         bool
             False if the view is too old by now.
         """
-        with self._lock:
+        with self._lock, self._guard:
             unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
             if unknown is None:
                 return True
@@ -374,7 +401,7 @@ class Catalog:
         if snapshots and parents:
             beside = view.children(parents, SNAPSHOT)
         generation = view.generation
-        with self._lock:
+        with self._lock, self._guard:
             if not self._may_learn(generation, epoch):
                 return False
             contents = self._contents
@@ -398,11 +425,11 @@ class Catalog:
 
     def load_pages(self, view: View, epoch: int, keys: Collection[bytes]) -> bool:
         """Read what the index lacks of these pages and of those that they follow; false if the view is too old."""
-        with self._lock:
+        with self._lock, self._guard:
             wanted = [key for key in keys if key not in self._contents.index]
         found = _with_ancestors(view, wanted)
         generation = view.generation
-        with self._lock:
+        with self._lock, self._guard:
             if not self._may_learn(generation, epoch):
                 return False
             for entry in sorted(found.values(), key=_start_of):
@@ -414,12 +441,12 @@ class Catalog:
 
         For maintenance: it takes 3 KB of memory a page.
         """
-        with self._lock:
+        with self._lock, self._guard:
             if self._contents.is_complete:
                 return True
         found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
         generation = view.generation
-        with self._lock:
+        with self._lock, self._guard:
             if not self._may_learn(generation, epoch) or self._contents.journal is not None:
                 return False
             self._contents.rebuild_all(found)
@@ -428,62 +455,76 @@ class Catalog:
     # -- what eviction needs ------------------------------------------------------------------------------------------
 
     def load_table(self, backend: Backend) -> None:
-        """Read what eviction needs of all pages, in slices, if that was not done yet."""
+        """Read what eviction needs of all pages, in slices, if that was not done yet. Not in a transaction."""
         with self._loading:
+            fill: object = None
             after = b""
             while not self._table.is_loaded:
+                if not self._table.is_loading or fill is not self._table.fill:
+                    # no transaction of this process fills it meanwhile; what was left of another attempt is forgotten
+                    with self._turn, self._lock, self._guard:
+                        if not self._table.is_loaded:
+                            fill, after = self._begin_table(), b""
+                    continue
                 epoch = self.epoch
                 with backend.view() as view:
                     self.refresh(view)
                     facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
                     damaged = _damaged(view, facts)
-                with self._lock:
-                    if not self._table.is_loading:
-                        # what was read before, if anything, was forgotten since
-                        self._table.begin()
-                        after = b""
-                        continue
-                    if not self._may_learn(generation, epoch):
+                with self._lock, self._guard:
+                    if fill is not self._table.fill or not self._may_learn(generation, epoch):
                         continue
                     if len(facts):
                         after = self._enter(facts, damaged)
                         continue
                     steps = self._table.finish()
-                self._finish_table(steps)
+                self._finish_table(steps, fill)
 
     def require_table(self, transaction: Transaction) -> None:
         """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""
+        fill: object = None
         after = b""
-        with self._lock:
-            if self._table.is_loaded:
-                return
-            self._table.begin()
-        while len(facts := transaction.facts(after, FACTS_AT_ONCE)):
+        while not self._table.is_loaded:
+            if fill is None or fill is not self._table.fill:
+                with self._lock, self._guard:
+                    fill, after = self._begin_table(), b""
+            facts = transaction.facts(after, FACTS_AT_ONCE)
             damaged = _damaged(transaction, facts)
-            with self._lock:
-                after = self._enter(facts, damaged)
-        with self._lock:
-            steps = self._table.finish()
-        self._finish_table(steps)
+            with self._lock, self._guard:
+                if fill is not self._table.fill:
+                    # another thread was interrupted in the middle of a change
+                    continue
+                if len(facts):
+                    after = self._enter(facts, damaged)
+                    continue
+                steps = self._table.finish()
+            self._finish_table(steps, fill)
+
+    def _begin_table(self) -> object:
+        """Begin to fill the table. A page that was filled in before, and not linked to its parent, is forgotten."""
+        if self._table.is_loading:
+            self._table.unload(new.page for new in self._contents.pending.values())
+        self._table.begin()
+        return self._table.fill
 
     def _enter(self, facts: Facts, damaged: Collection[bytes]) -> bytes:
         """Enter a slice into the table; up to which key it is filled now."""
         # a time in the future is not believed
         facts["last_used"][facts["last_used"] > time.time_ns() + CLOCK_SLACK] = self._contents.started
-        self._table.fill(facts)
+        self._table.add_facts(facts)
         self._contents.deferred.damaged |= set(damaged)
         journal = self._contents.journal
         for key in journal.deleted if journal is not None else ():
             self._table.deleted(key)
         return bytes(facts["key"][-1])
 
-    def _finish_table(self, steps: Iterator[None]) -> None:
+    def _finish_table(self, steps: Iterator[None], fill: object) -> None:
         """After the last slice: the lock is free between the steps."""
         while True:
-            with self._lock:
-                if not self._table.is_loading or next(steps, self) is self:
+            with self._lock, self._guard:
+                if fill is not self._table.fill or next(steps, self) is self:
                     break
-        with self._lock:
+        with self._lock, self._guard:
             if self._table.is_loaded:
                 # uses that are not written yet
                 for page in map(self._contents.index.get, self._contents.deferred.uses):
@@ -499,12 +540,12 @@ class Catalog:
     def victims(self, group: Group = None) -> Victims:
         """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
         with self._lock:
-            return Victims(self._lock, self._table, self._table.victims(group))
+            return Victims(self._lock, self._guard, self._table, self._table.victims(group))
 
     def expiring(self) -> Victims:
         """Stored leaves that expire, the first one first."""
         with self._lock:
-            return Victims(self._lock, self._table, self._table.expiring())
+            return Victims(self._lock, self._guard, self._table, self._table.expiring())
 
     def total(self, group: Group = None) -> Total:
         """What a group of pages holds; see `Total`."""
@@ -518,7 +559,7 @@ class Catalog:
 
     def set_salt(self, namespace: bytes, salt: str | None) -> None:
         """Note whose pages those of a namespace are."""
-        with self._lock:
+        with self._lock, self._guard:
             self._table.set_salt(namespace, salt)
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
@@ -526,7 +567,7 @@ class Catalog:
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
         """The longest known prefix of `tokens`, up to the last page that has not expired; see `load`."""
         now = time.time_ns()
-        with self._lock:
+        with self._lock, self._guard:
             path, _ = self._contents.index.match(namespace, tokens, page_tokens)
             self._contents.index.used(path.pages)
             self._contents.trim()
@@ -542,7 +583,7 @@ class Catalog:
     ) -> Path:
         """The path to the deepest known snapshot among the first `limit` tokens, at a multiple of `multiple_of`."""
         now = time.time_ns()
-        with self._lock:
+        with self._lock, self._guard:
             found = Path((), 0)
             for path in self._contents.index.snapshots_along(namespace, tokens[:limit], page_tokens)[0]:
                 if any(page.has_expired(now) for page in path.pages):
@@ -634,21 +675,14 @@ class Catalog:
 
     def announce(self, new: PendingPage) -> Placement:
         """Put a pending page into the index, where it is matched from now on. Nothing changes unless it is `ADDED`."""
-        with self._lock:
+        with self._lock, self._guard:
             place = self._place_of(new.page)
             if place is not Placement.ADDED:
                 return place
             new.announced(self._contents.time_of_use())
             new.page.is_stored = False
             is_new = self._contents.index.is_sealed(new.page)
-            try:
-                is_added = self._contents.index.add(new.page)
-            except BaseException:
-                # interrupted: the index may have half of it
-                self._contents.index = Index()
-                self._distrust()
-                raise
-            if not is_added:
+            if not self._contents.index.add(new.page):
                 return Placement.ORPHAN
             if is_new:
                 # it is not stored, so nothing is stored after it
@@ -670,7 +704,7 @@ class Catalog:
 
     def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None, n_tokens: int | None = None) -> None:
         """Record a lookup and the pages it used, none for a miss; renew their time to live."""
-        with self._lock:
+        with self._lock, self._guard:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
             self._table.looked_up(namespace, pages, n_tokens)
@@ -686,7 +720,7 @@ class Catalog:
 
     def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
         """Give up all but `keep` of the known snapshots along `tokens`, except pinned ones; how many."""
-        with self._lock:
+        with self._lock, self._guard:
             paths = self._contents.index.snapshots_along(namespace, tokens, page_tokens)[0][::-1]
             if len(paths) <= keep:
                 return 0
@@ -697,7 +731,7 @@ class Catalog:
             for entry in view.children(list(ends), form, SIBLINGS_COMPARED):
                 if isinstance(entry.record, Record):
                     others[entry.record.parent].append(entry.record.tokens)
-        with self._lock:
+        with self._lock, self._guard:
             index = self._contents.index
             for key in ends:
                 # pending ones too
@@ -718,7 +752,7 @@ class Catalog:
 
         Until then it stays in the index, or the pages that it depends on would seem to be leaves.
         """
-        with self._lock:
+        with self._lock, self._guard:
             if page.key in self._contents.pending and page.key not in self._contents.writing:
                 if not page.is_stored:
                     self._contents.forget(page.key, is_deleted=False)
@@ -732,7 +766,7 @@ class Catalog:
         With a `suspicion` its checksum is right, but its state is not usable: it is deleted unless the page stored by
         then is.
         """
-        with self._lock:
+        with self._lock, self._guard:
             if suspicion is not None:
                 self._contents.deferred.suspicions[key] = suspicion
             self._contents.deferred.damaged.add(key)
@@ -762,17 +796,17 @@ class Catalog:
 
     def load_beside(self, transaction: Transaction, page: Page) -> None:
         """Read the siblings of a page that is about to be written: what it continues, or what continues it."""
-        with self._lock:
+        with self._lock, self._guard:
             if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
                 return
         wanted, near = page.tokens, transaction.neighbors(page.parent, page.tokens)
-        with self._lock:
+        with self._lock, self._guard:
             self._contents.know_between(page.parent, page.namespace, wanted, near)
         if any(_holds(entry, wanted) for entry in near):
             # it is stored: a tail that it continues comes just before
             wanted = page.tokens[:-TOKEN_BYTES]
             near = transaction.neighbors(page.parent, wanted)
-            with self._lock:
+            with self._lock, self._guard:
                 self._contents.know_between(page.parent, page.namespace, wanted, near)
 
     def tail_before(self, new: PendingPage) -> Page | None:
@@ -787,7 +821,7 @@ class Catalog:
         None if the page is no longer pending, or need not be written, as a longer one is stored.
         """
         page = new.page
-        with self._lock:
+        with self._lock, self._guard:
             if not self._contents.is_pending(new):
                 return None
             if page.is_leaf and self._contents.index.covers(page):
@@ -805,7 +839,7 @@ class Catalog:
 
     def keep_superseded(self, claim: Claim) -> None:
         """The page that was to replace a tail is refused: the tail, which was not deleted, stays."""
-        with self._lock:
+        with self._lock, self._guard:
             self._contents.put_back(claim.taken)
 
     def put(self, new: PendingPage, record: Record, usage: Usage, *, may_be_victim: bool) -> None:
@@ -813,7 +847,7 @@ class Catalog:
 
         An imported page competes with the others for the space from now on.
         """
-        with self._lock:
+        with self._lock, self._guard:
             if not new.page.is_stored:
                 self._contents.uncommitted.add(new.page.key)
             self._contents.put(new.page, Entry(new.page.key, record, usage), may_be_victim=may_be_victim)
@@ -833,7 +867,7 @@ class Catalog:
 
     def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
         """These pages are stored now, and the deferred changes are made."""
-        with self._lock:
+        with self._lock, self._guard:
             for new in written:
                 self._contents.uncommitted.discard(new.page.key)
                 if self._contents.is_pending(new):
@@ -844,7 +878,7 @@ class Catalog:
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
         """There is no space for a page, or no parent: give it up."""
-        with self._lock:
+        with self._lock, self._guard:
             if self._contents.is_pending(new):
                 if reason is DropReason.ADMISSION:
                     self._table.not_admitted(new.page)
@@ -854,14 +888,14 @@ class Catalog:
 
     def drop(self, batch: Iterable[PendingPage], reason: DropReason) -> None:
         """Give these pages up, those that are still pending, and count them."""
-        with self._lock:
+        with self._lock, self._guard:
             for new in batch:
                 if self._contents.is_pending(new):
                     self._contents.drop(new.page.key, reason)
 
     def abandon(self, batch: Iterable[PendingPage]) -> None:
         """Give these pages up, uncounted; pending pages that depend on them are counted."""
-        with self._lock:
+        with self._lock, self._guard:
             # all of them first: their buffers go back to the pool now
             pages = [self._contents.pending.pop(new.page.key).page for new in batch if self._contents.is_pending(new)]
             for page in pages:
@@ -871,7 +905,7 @@ class Catalog:
 
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
         """The transaction of these pages has ended, one way or the other."""
-        with self._lock:
+        with self._lock, self._guard:
             keys = {new.page.key for new in batch}
             self._contents.writing -= keys
             self._contents.uncommitted -= keys
@@ -883,10 +917,10 @@ class Catalog:
 
         The table has to be loaded: see `load_table`. Pending pages are not among them.
         """
-        with self._lock:
+        with self._lock, self._guard:
             search = self._table.coldest(n, codec)
         while True:
-            with self._lock:
+            with self._lock, self._guard:
                 try:
                     next(search)
                 except StopIteration as end:
@@ -896,7 +930,7 @@ class Catalog:
 
     def put_back(self, key: bytes) -> None:
         """A victim was passed over."""
-        with self._lock:
+        with self._lock, self._guard:
             self._table.put_back(key)
 
     def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
@@ -905,7 +939,7 @@ class Catalog:
         It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
         it.
         """
-        with self._lock:
+        with self._lock, self._guard:
             page = self._contents.index.get(victim.key)
             if self._contents.is_held(victim.key) or (page is not None and not page.is_leaf):
                 return False
@@ -938,12 +972,12 @@ class Catalog:
 
     def load_policy(self, note: bytes) -> bool:
         """Have the policy go on with what was learned before; whether that can be read."""
-        with self._lock:
+        with self._lock, self._guard:
             return self._table.policy.load(note)
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
         """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
-        with self._lock:
+        with self._lock, self._guard:
             page = self._contents.index.get(key)
             if page is not None and not page.is_leaf:
                 return False
@@ -952,7 +986,7 @@ class Catalog:
 
     def remove_snapshot(self, key: bytes, usage: Usage | None) -> bool:
         """Take a snapshot that was thinned out of the index; not one that is pinned, gone, or was captured again."""
-        with self._lock:
+        with self._lock, self._guard:
             doomed = usage is not None and not usage.pinned and key not in self._contents.pending
             if doomed:
                 page = self._contents.index.get(key)
@@ -961,7 +995,7 @@ class Catalog:
 
     def lose(self, key: bytes, namespace: bytes | None = None) -> None:
         """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
-        with self._lock:
+        with self._lock, self._guard:
             here = self._contents.index.get(key)
             if here is None or key not in self._contents.pending:
                 self._contents.delete(key, namespace)
@@ -974,13 +1008,13 @@ class Catalog:
 
     def set_expiry(self, page: Page, expires: int) -> None:
         """The open transaction changes when a page expires."""
-        with self._lock:
+        with self._lock, self._guard:
             self._contents.undo(partial(self._contents.set_expiry, page, page.expires))
             self._contents.set_expiry(page, expires)
 
     def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
         """These pages are pinned now, or not any more."""
-        with self._lock:
+        with self._lock, self._guard:
             for page in pages:
                 self._set_pinned(page, pinned=pinned)
             # what was refused may find space now

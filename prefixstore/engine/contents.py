@@ -163,10 +163,16 @@ class Contents:
             if key not in self.pending:
                 self.lose(key)
 
-    def rebuild(self, found: Mapping[bytes, Entry]) -> None:
-        """Begin anew with the pending pages and with these stored ones, among them what pending ones follow."""
+    def forget_stored(self) -> None:
+        """Forget what is stored; the index is empty until it is rebuilt."""
         self.index = Index(CACHED_PAGES)
         self.is_complete = False
+        for new in self.pending.values():
+            new.page.is_stored = False
+
+    def rebuild(self, found: Mapping[bytes, Entry]) -> None:
+        """Begin anew with the pending pages and with these stored ones, among them what pending ones follow."""
+        self.forget_stored()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
         places += [(one.record.start, 1, key) for key, one in found.items() if isinstance(one.record, Record)]
@@ -176,7 +182,6 @@ class Contents:
             elif key in self.pending:
                 page = self.pending[key].page
                 page.forget_dependents()
-                page.is_stored = False
                 if not self.index.add(page):
                     self.drop(key, DropReason.ORPHAN)
         for key, one in found.items():
@@ -210,7 +215,7 @@ class Contents:
 
     def trim(self) -> None:
         """Forget pages that were not looked up for long, if there are many."""
-        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
+        if self.index.is_full and self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
             self.is_complete = False
 
     def _node_of(self, key: bytes, record: Record, usage: Usage) -> Page:

@@ -81,7 +81,8 @@ class _Cache:
             if at is None:
                 continue
             if at < len(self._numbers):
-                del self._place[self._numbers[at]]
+                # an interrupt may have left a number without its place
+                self._place.pop(self._numbers[at], None)
                 self._numbers[at] = one.number
             else:
                 self._numbers.append(one.number)

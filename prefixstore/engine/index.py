@@ -302,12 +302,17 @@ class Index:
         for node in (*self._roots.values(), *self.pages.values()):
             node.has_no_other_dependents()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there are more pages than the limit."""
+        return self._limit is not None and len(self.pages) > self._limit
+
     def trim(self, keep: Collection[bytes]) -> bool:
         """Forget stored pages that were not looked up for the longest time, if there are too many; whether it did.
 
         Not those to keep. A page is forgotten before its parent.
         """
-        if self._limit is None or len(self.pages) <= self._limit:
+        if self._limit is None or not self.is_full:
             return False
         # a page that has to stay has its turn again when all others had theirs
         for _ in range(len(self.pages)):

@@ -71,7 +71,7 @@ class StoredPages:
         self.table = PageTable()
         self._candidates = Candidates(self.table, self.policy)
         for page in pending:
-            self._add(page, 0, is_stored=False, may_be_victim=False)
+            self._add(page, 0, is_stored=page.is_stored, may_be_victim=False)
 
     @property
     def is_loading(self) -> bool:
@@ -82,7 +82,12 @@ class StoredPages:
         """Begin to fill the table."""
         self._fill = TableFill(self.table, self.policy.describe, time.time_ns())
 
-    def fill(self, facts: Facts) -> None:
+    @property
+    def fill(self) -> object:
+        """What fills the table now; another object after each `begin`, and None if nothing does."""
+        return self._fill
+
+    def add_facts(self, facts: Facts) -> None:
         """Add a slice of all pages; see `View.facts`."""
         assert self._fill is not None
         self._fill.add(facts)

@@ -17,7 +17,7 @@ from prefixstore import CorruptError, PrefixStore
 from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import Ordering, lru
+from prefixstore.engine.policy import lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaged_file import MIB, build, location
@@ -130,7 +130,7 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
 def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
     place, file = location(scheme, tmp_path)
     with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
-        engine = Engine(backend, Budget(64 * MIB), Ordering(lru), pick("raw"), Counters())
+        engine = Engine(backend, Budget(64 * MIB), lru(), pick("raw"), Counters())
         (path,) = fill(backend, space(), [list(range(8))], size=20_000)
         backend.sync()
         hurt(file, contents(backend)[path[1]][2], random.Random(1))

@@ -22,7 +22,7 @@ from prefixstore import PrefixStore, PrefixStoreError
 from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import Ordering, lru
+from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import PACKINGS, decode
@@ -134,7 +134,7 @@ def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
     with closing(open_backend(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
-        engine = Engine(backend, Budget(64 << 20), Ordering(lru), pick("raw"), Counters())
+        engine = Engine(backend, Budget(64 << 20), lru(), pick("raw"), Counters())
         paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
         path = engine.match(space().key, np.arange(8, dtype="<i4"), 4)
         asked = []
