@@ -14,7 +14,7 @@ from prefixstore.maintenance.archive import Archive
 from tests.support.places import fill, space
 
 
-@pytest.fixture(params=["10m", "24m"])
+@pytest.fixture(params=["9m", "10m", "24m"])
 def small_disk(request, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

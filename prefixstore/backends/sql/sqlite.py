@@ -270,12 +270,15 @@ class SQLite(Database):
         try:
             log = Path(f"{self.path}-wal")
             growth = max((pages - free) * size + n_bytes - self.path.stat().st_size, 0)
-            log_growth = max(n_bytes - (log.stat().st_size if log.exists() else 0), 0)
+            log_bytes = log.stat().st_size if log.exists() else 0
             left = shutil.disk_usage(self.path.parent).free
         except OSError:
             return  # deleted; the next transaction finds out
-        # what replaces deleted pages needs space in the log only, which is used again and again
-        reserve = RESERVE_BYTES if growth else RESERVE_BYTES // 2
+        log_growth = max(n_bytes - log_bytes, 0)
+        # Deletions, and what replaces deleted pages, need space in the log only, which is used again and again. So the
+        # log that this leaves is a part of the reserve; but while somebody reads an older state, it has to grow.
+        in_log = log_bytes + log_growth if growth else RESERVE_BYTES
+        reserve = max(RESERVE_BYTES - in_log, RESERVE_BYTES // 2)
         if growth + log_growth and left < growth + log_growth + reserve:
             raise FullError(f"{self.location}: the disk has {left:,} bytes left; free some, or evict pages")
 
