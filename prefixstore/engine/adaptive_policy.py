@@ -46,6 +46,7 @@ SAMPLES, MOST_SAMPLES = 4096, 32768
 # the samples reach this many times as far back as the pages that are stored
 REACH = 8
 LEARN_EVERY = 20
+LEARN_SHIFT = 8
 # where the order of last use gets this share of the possible hits, what is learned is not worth its noise
 ENOUGH = 0.97
 # assumed time between prompts, until prompts were seen
@@ -207,7 +208,7 @@ class Adaptive(Policy):
             self._hazards.halve()
             limit = self._share
             self._samples = {number: last for number, last in self._samples.items() if _share_of(number) < limit}
-        if self._clock >= self._learned + max(LEARN_EVERY, len(self._samples) >> 8):
+        if self._clock >= self._learned + max(LEARN_EVERY, len(self._samples) >> LEARN_SHIFT):
             self._learn(pages)
 
     def _learn(self, pages: int) -> None:

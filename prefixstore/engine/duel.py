@@ -17,7 +17,7 @@ PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256
 # an access this many accesses ago weighs a third of one now
 MEMORY = 2000
 # by how much another order has to be better, before it takes over
-RATIO, AHEAD = 1.01, 0.5
+RATIO, AHEAD = 1.02, 1.0
 # an order of use: the clock, and how far the end is from the largest possible one
 END_BITS = 23
 MOST_END = (1 << END_BITS) - 1

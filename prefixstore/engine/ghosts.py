@@ -13,7 +13,7 @@ __all__ = ["GHOSTS_PER_PAGE", "Ghost", "GhostTable"]
 
 # entries for each page in the table, 4 bytes each
 GHOSTS_PER_PAGE = 8
-SMALLEST, LARGEST = 17, 22
+SMALLEST, LARGEST = 19, 22
 # An entry: a tag, the number of uses, the clock in units of the table. An entry of 0 is empty, so uses are 1 or more.
 TAG_BITS, USE_BITS, CLOCK_BITS = 10, 5, 17
 TAG_SHIFT, USE_SHIFT = USE_BITS + CLOCK_BITS, CLOCK_BITS
