@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.children import CHUNK
+from prefixstore.backends.lmdb.children import CHUNK, Siblings
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
@@ -261,6 +261,35 @@ def test_check_reports_damaged_rows_and_repair_deletes_no_page_for_them(tmp_path
         assert (len(found), removed.pages) == (3, 0)
         assert list(archive.check()) == []
         assert archive.used().entries == 3
+
+
+def test_an_order_that_was_left_incomplete_is_built_again_by_the_next_process_that_writes(tmp_path, monkeypatch):
+    many = siblings(random.Random(2), 3, 20)
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        put(backend, many)
+        sound = rows_of(backend)
+        add, n_added = Siblings.add, [0]
+
+        def interrupted(*arguments):
+            n_added[0] += 1
+            if n_added[0] == 9:
+                raise KeyboardInterrupt
+            add(*arguments)
+
+        monkeypatch.setattr(Siblings, "add", interrupted)
+        monkeypatch.setattr("prefixstore.backends.lmdb.backend.RECORDS_AT_ONCE", 4)
+        with pytest.raises(KeyboardInterrupt):
+            backend.reindex()
+        monkeypatch.undo()
+        assert len(rows_of(backend)) < len(sound)
+    with closing(LMDBBackend(tmp_path, 64 * MIB, read_only=True)) as backend:
+        assert rows_of(backend) != sound
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        assert rows_of(backend) == sound
+    # and only once
+    with monkeypatch.context() as patched, closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        patched.setattr(Siblings, "add", None)
+        assert rows_of(backend) == sound
 
 
 @pytest.mark.parametrize("n_siblings", [0, 1, 5])
