@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.children import CHUNK, Siblings
+from prefixstore.backends.lmdb.children import CHUNK, ROW, Siblings
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
@@ -215,6 +216,35 @@ def test_damaged_rows_lose_hits_at_most_and_are_reported_and_built_again(tmp_pat
         with closing(LMDBBackend(tmp_path / "two", 64 * MIB)) as other:
             put(other, [tokens for tokens in many if page_key(PARENT, as_tokens(tokens).tobytes()) in keys])
             assert rows_of(other) == rows_of(backend)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("leads_to", [b"nothing", b"a child"])
+def test_forged_rows_that_lead_to_each_node_in_many_ways_are_walked_once(tmp_path, leads_to):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        (key,) = put(backend, [[9] * 400])
+        environment = backend._open()
+        nodes = [PARENT, *(bytes([n]) * 32 for n in range(1, 80))]
+        with environment.begin(write=True) as txn:
+            database = environment.databases[b"children"]
+            txn.drop(database, delete=False)
+            for depth, (node, after) in enumerate(pairwise(nodes)):
+                for first in (b"\1", b"\2", b"\3"):
+                    row = node + bytes([PAGE]) + first.ljust(CHUNK, b"\0")
+                    txn.put(row, ROW.pack((depth + 1) * 4, after), db=database)
+            if leads_to == b"a child":
+                txn.put(nodes[-1] + bytes([PAGE]) + b"\1", ROW.pack(0, key), db=database)
+        many = [[9] * 400, [1], [2, 0, 0], [0x01] + [0] * 40]
+        with backend.view() as view:
+            require_true_answers(view, {key}, many)
+            assert list(view.flaws())
+        put(backend, many[1:])
+        with backend.update() as transaction:
+            assert transaction.delete(key)
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert len(view.children([PARENT], PAGE)) == 3
 
 
 def require_true_answers(view, keys, many):
