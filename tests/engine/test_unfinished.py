@@ -137,6 +137,25 @@ def test_the_table_has_a_page_that_the_open_transaction_has_put_before_it_is_fil
     assert {page.n_tokens for page in store.engine.match(NS, as_tokens(B), P).pages} == {P}
 
 
+def test_a_page_that_is_given_up_in_a_transaction_that_fails_leaves_no_row():
+    store = Store(MemoryBackend(), max_bytes=MIB)
+    catalog = store.engine._catalog
+    batch = store.announce(A)
+    put = catalog.put
+
+    def put_and_given_up(new, *arguments, **options):
+        put(new, *arguments, **options)
+        catalog.abandon([new])
+        raise UnavailableError("the location does not answer")
+
+    catalog.put = put_and_given_up
+    with pytest.raises(UnavailableError):
+        store.engine.commit(batch)
+    del catalog.put
+    assert len(catalog._table.table) == len(catalog._contents.pending) == 0
+    assert catalog.total().pages == 0
+
+
 def test_a_duel_goes_on_after_an_interrupt_between_a_page_and_its_place():
     duel = Duel()
     duel.resize(8)
