@@ -50,6 +50,7 @@ FACTS_AT_ONCE = 4_000
 
 Lock: TypeAlias = AbstractContextManager[object]
 LockT = TypeVar("LockT", bound=AbstractContextManager[object])
+T = TypeVar("T")
 
 
 class Placement(Enum):
@@ -436,21 +437,65 @@ class Catalog:
                 self._contents.learn(entry)
             return True
 
+    def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
+        """What a function of the index returns, called when the index has all that is stored; see `load_all`.
+
+        If transactions of this process do not let it get there, the function is given another index that has all.
+        """
+        for _ in range(LOADS):
+            with backend.view() as view:
+                epoch = self._epoch
+                self.refresh(view)
+                self.load_all(view, epoch)
+            with self._lock:
+                if self._contents.is_complete:
+                    return use(self._contents.index)
+        with backend.view() as view:
+            return use(self._index_of(view))
+
+    def _index_of(self, view: View) -> Index:
+        """An index of its own with all that a view has, and the pending pages."""
+        pages = [Page.stored(key, record, usage) for key, record, usage in view.scan() if isinstance(record, Record)]
+        with self._lock:
+            for new in self._contents.pending.values():
+                page = replace(new.page)
+                page.child_tokens, page.children, page.sealed, page.snapshots = [], [], [False], {}
+                pages.append(page)
+        index = Index()
+        for page in sorted(pages, key=lambda page: page.start):
+            index.add(page)
+        return index
+
     def load_all(self, view: View, epoch: int) -> bool:
         """Read all that is stored into the index; false if the view is too old.
 
-        For maintenance: it takes 3 KB of memory a page.
+        For maintenance: it takes 3 KB of memory a page. If other processes have changed something meanwhile, the index
+        is set back to the view, and follows that once more.
         """
-        with self._lock, self._guard:
+        with self._lock:
             if self._contents.is_complete:
                 return True
-        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
+        # Some views see what is committed meanwhile. What is read after this is as new, or newer.
         generation = view.generation
+        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
         with self._lock, self._guard:
-            if not self._may_learn(generation, epoch) or self._contents.journal is not None:
+            is_known = self._trusted and epoch == self._epoch and generation <= self._generation
+            if not is_known or self._contents.journal is not None:
                 return False
             self._contents.rebuild_all(found)
+            self._generation = generation
             return True
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """In this block, no pages of the index are forgotten because there are many."""
+        with self._lock:
+            self._contents.n_keeping_all += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._contents.n_keeping_all -= 1
 
     # -- what eviction needs ------------------------------------------------------------------------------------------
 
@@ -619,16 +664,18 @@ class Catalog:
                 path.append(parent)
         return path[::-1]
 
-    def pages(self) -> list[Page]:
-        """All pages of the index, parents before their children; see `load_all`."""
-        with self._lock:
-            return list(depth_first(self._contents.index.roots()))
+    def pages(self, backend: Backend) -> list[Page]:
+        """All pages, parents before their children; see `with_all`."""
+        return self.with_all(backend, lambda index: list(depth_first(index.roots())))
 
-    def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
-        """The pages whose keys a function of the index chooses, parents before their children; see `load_all`."""
-        with self._lock:
-            keys = choose(self._contents.index)
-            return [page for page in depth_first(self._contents.index.roots()) if page.key in keys]
+    def select(self, backend: Backend, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
+        """The pages whose keys a function of the index chooses, parents before their children; see `with_all`."""
+
+        def chosen(index: Index) -> list[Page]:
+            keys = choose(index)
+            return [page for page in depth_first(index.roots()) if page.key in keys]
+
+        return self.with_all(backend, chosen)
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 

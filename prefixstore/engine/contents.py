@@ -85,6 +85,8 @@ class Contents:
         What waits for the next commit, beside pages.
     journal
         What the open transaction of this process has changed; None if there is none.
+    n_keeping_all
+        How many need all pages to stay in the index.
     sweeps
         Whether there may be settings of namespaces without pages.
     latest
@@ -97,6 +99,7 @@ class Contents:
         self.table = table
         self.index = Index(CACHED_PAGES)
         self.is_complete = False
+        self.n_keeping_all = 0
         self.pending: dict[bytes, PendingPage] = {}
         self.contested: set[bytes] = set()
         self.writing: set[bytes] = set()
@@ -215,7 +218,9 @@ class Contents:
 
     def trim(self) -> None:
         """Forget pages that were not looked up for long, if there are many."""
-        if self.index.is_full and self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
+        if self.n_keeping_all or not self.index.is_full:
+            return
+        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
             self.is_complete = False
 
     def _node_of(self, key: bytes, record: Record, usage: Usage) -> Page:

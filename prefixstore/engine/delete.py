@@ -188,8 +188,7 @@ class Deleter:
         )
 
     def _select(self, choose: Choice) -> list[Page]:
-        self._catalog.read(self._backend, self._catalog.load_all)
-        return self._catalog.select(choose)
+        return self._catalog.select(self._backend, choose)
 
     def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
@@ -224,15 +223,18 @@ class Deleter:
         return self._delete_all(found | strays.damaged(), strays_only=True)
 
     def _strays(self) -> Strays:
-        """What is stored and has no place in the index."""
-        strays = Strays()
-        self._catalog.read(self._backend, self._catalog.load_all)
+        """What is stored and can never be found."""
+        strays, index = Strays(), Index()
+        pages: list[Page] = []
         with self._backend.view() as view:
             for key, record, usage in view.scan():
-                if not isinstance(record, Record):
+                if isinstance(record, Record):
+                    pages.append(Page.stored(key, record, usage))
+                else:
                     strays.add_unreadable(key, is_newer=isinstance(record, IncompatibleError))
-                elif self._catalog.get(key) is None:
-                    strays.add(Page.stored(key, record, usage))
+        for page in sorted(pages, key=lambda page: page.start):
+            if not index.add(page):
+                strays.add(page)
         return strays
 
     def n_newer(self) -> int:
@@ -249,7 +251,7 @@ class Deleter:
     def _delete_all(self, keys: Collection[bytes], *, strays_only: bool = False) -> Removed:
         """Delete pages, and what is stored after them: children first, some at a time.
 
-        With `strays_only`, not those that have got a place in the index since they were found.
+        With `strays_only`, not those that can be found, as what they follow was stored since.
         """
         removed, at_once = Removed(), PAGES_AT_ONCE
         doomed = sorted(keys)
@@ -257,7 +259,7 @@ class Deleter:
             try:
                 with self._catalog.update(self._backend) as transaction:
                     if strays_only:
-                        doomed = [key for key in doomed if self._catalog.get(key) is None]
+                        doomed = [key for key in doomed if _is_stray(transaction, key)]
                     deleted, left = self._delete_some(transaction, doomed, at_once)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
@@ -345,6 +347,19 @@ def _is_damaged(transaction: Transaction, key: bytes, suspicion: Suspicion | Non
         return True
     except IncompatibleError:
         return False
+
+
+def _is_stray(transaction: Transaction, key: bytes) -> bool:
+    """Whether a page can never be found: it cannot be read, or does not follow what is stored."""
+    record, _ = transaction.records([key]).get(key, (None, None))
+    while isinstance(record, Record):
+        if record.parent == record.namespace:
+            return not record.follows(None)
+        above, _ = transaction.records([record.parent]).get(record.parent, (None, None))
+        if not isinstance(above, Record) or not record.follows(above):
+            return True
+        record = above
+    return True
 
 
 def _with_descendants(transaction: Transaction, keys: Iterable[bytes], at_once: int) -> Iterator[Entry]:

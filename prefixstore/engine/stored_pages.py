@@ -133,7 +133,8 @@ class StoredPages:
 
     def take_back(self, key: bytes, before: TableEntry | None, *, is_pending: bool) -> None:
         """A page was not put after all."""
-        if before is None:
+        if before is None or not (before.is_stored or is_pending):
+            # given up while its transaction was open
             self._remove(key)
         else:
             self.table.change(

@@ -20,10 +20,12 @@ import xxhash
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend, View
+from prefixstore.backends.lmdb.children import Siblings
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.engine import lease
+from prefixstore.engine import catalog, lease
 from prefixstore.engine.budget import Budget
+from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pending import PendingPage
@@ -264,6 +266,36 @@ def make_room(location: str, seed: int, pack: str, say: Report, point: Points) -
             rest(one.engine)
 
 
+def maintain(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
+    """Read the table of pages in slices, evict, and build what is derived from pages again."""
+    del pack
+    sequences = np.random.default_rng(seed).integers(0, 3, (6, 9)).tolist()
+    enter, add = Catalog._enter, Siblings.add
+
+    def entered(*arguments: Any) -> bytes:
+        point()
+        return enter(*arguments)
+
+    def added(*arguments: Any) -> None:
+        point()
+        add(*arguments)
+
+    with (
+        patch.object(catalog, "FACTS_AT_ONCE", 2),
+        patch.object(Catalog, "_enter", entered),
+        closing(Work(location, say, point)) as one,
+    ):
+        for tokens in sequences:
+            one.capture(SPACES[0], tokens)
+        one.engine._catalog.load_table(one.engine._backend)
+        with one.engine.view() as view:
+            half = view.used.bytes // 2
+        one.engine.evict_to(half)
+        # a change that no one else makes: of none, or of all
+        with patch.object(Siblings, "add", added):
+            one.engine._backend.reindex()
+
+
 def work_forever(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
     """Work until killed. While the server is down, pages are dropped and other calls fail; both work again later."""
     one, parent = None, os.getppid()
@@ -316,4 +348,7 @@ def upgrade(location: str, later: str, say: Report, point: Points) -> None:
     say("upgraded")
 
 
-TASKS = {task.__name__: task for task in (work, work_forever, scrub_among_writers, make_room, create, export, upgrade)}
+TASKS = {
+    task.__name__: task
+    for task in (work, work_forever, scrub_among_writers, make_room, maintain, create, export, upgrade)
+}

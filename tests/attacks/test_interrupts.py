@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import threading
 from contextlib import closing, suppress
+from unittest.mock import patch
 
 import pytest
 
 from prefixstore.backends import open_backend
+from prefixstore.engine import catalog as catalog_module
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
@@ -50,9 +52,26 @@ def note(store):
     store.engine.change_note(b"job", lambda _: b"mine")
 
 
+def looked_up_anew(store):
+    """A lookup that has to read all that it finds."""
+    store.engine._catalog._contents.forget_stored()
+    assert store.match(A) == 12
+
+
+def filled(store):
+    """Fill the table of pages, in several slices."""
+    catalog = store.engine._catalog
+    catalog._table.unload(new.page for new in catalog._contents.pending.values())
+    with patch.object(catalog_module, "FACTS_AT_ONCE", 2):
+        catalog.load_table(store.backend)
+
+
 # name -> what is done; whether flushed pages may be gone afterwards
 WORK = {
     "match": (lambda store: store.match(A), False),
+    "match anew": (looked_up_anew, False),
+    "fill": (filled, False),
+    "pages": (lambda store: store.engine.pages(), False),
     "fetch": (fetch, False),
     "fetch streamed": (lambda store: fetch(store, streamed=True), False),
     "submit": (lambda store: submitted(store, B), False),

@@ -13,6 +13,7 @@ from prefixstore import PrefixStore
 from prefixstore.engine import contents
 from prefixstore.engine.adaptive_policy import SAMPLES
 from tests.support.models import TORTURE, answer, prompt
+from tests.support.timeouts import wait_for
 
 COMPLETIONS = 5_000 if TORTURE > 1 else 120
 MAX_BYTES = 6 << 20
@@ -71,12 +72,17 @@ def require_a_bounded_index_and_a_true_table(engine, cached):
         # it is trimmed when a prompt is looked up: what that one has captured comes after it
         kept = known.pending.keys() | known.writing | known.deferred.uses.keys()
         assert len(known.index.pages) <= cached + len(kept) + PAGES_OF_A_PROMPT
-        table = catalog._table
+    wait_for(lambda: table_is_true(engine), "a table that has exactly what is stored")
+
+
+def table_is_true(engine):
+    """Whether the table has what is stored, if it was filled; room may be made meanwhile, which changes both."""
+    catalog = engine._catalog
     with engine.view() as view:
         stored = {key for key, _, _ in view.scan()}
-        with catalog._lock:
-            if table.is_loaded:
-                assert {table.table.key(slot) for slot in table.table} == stored
+    with catalog._lock:
+        table = catalog._table
+        return not table.is_loaded or {table.table.key(slot) for slot in table.table} == stored
 
 
 @pytest.mark.parametrize(("scheme", "cached"), [("lmdb", 16), ("sqlite", contents.CACHED_PAGES)])

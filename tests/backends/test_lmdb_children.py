@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from contextlib import closing
+from itertools import pairwise
 
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.lmdb.children import CHUNK
+from prefixstore.backends.lmdb.children import CHUNK, ROW, Siblings
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Record, Usage, checksum
 from prefixstore.maintenance.archive import Archive
@@ -217,6 +218,35 @@ def test_damaged_rows_lose_hits_at_most_and_are_reported_and_built_again(tmp_pat
             assert rows_of(other) == rows_of(backend)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("leads_to", [b"nothing", b"a child"])
+def test_forged_rows_that_lead_to_each_node_in_many_ways_are_walked_once(tmp_path, leads_to):
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        (key,) = put(backend, [[9] * 400])
+        environment = backend._open()
+        nodes = [PARENT, *(bytes([n]) * 32 for n in range(1, 80))]
+        with environment.begin(write=True) as txn:
+            database = environment.databases[b"children"]
+            txn.drop(database, delete=False)
+            for depth, (node, after) in enumerate(pairwise(nodes)):
+                for first in (b"\1", b"\2", b"\3"):
+                    row = node + bytes([PAGE]) + first.ljust(CHUNK, b"\0")
+                    txn.put(row, ROW.pack((depth + 1) * 4, after), db=database)
+            if leads_to == b"a child":
+                txn.put(nodes[-1] + bytes([PAGE]) + b"\1", ROW.pack(0, key), db=database)
+        many = [[9] * 400, [1], [2, 0, 0], [0x01] + [0] * 40]
+        with backend.view() as view:
+            require_true_answers(view, {key}, many)
+            assert list(view.flaws())
+        put(backend, many[1:])
+        with backend.update() as transaction:
+            assert transaction.delete(key)
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert len(view.children([PARENT], PAGE)) == 3
+
+
 def require_true_answers(view, keys, many):
     """Whatever is found is a page that is stored, with the right parent."""
     answers = [view.children([PARENT], PAGE), *(view.neighbors(PARENT, as_tokens(tokens).tobytes()) for tokens in many)]
@@ -261,6 +291,35 @@ def test_check_reports_damaged_rows_and_repair_deletes_no_page_for_them(tmp_path
         assert (len(found), removed.pages) == (3, 0)
         assert list(archive.check()) == []
         assert archive.used().entries == 3
+
+
+def test_an_order_that_was_left_incomplete_is_built_again_by_the_next_process_that_writes(tmp_path, monkeypatch):
+    many = siblings(random.Random(2), 3, 20)
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        put(backend, many)
+        sound = rows_of(backend)
+        add, n_added = Siblings.add, [0]
+
+        def interrupted(*arguments):
+            n_added[0] += 1
+            if n_added[0] == 9:
+                raise KeyboardInterrupt
+            add(*arguments)
+
+        monkeypatch.setattr(Siblings, "add", interrupted)
+        monkeypatch.setattr("prefixstore.backends.lmdb.backend.RECORDS_AT_ONCE", 4)
+        with pytest.raises(KeyboardInterrupt):
+            backend.reindex()
+        monkeypatch.undo()
+        assert len(rows_of(backend)) < len(sound)
+    with closing(LMDBBackend(tmp_path, 64 * MIB, read_only=True)) as backend:
+        assert rows_of(backend) != sound
+    with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        assert rows_of(backend) == sound
+    # and only once
+    with monkeypatch.context() as patched, closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
+        patched.setattr(Siblings, "add", None)
+        assert rows_of(backend) == sound
 
 
 @pytest.mark.parametrize("n_siblings", [0, 1, 5])

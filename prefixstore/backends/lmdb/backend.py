@@ -13,6 +13,7 @@ can be deleted.
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -37,7 +38,7 @@ from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.lmdb.sizes import counted, put_counted
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
-from prefixstore.errors import LocationError, StorageError, UnavailableError
+from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import Buffer, Record, Usage, place_of, sizes_of
 
@@ -50,6 +51,11 @@ LEFT_BY_PUTS = 176
 LEFT_BY_OTHERS = 96
 LEFT_BY_RECLAIM = 32
 
+log = logging.getLogger("prefixstore")
+
+# in the database meta, while the order of children is built again: who does it
+REINDEXING = b"reindexing"
+MAKER = struct.Struct("<I8s")
 META_GENERATION = struct.Struct("<Q")
 NOTE = b"note:"
 CHANGE_KEY = struct.Struct(">Q")
@@ -383,6 +389,7 @@ class LMDBBackend(Backend):
         self._start()
         self._prepare_directory()
         self._open()
+        self._end_reindex()
 
     def _start(self) -> None:
         """What belongs to this process."""
@@ -484,8 +491,10 @@ class LMDBBackend(Backend):
     def reindex(self) -> None:
         """Build the order of children again from all records, some at a time, and add up their sizes."""
         environment = self._writable()
+        mine = MAKER.pack(os.getpid(), os.urandom(8))
         with environment.begin(write=True) as txn:
             txn.drop(environment.databases[b"children"], delete=False)
+            txn.put(REINDEXING, mine, db=environment.databases[b"meta"])
             environment.require_free(txn, LEFT_BY_RECLAIM)
         self.reclaim()
         after: bytes | None = b""
@@ -496,6 +505,21 @@ class LMDBBackend(Backend):
         self._count_sizes(environment)
         with environment.begin(write=True) as txn:
             _Change(txn, environment).forget_changes()
+            # another process may have begun to do the same
+            if txn.get(REINDEXING, db=environment.databases[b"meta"]) == mine:
+                txn.delete(REINDEXING, db=environment.databases[b"meta"])
+
+    def _end_reindex(self) -> None:
+        """Build the order of children again if a process has died, or was interrupted, while it did that."""
+        environment = self._open()
+        with environment.begin(write=False) as txn:
+            maker = txn.get(REINDEXING, db=environment.databases[b"meta"])
+        if maker is not None and not self._read_only and not _is_at_work(bytes(maker)):
+            log.warning("%s: the order of children was left incomplete; it is built again", self._path)
+            try:
+                self.reindex()
+            except FullError as error:
+                log.warning("%s: the order of children cannot be built: %s", self._path, error)
 
     def _count_sizes(self, environment: Environment) -> None:
         """Add up the sizes of all pages, while others write if possible."""
@@ -562,6 +586,19 @@ class LMDBBackend(Backend):
             self._environment = None
         # also if an interrupt has kept the environment from being noted here
         release(self)
+
+
+def _is_at_work(maker: bytes) -> bool:
+    """Whether another process that has left this mark is alive; not, if it may be this one that was interrupted."""
+    if len(maker) != MAKER.size or (pid := MAKER.unpack(maker)[0]) == os.getpid() or os.name != "posix" or not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def open_lmdb(location: str, *, max_bytes: int, read_only: bool) -> LMDBBackend:

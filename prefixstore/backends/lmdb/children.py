@@ -86,10 +86,13 @@ class Siblings:
     def stored_or_not(self) -> Iterator[bytes]:
         """The keys of all of them, those included whose records cannot be read."""
         waiting = [self._root]
+        seen = {self._root}
         for node in waiting:
             for target in self._rows(node):
                 if target.depth:
-                    waiting.append(target)
+                    if target not in seen:
+                        seen.add(target)
+                        waiting.append(target)
                 else:
                     yield target.key
 
@@ -150,12 +153,16 @@ class Siblings:
     def _children(self, targets: Iterator[Target], *, backwards: bool = False) -> Iterator[Entry]:
         """The children that some rows lead to, in order."""
         waiting = [targets]
+        # damaged rows may lead to one node in as many ways as there are nodes, and each way doubled by the next
+        seen: set[Target] = set()
         while waiting:
             target = next(waiting[-1], None)
             if target is None:
                 waiting.pop()
             elif target.depth:
-                waiting.append(self._rows(target, backwards=backwards))
+                if target not in seen:
+                    seen.add(target)
+                    waiting.append(self._rows(target, backwards=backwards))
             elif (entry := self._child(target.key)) is not None:
                 yield entry
 
