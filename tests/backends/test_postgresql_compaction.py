@@ -121,14 +121,18 @@ def test_what_others_delete_meanwhile_stays_deleted(churned, monkeypatch):
 
 
 def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
-    url, kept = churned
+    url, _ = churned
+    with opened(url) as backend:
+        # a quarter of it is free then
+        fill(backend, space(), [[number, 1, 2, 3] for number in range(100, 110)], size=SIZE)
+        kept = contents(backend)
     with opened(url) as backend, opened(url) as other, other.view() as view:
         walk = view.scan()
         next(walk)
         before = backend.database.disk_bytes()
         assert backend.compact() == 0
-        # by what is written between two vacuums, at most
-        assert backend.database.disk_bytes() < before + 3 * MIB
+        # by what is written between two or three vacuums, and not by all payloads
+        assert backend.database.disk_bytes() < before + 1.5 * MIB
         walk.close()
     with opened(url) as backend:
         assert backend.compact() > 0
