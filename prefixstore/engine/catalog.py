@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -32,7 +32,7 @@ from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.stored_pages import StoredPages, Victim
 from prefixstore.engine.totals import Group, Total
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import CorruptError, StorageError, UnavailableError
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
 from prefixstore.format.record import CLOCK_SLACK, Record, Usage, time_of_use
 from prefixstore.stats import Counters
@@ -49,6 +49,7 @@ LOADS = 4
 FACTS_AT_ONCE = 4_000
 
 Lock: TypeAlias = AbstractContextManager[object]
+T = TypeVar("T")
 LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
 
@@ -409,21 +410,47 @@ class Catalog:
                 self._contents.learn(entry)
             return True
 
-    def load_all(self, view: View, epoch: int) -> bool:
-        """Read all that is stored into the index; false if the view is too old.
+    def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
+        """What a function makes of the index when that has all that is stored.
 
-        For maintenance: it takes 3 KB of memory a page.
+        For maintenance: it takes 3 KB of memory a page. The function is called under the lock, as the next lookup may
+        forget pages again. A thread in a transaction calls `with_all_in` instead.
+
+        Raises
+        ------
+        UnavailableError
+            If others write to a location that is open read-only, and what was read is outdated each time.
         """
+        for attempt in range(LOADS):
+            # a commit of this process makes what was read useless: the next ones wait
+            with self._turn if attempt else nullcontext():
+                epoch = self._epoch
+                with backend.view() as view:
+                    self.refresh(view)
+                    with self._lock:
+                        if self._contents.is_complete:
+                            return use(self._contents.index)
+                    found, generation = _entries(view), view.generation
+                with self._lock:
+                    if self._may_learn(generation, epoch) and self._contents.journal is None:
+                        self._contents.rebuild_all(found)
+                        return use(self._contents.index)
+        try:
+            with self.update(backend) as transaction:
+                return self.with_all_in(transaction, use)
+        except UnavailableError as error:
+            message = f"others have changed what is stored each time while it was read; try again ({error})"
+            raise UnavailableError(message) from error
+
+    def with_all_in(self, transaction: Transaction, use: Callable[[Index], T]) -> T:
+        """As `with_all`, in a transaction for which the catalog is up to date, and that has changed nothing yet."""
         with self._lock:
             if self._contents.is_complete:
-                return True
-        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
-        generation = view.generation
+                return use(self._contents.index)
+        found = _entries(transaction)
         with self._lock:
-            if not self._may_learn(generation, epoch) or self._contents.journal is not None:
-                return False
             self._contents.rebuild_all(found)
-            return True
+            return use(self._contents.index)
 
     # -- what eviction needs ------------------------------------------------------------------------------------------
 
@@ -578,16 +605,18 @@ class Catalog:
                 path.append(parent)
         return path[::-1]
 
-    def pages(self) -> list[Page]:
-        """All pages of the index, parents before their children; see `load_all`."""
-        with self._lock:
-            return list(depth_first(self._contents.index.roots()))
+    def pages(self, backend: Backend) -> list[Page]:
+        """All pages, stored and pending, parents before their children; see `with_all`."""
+        return self.with_all(backend, lambda index: list(depth_first(index.roots())))
 
-    def select(self, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
-        """The pages whose keys a function of the index chooses, parents before their children; see `load_all`."""
-        with self._lock:
-            keys = choose(self._contents.index)
-            return [page for page in depth_first(self._contents.index.roots()) if page.key in keys]
+    def select(self, backend: Backend, choose: Callable[[Index], Collection[bytes]]) -> list[Page]:
+        """The pages whose keys a function of the index chooses, parents before their children; see `with_all`."""
+
+        def chosen(index: Index) -> list[Page]:
+            keys = choose(index)
+            return [page for page in depth_first(index.roots()) if page.key in keys]
+
+        return self.with_all(backend, chosen)
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -991,7 +1020,7 @@ class Catalog:
         self._contents.set_pinned(page, pinned=pinned)
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
-        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `load_all`.
+        """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `with_all_in`.
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
@@ -1016,6 +1045,11 @@ def depth_first(start: Iterable[Page]) -> Iterator[Page]:
         page = waiting.pop()
         yield page
         waiting += page.dependents[::-1]
+
+
+def _entries(view: View) -> dict[bytes, Entry]:
+    """All that is stored."""
+    return {key: Entry(key, record, usage) for key, record, usage in view.scan()}
 
 
 def _with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:

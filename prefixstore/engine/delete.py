@@ -188,8 +188,7 @@ class Deleter:
         )
 
     def _select(self, choose: Choice) -> list[Page]:
-        self._catalog.read(self._backend, self._catalog.load_all)
-        return self._catalog.select(choose)
+        return self._catalog.select(self._backend, choose)
 
     def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
@@ -226,12 +225,13 @@ class Deleter:
     def _strays(self) -> Strays:
         """What is stored and has no place in the index."""
         strays = Strays()
-        self._catalog.read(self._backend, self._catalog.load_all)
+        # the index itself may forget pages again
+        known = self._catalog.with_all(self._backend, lambda index: set(index.pages))
         with self._backend.view() as view:
             for key, record, usage in view.scan():
                 if not isinstance(record, Record):
                     strays.add_unreadable(key, is_newer=isinstance(record, IncompatibleError))
-                elif self._catalog.get(key) is None:
+                elif key not in known:
                     strays.add(Page.stored(key, record, usage))
         return strays
 
@@ -257,7 +257,8 @@ class Deleter:
             try:
                 with self._catalog.update(self._backend) as transaction:
                     if strays_only:
-                        doomed = [key for key in doomed if self._catalog.get(key) is None]
+                        known = self._catalog.with_all_in(transaction, lambda index: set(index.pages))
+                        doomed = [key for key in doomed if key not in known]
                     deleted, left = self._delete_some(transaction, doomed, at_once)
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)

@@ -365,14 +365,9 @@ class Engine:
             self._catalog.refresh(view)
             yield view
 
-    def load_all(self) -> None:
-        """Have the index know all that is stored, for maintenance."""
-        self._catalog.read(self._backend, self._catalog.load_all)
-
     def pages(self) -> list[Page]:
         """All pages, stored and pending, parents before their children."""
-        self.load_all()
-        return self._catalog.pages()
+        return self._catalog.pages(self._backend)
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
@@ -380,8 +375,7 @@ class Engine:
 
     def select(self, choices: Iterable[Choice]) -> list[bytes]:
         """The keys that several choices have in common, parents before their children."""
-        self.load_all()
-        return [page.key for page in self._catalog.select(partial(in_common, choices=list(choices)))]
+        return [page.key for page in self._catalog.select(self._backend, partial(in_common, choices=list(choices)))]
 
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and as states."""
@@ -669,8 +663,13 @@ class Engine:
 
         An ancestor of an unpinned page stays pinned if it leads to another pinned page.
         """
-        self.load_all()
-        return self._set_pinned(lambda _: self._catalog.pinned_with(page, pinned=pinned), pinned=pinned)
+        # before the transaction, as far as possible: others wait while it is open
+        self._catalog.with_all(self._backend, len)
+
+        def chosen(transaction: Transaction) -> Sequence[Page]:
+            return self._catalog.with_all_in(transaction, lambda _: self._catalog.pinned_with(page, pinned=pinned))
+
+        return self._set_pinned(chosen, pinned=pinned)
 
     def _set_pinned(self, choose: Callable[[Transaction], Sequence[Page]], *, pinned: bool) -> int:
         changed = 0
