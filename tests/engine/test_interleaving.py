@@ -36,7 +36,7 @@ from prefixstore.format.record import PAGE, SNAPSHOT, StoredPage
 from prefixstore.stats import Counters
 from tests.support import in_thread
 from tests.support.engines import MIB, NS, P, state_of
-from tests.support.fragile import assert_true, known_keys
+from tests.support.fragile import assert_true, known_keys, known_now
 from tests.support.models import TORTURE
 from tests.support.places import place
 
@@ -296,7 +296,7 @@ class Interleaving(RuleBasedStateMachine):
             parent = key
 
     def thin(self, member, choice, tokens) -> None:
-        snapshots = [page for page in member.engine.pages() if page.form == SNAPSHOT]
+        snapshots = [page for page in known_now(member.engine) if page.form == SNAPSHOT]
         if snapshots:
             member.catalog.discard_snapshot(snapshots[choice % len(snapshots)])
 
@@ -315,13 +315,13 @@ class Interleaving(RuleBasedStateMachine):
 
     def suspect(self, member, choice, tokens) -> None:
         """A restore takes a page for damaged, though it is not."""
-        pages = member.engine.pages()
+        pages = known_now(member.engine)
         if pages and choice == 3:
             member.catalog.mark_damaged(pages[-1].key)
 
     def vanish(self, member, choice, tokens) -> None:
         """A restore does not find a page, and another thread goes on with a view that it opened earlier."""
-        pages = [page for page in member.engine.pages() if page.key not in member.catalog._contents.pending]
+        pages = [page for page in known_now(member.engine) if page.key not in member.catalog._contents.pending]
         if pages:
             member.catalog.contradict(pages[choice % len(pages)], 0)
             self.look_back(member, choice, tokens)

@@ -9,15 +9,17 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from prefixstore.backends.base import Entry
+from prefixstore.engine.catalog import depth_first
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.index import Page
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.record import Record
 from prefixstore.stats import Counters
 
-__all__ = ["Fragile", "Lent", "assert_true", "known_keys"]
+__all__ = ["Fragile", "Lent", "assert_true", "known_keys", "known_now"]
 
 
 class _Counted:
@@ -97,6 +99,11 @@ class Fragile:
 def known_keys(engine: Engine) -> set[bytes]:
     """All pages that an engine knows once it has read everything."""
     return {page.key for page in engine.pages()}
+
+
+def known_now(engine: Engine) -> list[Page]:
+    """The pages that an engine knows, without asking the location, in the order of their sequences."""
+    return list(depth_first(engine._catalog._contents.index.roots()))
 
 
 def assert_true(engine: Engine) -> None:

@@ -30,7 +30,8 @@ def _replace(backend, key, error, monkeypatch):
     monkeypatch.setattr(memory._View, "record", _record)
     entry = backend._pages.entries[key]
     # what a location knows of a page beside its record
-    error.parent, error.form, error.tokens = entry.record.parent, entry.record.form, entry.record.tokens
+    for name in ("parent", "form", "tokens", "stored_bytes", "raw_bytes"):
+        setattr(error, name, getattr(entry.record, name))
     with backend.update() as transaction:
         transaction._staged[key] = memory._Entry(error, entry.usage, entry.payload)
         transaction._structural.append(key)

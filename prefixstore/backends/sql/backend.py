@@ -408,9 +408,8 @@ class SQLBackend(Backend):
         self._database.scrub()
 
     def compact(self) -> int:
-        # a full rewrite leaves nothing free
         before = self._database.disk_bytes()
-        self._database.scrub()
+        self._database.compact()
         return max(before - self._database.disk_bytes(), 0)
 
     def reindex(self) -> None:

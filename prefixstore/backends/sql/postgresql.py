@@ -37,6 +37,7 @@ from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
 from prefixstore.backends.sql.children import children_of_many, neighbors
+from prefixstore.backends.sql.compaction import Compaction
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
@@ -300,6 +301,20 @@ class PostgreSQL(Database):
         # of a million pages it takes minutes
         _accept_silence(connection, None)
         super().reindex(connection)
+
+    def compact(self) -> None:
+        """Rewrite payloads, some at a time, so that a vacuum can cut off the ends of the tables.
+
+        Only the owner of the tables can.
+        """
+        Compaction(self, self._vacuum_or_fail).run()
+
+    def _vacuum_or_fail(self) -> None:
+        if warnings := self._vacuum("VACUUM"):
+            raise LocationError(
+                f"{self.location}: no space was given back, since the server says: {warnings[0]}; "
+                "compact as the owner of the tables"
+            )
 
     def disk_bytes(self) -> int:
         sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in sorted(METADATA.tables))

@@ -1,0 +1,150 @@
+"""Maintenance works on all that is stored, also while lookups forget pages, and while others commit."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import contents
+from prefixstore.engine.delete import of_namespaces, subtree
+from prefixstore.errors import UnavailableError
+from prefixstore.format.keys import as_tokens, page_keys
+from tests.support.engines import MIB, NS, A, B, P, Store, store_of, two_stores
+from tests.support.fragile import known_keys
+
+N_SEQUENCES = 20
+
+
+class ForgetfulLock:
+    """The lock of a catalog which forgets pages whenever it is free, as lookups of other threads do."""
+
+    def __init__(self, lock, catalog):
+        self.lock, self.catalog, self.depth = lock, catalog, 0
+
+    def __enter__(self):
+        self.lock.__enter__()
+        self.depth += 1
+
+    def __exit__(self, *error):
+        self.depth -= 1
+        if not self.depth:
+            self.catalog._contents.trim()
+        return self.lock.__exit__(*error)
+
+
+@pytest.fixture
+def forgetful(monkeypatch):
+    """A store with 60 pages whose index keeps 16 of them."""
+    monkeypatch.setattr(contents, "CACHED_PAGES", 16)
+    with store_of() as store:
+        for number in range(N_SEQUENCES):
+            store.put([number] * 12)
+        store.engine.wrap_lock(partial(ForgetfulLock, catalog=store.engine._catalog))
+        store.match([0])
+        assert len(store.engine._catalog._contents.index) <= 16
+        yield store
+
+
+def test_pages_and_choices_are_complete_while_pages_are_forgotten(forgetful):
+    assert known_keys(forgetful.engine) == forgetful.stored_keys()
+    assert len(forgetful.engine.select([partial(of_namespaces, namespaces={NS})])) == 3 * N_SEQUENCES
+
+
+def test_all_pages_are_deleted_while_pages_are_forgotten(forgetful):
+    first = page_keys(NS, as_tokens([7] * 12), P)[0]
+    assert forgetful.engine.delete([partial(subtree, key=first)]).pages == 3
+    assert forgetful.engine.clear(NS) == 3 * N_SEQUENCES - 3
+    assert forgetful.stored_keys() == set()
+
+
+def test_what_was_forgotten_is_no_stray(forgetful):
+    kept = forgetful.stored_keys()
+    assert forgetful.engine.delete_strays({NS}).pages == 0
+    assert forgetful.engine.delete_strays(None).pages == 0
+    assert forgetful.stored_keys() == kept
+
+
+def test_a_page_is_pinned_with_descendants_that_were_forgotten(forgetful):
+    first = page_keys(NS, as_tokens([0] * 12), P)[0]
+    page = next(page for page in forgetful.engine.pages() if page.key == first)
+    assert forgetful.engine.pin_page(page, pinned=True) == 3
+    with forgetful.backend.view() as view:
+        assert sum(usage.pinned for _, _, usage in view.scan()) == 3
+
+
+@pytest.mark.parametrize("kind", ["memory", "lmdb"])
+def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):
+    """Nothing can be learned while one is open: what reads everything waits for it."""
+    backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)
+    with store_of(backend) as store:
+        store.put(A)
+        store.put(B)
+        # an engine that knows nothing yet
+        store.open()
+        found, is_open, gate = [], threading.Event(), threading.Event()
+
+        def commit():
+            with store.engine._catalog.update(store.backend):
+                is_open.set()
+                gate.wait(20)
+
+        threads = [threading.Thread(target=commit, daemon=True)]
+        threads[0].start()
+        assert is_open.wait(20)
+        threads.append(threading.Thread(target=lambda: found.append(known_keys(store.engine)), daemon=True))
+        threads[1].start()
+        # it cannot end before the transaction; this only gives it the time to end too early
+        threads[1].join(0.2)
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert found == [store.stored_keys()]
+
+
+def overtaken(store, other):
+    """Views of this store's location during each of which another process commits, and another thread learns of it."""
+    view, numbers = store.backend.view, iter(range(100, 10_000))
+
+    @contextmanager
+    def outdated():
+        with view() as opened:
+            scan = opened.scan
+
+            def slow_scan():
+                found = list(scan())
+                other.put([next(numbers)] * 4)
+                with view() as newer:
+                    store.engine._catalog.refresh(newer)
+                return iter(found)
+
+            opened.scan = slow_scan
+            yield opened
+
+    return outdated
+
+
+def test_if_others_commit_all_the_time_a_transaction_keeps_them_waiting(tmp_path, monkeypatch):
+    with two_stores(tmp_path) as (one, two):
+        two.put(A)
+        monkeypatch.setattr(one.backend, "view", overtaken(one, two))
+        known = known_keys(one.engine)
+        monkeypatch.undo()
+        assert known == one.stored_keys()
+        assert len(known) > 3
+
+
+def test_a_reader_that_others_overtake_each_time_says_so(tmp_path, monkeypatch):
+    with store_of(LMDBBackend(tmp_path, MIB)) as writer:
+        writer.put(A)
+        reader = Store(LMDBBackend(tmp_path, MIB, read_only=True), options={"read_only": True})
+        with monkeypatch.context() as patch:
+            patch.setattr(reader.backend, "view", overtaken(reader, writer))
+            with pytest.raises(UnavailableError, match=r"try again .*read-only"):
+                reader.engine.pages()
+        assert known_keys(reader.engine) == writer.stored_keys()
+        reader.engine.close()
