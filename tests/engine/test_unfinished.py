@@ -163,7 +163,7 @@ def test_a_duel_goes_on_after_an_interrupt_between_a_page_and_its_place():
     cache = duel._caches[Mode.LRU]
     cache._numbers.append(7)
     for number in range(20):
-        duel.access(Access(number, 0, 1, number, 1.0), worth)
+        duel.access(Access(number, 0, 1, number, 1, 1.0), worth)
     assert len(cache._place) <= len(cache._numbers)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,9 +11,8 @@ from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import contents
 from prefixstore.engine.delete import of_namespaces, subtree
-from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import MIB, NS, A, B, P, Store, store_of, two_stores
+from tests.support.engines import MIB, NS, A, B, P, store_of
 from tests.support.fragile import known_keys
 
 N_SEQUENCES = 20
@@ -104,47 +102,3 @@ def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):
         for thread in threads:
             thread.join(20)
         assert found == [store.stored_keys()]
-
-
-def overtaken(store, other):
-    """Views of this store's location during each of which another process commits, and another thread learns of it."""
-    view, numbers = store.backend.view, iter(range(100, 10_000))
-
-    @contextmanager
-    def outdated():
-        with view() as opened:
-            scan = opened.scan
-
-            def slow_scan():
-                found = list(scan())
-                other.put([next(numbers)] * 4)
-                with view() as newer:
-                    store.engine._catalog.refresh(newer)
-                return iter(found)
-
-            opened.scan = slow_scan
-            yield opened
-
-    return outdated
-
-
-def test_if_others_commit_all_the_time_a_transaction_keeps_them_waiting(tmp_path, monkeypatch):
-    with two_stores(tmp_path) as (one, two):
-        two.put(A)
-        monkeypatch.setattr(one.backend, "view", overtaken(one, two))
-        known = known_keys(one.engine)
-        monkeypatch.undo()
-        assert known == one.stored_keys()
-        assert len(known) > 3
-
-
-def test_a_reader_that_others_overtake_each_time_says_so(tmp_path, monkeypatch):
-    with store_of(LMDBBackend(tmp_path, MIB)) as writer:
-        writer.put(A)
-        reader = Store(LMDBBackend(tmp_path, MIB, read_only=True), options={"read_only": True})
-        with monkeypatch.context() as patch:
-            patch.setattr(reader.backend, "view", overtaken(reader, writer))
-            with pytest.raises(UnavailableError, match=r"try again .*read-only"):
-                reader.engine.pages()
-        assert known_keys(reader.engine) == writer.stored_keys()
-        reader.engine.close()
