@@ -1,56 +1,38 @@
 """What is stored, as far as this process knows, and the pages that are still to be written.
 
 Two kinds of pages are in the index: committed ones, as far as lookups came across them, and pending ones, whose bytes
-wait in a buffer. Both are matched and restored alike. What a lookup needs, and the index lacks, `Catalog.load` reads.
-
-Each method takes the catalog's lock for a moment, `Catalog.update` at its steps. The lock is never held while the
-backend is asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use
-the catalog, not the other way round.
+wait in a buffer. Both are matched and restored alike. The catalog is built up in four modules: it follows the location
+(`engine.follow`), reads what the index lacks (`engine.load`), fills the page table (`engine.table_load`), and here
+looks pages up, takes captured ones, and follows their commits and deletions.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Entry, Facts, Transaction, View
+from prefixstore.backends.base import Backend, Entry, View
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.contents import Contents, DropReason, Taken
-from prefixstore.engine.eviction import VictimQueue
-from prefixstore.engine.index import Index, Page, Path, Unknown, branches, is_same
-from prefixstore.engine.journal import Journal
+from prefixstore.engine.contents import DropReason, Taken
+from prefixstore.engine.index import Index, Page, Path, branches, depth_first, is_same
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.snapshot_policy import thin
 from prefixstore.engine.stored_pages import StoredPages, Victim
-from prefixstore.engine.totals import Group, Total
-from prefixstore.errors import CorruptError, StorageError
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
-from prefixstore.format.record import CLOCK_SLACK, Record, Usage, time_of_use
+from prefixstore.engine.table_load import TableLoader
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens
+from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
-__all__ = ["Catalog", "Claim", "Lock", "LockT", "Placement", "Victims", "depth_first"]
-
-log = logging.getLogger("prefixstore")
+__all__ = ["Catalog", "Claim", "Placement"]
 
 # siblings compared at each page to find out where sequences fork: where there are many, they fork in few places
 SIBLINGS_COMPARED = 64
-# how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
-LOADS = 4
-# pages of which facts are read at a time: the lock is held while they are entered into the table
-FACTS_AT_ONCE = 4_000
-
-Lock: TypeAlias = AbstractContextManager[object]
-LockT = TypeVar("LockT", bound=AbstractContextManager[object])
-T = TypeVar("T")
 
 
 class Placement(Enum):
@@ -72,58 +54,7 @@ class Claim(NamedTuple):
     taken: tuple[Taken, ...] = ()
 
 
-class _Unfinished:
-    """Does something if the block that it surrounds is left in the middle; not for errors of a location."""
-
-    def __init__(self, react: Callable[[], None]) -> None:
-        self._react = react
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and not issubclass(kind, StorageError):
-            self._react()
-
-
-class Victims:
-    """Pages to delete, in order. `next` takes the catalog's lock for a moment, or for several if it has to rank."""
-
-    def __init__(self, lock: Lock, guard: Lock, table: StoredPages, queue: VictimQueue) -> None:
-        self._lock = lock
-        self._guard = guard
-        self._table = table
-        # the queue is one of this table, even if the pages are read anew meanwhile
-        self._pages = table.table
-        self._queue = queue
-        self._given: bytes | None = None
-
-    def next(self) -> Victim | None:
-        """The next page; None when there are no more."""
-        while True:
-            with self._lock, self._guard:
-                self._given = None
-                slot = self._queue.next()
-                if slot is None:
-                    return None
-                if isinstance(slot, int):
-                    victim = self._pages.entry(slot)
-                    self._given = victim.key
-                    return victim
-
-    def spared(self) -> None:
-        """A new page gave way to the last one."""
-        with self._lock, self._guard:
-            self._queue.spared()
-
-    def close(self) -> None:
-        """Put the last page back, if it was not deleted."""
-        with self._lock, self._guard:
-            if self._given is not None:
-                self._table.put_back(self._given)
-
-
-class Catalog:
+class Catalog(TableLoader):
     """What is known of the location, kept up with it, and what waits for the next commit.
 
     Parameters
@@ -137,475 +68,9 @@ class Catalog:
     """
 
     def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
-        self._table = table
-        self._ram = ram
-        self._lock: Lock = threading.RLock()
-        # around each change: what is left in the middle, by an interrupt or a fault, is not used any more
-        self._guard: Lock = _Unfinished(self._begin_anew)
-        self._contents = Contents(counters, ram, table)
+        super().__init__(table, counters, ram)
         # since the start of this process
         self.n_lookups = 0
-        # pages for which there was no space
-        self._refused: set[bytes] = set()
-        self._generation = -1
-        self._trusted = False
-        self._epoch = 0
-        # taken by the thread that fills the table
-        self._loading = threading.Lock()
-        # taken by one transaction of this process at a time
-        self._turn = threading.Lock()
-
-    def wrap_lock(self, wrap: Callable[[Lock], LockT]) -> LockT:
-        """Use what `wrap` makes of the lock; see `Engine.wrap_lock`."""
-        self._lock = wrapped = wrap(self._lock)
-        return wrapped
-
-    # -- keeping up with the backend ----------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """Changes when a transaction of this process ends: a view that was opened before may lack what it has done."""
-        return self._epoch
-
-    def refresh(self, view: View, *, newest: bool = False) -> int:
-        """Bring what is known to the generation of the view, unless it is ahead of it.
-
-        Every transaction begins with this, so what a transaction changes here is never undone by what another thread
-        has read before.
-
-        Parameters
-        ----------
-        view
-            Of the backend.
-        newest
-            Whether the view is of the latest commit. A catalog that is ahead of it describes a store that was replaced.
-
-        Returns
-        -------
-        int
-            How many records were read.
-        """
-        generation = view.generation
-        n_records = 0
-        while True:
-            with self._lock, self._guard:
-                if newest and generation < self._generation:
-                    self._distrust()
-                if not self._is_news(generation):
-                    return n_records
-                known = self._generation if self._trusted else None
-                needed = self._needed()
-            changed = view.changes(known) if known is not None else None
-            if changed is None:
-                found = _with_ancestors(view, needed)
-            else:
-                found = {key: Entry(key, *one) for key, one in view.records(list(dict.fromkeys(changed))).items()}
-            n_records += len(found)
-            with self._lock, self._guard:
-                if not self._is_news(generation):
-                    return n_records  # another thread was faster
-                if changed is not None and not self._trusted:
-                    continue  # found to be wrong meanwhile: the changes alone are not enough any more
-                if changed is None:
-                    self._contents.forget_stored()
-                    self._table.unload(new.page for new in self._contents.pending.values())
-                    self._contents.rebuild(found)
-                    self._ram.drop(set(self._ram.keys()) - found.keys())
-                else:
-                    for key in dict.fromkeys(changed):
-                        self._contents.refresh_page(key, found.get(key))
-                    self._ram.drop(key for key in changed if key not in found)
-                self._refused.clear()
-                self._generation, self._trusted = generation, True
-                return n_records
-
-    def _needed(self) -> set[bytes]:
-        """What has to be known even if all else is forgotten: pending pages and what they follow, states in RAM."""
-        index = self._contents.index
-        needed = set(self._ram.keys())
-        for new in self._contents.pending.values():
-            page: Page | None = new.page
-            while page is not None and page.key not in needed:
-                needed |= {page.key, page.parent} - {page.namespace}
-                page = index.get(page.parent)
-        return needed
-
-    def _is_news(self, generation: int) -> bool:
-        """Whether a view of this generation may change what is known.
-
-        One that was opened before the last refresh has nothing new. And while a transaction of this process is open, or
-        just ends, no other one has changed anything since it began, and what it has changed itself is known and may
-        have to be taken back.
-        """
-        is_known = generation < self._generation or (generation == self._generation and self._trusted)
-        return not is_known and self._contents.journal is None
-
-    def _distrust(self) -> None:
-        """What is known describes nothing that is stored any more: the next refresh begins anew."""
-        self._generation, self._trusted = -1, False
-
-    def _begin_anew(self) -> None:
-        """Forget all but what waits for a commit: a change of it was not finished."""
-        log.warning("what is known of the location was left in the middle of a change; it is read again")
-        self._distrust()
-        self._contents.forget_stored()
-        self._table.unload(new.page for new in self._contents.pending.values())
-
-    @contextmanager
-    def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
-        """A transaction for which the catalog is up to date. If it fails, what it has changed here is undone.
-
-        At its end it drops the settings of namespaces that it has left without pages.
-
-        Parameters
-        ----------
-        backend
-            The location.
-        on_commit
-            Called when the transaction is committed, before any other thread learns from the location what has happened
-            since.
-        """
-        # Until the outcome is known here, the next transaction of this process waits: before it has the backend, and
-        # with nothing to be interrupted between taking the turn and being sure to pass it on.
-        with self._turn:
-            try:
-                with backend.update() as transaction:
-                    with self._lock, self._guard:
-                        if self._contents.journal is not None:
-                            # left by a thread that was interrupted while it ended its transaction
-                            self._contents.journal, self._trusted = None, False
-                    self.refresh(transaction, newest=True)
-                    with self._lock, self._guard:
-                        self._contents.journal = Journal()
-                    yield transaction
-                    self._drop_empty_namespaces(transaction)
-                if on_commit is not None:
-                    on_commit()
-            except BaseException as error:
-                self._end_journal(error)
-                raise
-            else:
-                self._end_journal(None)
-
-    def _end_journal(self, error: BaseException | None) -> None:
-        with self._lock, self._guard:
-            journal, self._contents.journal = self._contents.journal, None
-            self._epoch += 1
-            if error is not None and not isinstance(error, StorageError):
-                # interrupted anywhere, maybe in the middle of a change
-                self._trusted = False
-            if journal is not None and error is None:
-                journal.commit()
-            elif journal is not None:
-                trusted, self._trusted = self._trusted, False
-                # if it was committed in spite of the error, the log of changes says so at the next refresh
-                journal.roll_back()
-                self._trusted = trusted
-            self._table.end_transaction()
-
-    def _drop_empty_namespaces(self, transaction: Transaction) -> None:
-        """Drop the settings of namespaces from which the transaction has deleted the last page."""
-        with self._lock:
-            journal, sweeps = self._contents.journal, self._contents.sweeps
-            emptied = set(journal.deleted_from) if journal is not None else set()
-            if journal is None or not (emptied or sweeps):
-                return
-            if sweeps:
-                journal.after_commit(self._swept)
-        if sweeps:
-            emptied = set(transaction.namespaces())
-        for namespace in emptied - transaction.followed(sorted(emptied)):
-            transaction.drop_namespace(namespace)
-
-    def _swept(self) -> None:
-        self._contents.sweeps = False
-
-    def sweep(self) -> None:
-        """Have the next transaction look for settings of namespaces that have no pages."""
-        with self._lock:
-            self._contents.sweeps = True
-
-    def contradict(self, page: Page, generation: int) -> None:
-        """A page is not in a view of this generation. If the catalog covers that generation, the store was replaced.
-
-        Not if the page was deleted, and captured again since: then the index has another node for it.
-        """
-        with self._lock:
-            is_here = self._contents.index.get(page.key) is page and page.key not in self._contents.pending
-            if is_here and generation <= self._generation:
-                log.warning("the index does not match what is stored; it begins anew")
-                self._distrust()
-
-    # -- reading what a lookup needs ----------------------------------------------------------------------------------
-
-    def read(self, backend: Backend, load: Callable[[View, int], bool]) -> int:
-        """Bring what is known up to date, and call one of the methods below, again if its view is too old by then.
-
-        Returns
-        -------
-        int
-            How many records have changed.
-        """
-        n_records = 0
-        for _ in range(LOADS):
-            epoch = self._epoch
-            with backend.view() as view:
-                n_records += self.refresh(view)
-                if load(view, epoch):
-                    break
-        return n_records
-
-    def load(
-        self,
-        view: View,
-        epoch: int,
-        namespace: bytes,
-        tokens: Tokens,
-        page_tokens: int,
-        *,
-        snapshots: bool = False,
-    ) -> bool:
-        """Read what the index lacks of a sequence.
-
-        Parameters
-        ----------
-        view
-            Up to which the catalog was brought.
-        epoch
-            The catalog's, from before the view was opened.
-        namespace, tokens, page_tokens
-            The sequence.
-        snapshots
-            Whether the snapshots along it are wanted.
-
-        Returns
-        -------
-        bool
-            False if the view is too old by now.
-        """
-        with self._lock, self._guard:
-            unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
-            if unknown is None:
-                return True
-        rest = tokens[unknown.at :].tobytes()
-        keys = page_keys(unknown.parent, tokens[unknown.at :], page_tokens)
-        step = page_tokens * TOKEN_BYTES
-        pages = view.leading(keys) if keys else []
-        # a key only nominates: the tokens decide
-        are_good = (_holds(page, rest[i * step : (i + 1) * step]) for i, page in enumerate(pages))
-        n_good = sum(1 for _ in itertools.takewhile(bool, are_good))
-        parent = pages[n_good - 1].key if n_good else unknown.parent
-        wanted = rest[n_good * step : (n_good + 1) * step]
-        near = view.neighbors(parent, wanted) if wanted else []
-        beside: list[Entry] = []
-        parents = [*unknown.without_snapshots, *(page.key for page in pages[:n_good])]
-        if snapshots and parents:
-            beside = view.children(parents, SNAPSHOT)
-        generation = view.generation
-        with self._lock, self._guard:
-            if not self._may_learn(generation, epoch):
-                return False
-            contents = self._contents
-            are_known = [contents.learn(entry) for entry in pages[:n_good]]
-            for entry in pages[n_good : n_good + 1]:
-                contents.learn(entry)
-            if all(are_known) and wanted:
-                contents.know_between(parent, namespace, wanted, near)
-            if snapshots:
-                contents.know_snapshots(parents, namespace, beside)
-            return True
-
-    def _unknown(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool) -> Unknown | None:
-        index = self._contents.index
-        find = index.snapshots_along if snapshots else index.match
-        return find(namespace, tokens, page_tokens)[1]
-
-    def _may_learn(self, generation: int, epoch: int) -> bool:
-        """Whether what was read from a view is what is stored now, but for what the open transaction does."""
-        return self._trusted and epoch == self._epoch and generation == self._generation
-
-    def load_pages(self, view: View, epoch: int, keys: Collection[bytes]) -> bool:
-        """Read what the index lacks of these pages and of those that they follow; false if the view is too old."""
-        with self._lock, self._guard:
-            wanted = [key for key in keys if key not in self._contents.index]
-        found = _with_ancestors(view, wanted)
-        generation = view.generation
-        with self._lock, self._guard:
-            if not self._may_learn(generation, epoch):
-                return False
-            for entry in sorted(found.values(), key=_start_of):
-                self._contents.learn(entry)
-            return True
-
-    def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
-        """What a function of the index returns, called when the index has all that is stored; see `load_all`.
-
-        If transactions of this process do not let it get there, the function is given another index that has all.
-        """
-        for _ in range(LOADS):
-            with backend.view() as view:
-                epoch = self._epoch
-                self.refresh(view)
-                self.load_all(view, epoch)
-            with self._lock:
-                if self._contents.is_complete:
-                    return use(self._contents.index)
-        with backend.view() as view:
-            return use(self._index_of(view))
-
-    def _index_of(self, view: View) -> Index:
-        """An index of its own with all that a view has, and the pending pages."""
-        pages = [Page.stored(key, record, usage) for key, record, usage in view.scan() if isinstance(record, Record)]
-        with self._lock:
-            for new in self._contents.pending.values():
-                page = replace(new.page)
-                page.child_tokens, page.children, page.sealed, page.snapshots = [], [], [False], {}
-                pages.append(page)
-        index = Index()
-        for page in sorted(pages, key=lambda page: page.start):
-            index.add(page)
-        return index
-
-    def load_all(self, view: View, epoch: int) -> bool:
-        """Read all that is stored into the index; false if the view is too old.
-
-        For maintenance: it takes 3 KB of memory a page. If other processes have changed something meanwhile, the index
-        is set back to the view, and follows that once more.
-        """
-        with self._lock:
-            if self._contents.is_complete:
-                return True
-        # Some views see what is committed meanwhile. What is read after this is as new, or newer.
-        generation = view.generation
-        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
-        with self._lock, self._guard:
-            is_known = self._trusted and epoch == self._epoch and generation <= self._generation
-            if not is_known or self._contents.journal is not None:
-                return False
-            self._contents.rebuild_all(found)
-            self._generation = generation
-            return True
-
-    @contextmanager
-    def keeping_all(self) -> Iterator[None]:
-        """In this block, no pages of the index are forgotten because there are many."""
-        with self._lock:
-            self._contents.n_keeping_all += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._contents.n_keeping_all -= 1
-
-    # -- what eviction needs ------------------------------------------------------------------------------------------
-
-    def load_table(self, backend: Backend) -> None:
-        """Read what eviction needs of all pages, in slices, if that was not done yet. Not in a transaction."""
-        with self._loading:
-            fill: object = None
-            after = b""
-            while not self._table.is_loaded:
-                if not self._table.is_loading or fill is not self._table.fill:
-                    # no transaction of this process fills it meanwhile; what was left of another attempt is forgotten
-                    with self._turn, self._lock, self._guard:
-                        if not self._table.is_loaded:
-                            fill, after = self._begin_table(), b""
-                    continue
-                epoch = self.epoch
-                with backend.view() as view:
-                    self.refresh(view)
-                    facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
-                    damaged = _damaged(view, facts)
-                with self._lock, self._guard:
-                    if fill is not self._table.fill or not self._may_learn(generation, epoch):
-                        continue
-                    if len(facts):
-                        after = self._enter(facts, damaged)
-                        continue
-                    steps = self._table.finish()
-                self._finish_table(steps, fill)
-
-    def require_table(self, transaction: Transaction) -> None:
-        """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""
-        fill: object = None
-        after = b""
-        while not self._table.is_loaded:
-            if fill is None or fill is not self._table.fill:
-                with self._lock, self._guard:
-                    fill, after = self._begin_table(), b""
-            facts = transaction.facts(after, FACTS_AT_ONCE)
-            damaged = _damaged(transaction, facts)
-            with self._lock, self._guard:
-                if fill is not self._table.fill:
-                    # another thread was interrupted in the middle of a change
-                    continue
-                if len(facts):
-                    after = self._enter(facts, damaged)
-                    continue
-                steps = self._table.finish()
-            self._finish_table(steps, fill)
-
-    def _begin_table(self) -> object:
-        """Begin to fill the table. A page that was filled in before, and not linked to its parent, is forgotten."""
-        if self._table.is_loading:
-            self._table.unload(new.page for new in self._contents.pending.values())
-        self._table.begin()
-        return self._table.fill
-
-    def _enter(self, facts: Facts, damaged: Collection[bytes]) -> bytes:
-        """Enter a slice into the table; up to which key it is filled now."""
-        # a time in the future is not believed
-        facts["last_used"][facts["last_used"] > time.time_ns() + CLOCK_SLACK] = self._contents.started
-        self._table.add_facts(facts)
-        self._contents.deferred.damaged |= set(damaged)
-        journal = self._contents.journal
-        for key in journal.deleted if journal is not None else ():
-            self._table.deleted(key)
-        return bytes(facts["key"][-1])
-
-    def _finish_table(self, steps: Iterator[None], fill: object) -> None:
-        """After the last slice: the lock is free between the steps."""
-        while True:
-            with self._lock, self._guard:
-                if fill is not self._table.fill or next(steps, self) is self:
-                    break
-        with self._lock, self._guard:
-            if self._table.is_loaded:
-                # uses that are not written yet
-                for page in map(self._contents.index.get, self._contents.deferred.uses):
-                    if page is not None:
-                        self._table.used(page)
-                self._contents.deferred.damaged |= set(self._table.strays())
-
-    @property
-    def has_table(self) -> bool:
-        """Whether `victims`, `expiring` and `total` know all pages."""
-        return self._table.is_loaded
-
-    def victims(self, group: Group = None) -> Victims:
-        """Stored leaves to evict, of a group of pages or of all, in the order of the policy."""
-        with self._lock:
-            return Victims(self._lock, self._guard, self._table, self._table.victims(group))
-
-    def expiring(self) -> Victims:
-        """Stored leaves that expire, the first one first."""
-        with self._lock:
-            return Victims(self._lock, self._guard, self._table, self._table.expiring())
-
-    def total(self, group: Group = None) -> Total:
-        """What a group of pages holds; see `Total`."""
-        with self._lock:
-            return replace(self._table.totals.of(group))
-
-    def namespaces_without_salt(self) -> list[bytes]:
-        """Namespaces with pages, for which `set_salt` was not called yet."""
-        with self._lock:
-            return list(self._table.totals.without_salt)
-
-    def set_salt(self, namespace: bytes, salt: str | None) -> None:
-        """Note whose pages those of a namespace are."""
-        with self._lock, self._guard:
-            self._table.set_salt(namespace, salt)
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
@@ -841,21 +306,6 @@ class Catalog:
         with self._lock:
             return [new for new in batch if self._contents.is_pending(new)]
 
-    def load_beside(self, transaction: Transaction, page: Page) -> None:
-        """Read the siblings of a page that is about to be written: what it continues, or what continues it."""
-        with self._lock, self._guard:
-            if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
-                return
-        wanted, near = page.tokens, transaction.neighbors(page.parent, page.tokens)
-        with self._lock, self._guard:
-            self._contents.know_between(page.parent, page.namespace, wanted, near)
-        if any(_holds(entry, wanted) for entry in near):
-            # it is stored: a tail that it continues comes just before
-            wanted = page.tokens[:-TOKEN_BYTES]
-            near = transaction.neighbors(page.parent, wanted)
-            with self._lock, self._guard:
-                self._contents.know_between(page.parent, page.namespace, wanted, near)
-
     def tail_before(self, new: PendingPage) -> Page | None:
         """The stored tail that a pending page continues."""
         with self._lock:
@@ -957,28 +407,7 @@ class Catalog:
             self._contents.writing -= keys
             self._contents.uncommitted -= keys
 
-    # -- packing ------------------------------------------------------------------------------------------------------
-
-    def coldest(self, n: int, codec: int = 0) -> list[Victim]:
-        """Stored pages with this codec that the policy would evict first if they were leaves, in order; at most `n`.
-
-        The table has to be loaded: see `load_table`. Pending pages are not among them.
-        """
-        with self._lock, self._guard:
-            search = self._table.coldest(n, codec)
-        while True:
-            with self._lock, self._guard:
-                try:
-                    next(search)
-                except StopIteration as end:
-                    return [self._table.table.entry(slot) for slot in end.value]
-
     # -- deleting -----------------------------------------------------------------------------------------------------
-
-    def put_back(self, key: bytes) -> None:
-        """A victim was passed over."""
-        with self._lock, self._guard:
-            self._table.put_back(key)
 
     def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
         """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
@@ -1001,26 +430,6 @@ class Catalog:
                 self.after_commit(partial(self._table.evicted, victim.key, *self._table.noted(victim.key)))
             self._contents.delete(victim.key, victim.namespace)
             return True
-
-    def admits(self, new: PendingPage, victim: Victim) -> bool:
-        """Whether a new page is worth more than a victim, by the policy."""
-        with self._lock:
-            return self._table.admits(new.page.key, victim.key)
-
-    @property
-    def policy_note(self) -> bytes | None:
-        """The name of the note with what the policy has learned; None if it learns nothing."""
-        return self._table.policy.note
-
-    def learned(self) -> dict[str, bytes]:
-        """What the policy has learned."""
-        with self._lock:
-            return self._table.policy.parts()
-
-    def load_policy(self, note: bytes) -> bool:
-        """Have the policy go on with what was learned before; whether that can be read."""
-        with self._lock, self._guard:
-            return self._table.policy.load(note)
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
         """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
@@ -1088,39 +497,3 @@ class Catalog:
                 changed.append(ancestor)
                 known.add(ancestor.key)
             return changed
-
-
-def depth_first(start: Iterable[Page]) -> Iterator[Page]:
-    """Pages and their descendants, parents before their children."""
-    waiting = list(start)[::-1]
-    while waiting:
-        page = waiting.pop()
-        yield page
-        waiting += page.dependents[::-1]
-
-
-def _with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
-    """What is stored of these pages, and of those that they follow."""
-    found: dict[bytes, Entry] = {}
-    wanted = list(keys)
-    while wanted:
-        new = {key: Entry(key, *one) for key, one in view.records(wanted).items()}
-        found |= new
-        records = [one.record for one in new.values() if isinstance(one.record, Record)]
-        parents = {record.parent for record in records if record.parent != record.namespace}
-        wanted = [key for key in parents if key not in found and key not in keys]
-    return found
-
-
-def _damaged(view: View, facts: Facts) -> list[bytes]:
-    """Those of these pages whose records are damaged."""
-    unreadable = [bytes(key) for key in facts["key"][~facts["is_readable"]]]
-    return [key for key, (error, _) in view.records(unreadable).items() if isinstance(error, CorruptError)]
-
-
-def _holds(entry: Entry, tokens: bytes) -> bool:
-    return isinstance(entry.record, Record) and entry.record.tokens == tokens
-
-
-def _start_of(entry: Entry) -> int:
-    return entry.record.start if isinstance(entry.record, Record) else -1

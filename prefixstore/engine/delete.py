@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from prefixstore.backends.base import Backend, Entry, Transaction
 from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
-from prefixstore.engine.catalog import Catalog, depth_first
-from prefixstore.engine.index import Index, Page
+from prefixstore.engine.catalog import Catalog
+from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Suspicion
 from prefixstore.engine.strays import Strays

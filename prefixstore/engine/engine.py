@@ -22,10 +22,11 @@ from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
 from prefixstore.engine.budget import Budget, Evictor
-from prefixstore.engine.catalog import Catalog, Lock, LockT, Placement
+from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
 from prefixstore.engine.fetch import Fetcher, States
+from prefixstore.engine.follow import Lock, LockT
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion

@@ -16,7 +16,7 @@ import numpy as np
 from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
-__all__ = ["Index", "Page", "Path", "Unknown", "branches", "is_same"]
+__all__ = ["Index", "Page", "Path", "Unknown", "branches", "depth_first", "is_same"]
 
 # Roots of namespaces without pages here are kept so that a miss need not ask the location; so many of them.
 EMPTY_ROOTS = 1024
@@ -469,3 +469,12 @@ def _prefixes(snapshots: dict[bytes, Page], wanted: bytes) -> list[Page]:
 
 def _shared_tokens(a: bytes, b: bytes) -> int:
     return common_prefix(np.frombuffer(a, "<i4"), np.frombuffer(b, "<i4"))
+
+
+def depth_first(start: Iterable[Page]) -> Iterator[Page]:
+    """Pages and their descendants, parents before their children."""
+    waiting = list(start)[::-1]
+    while waiting:
+        page = waiting.pop()
+        yield page
+        waiting += page.dependents[::-1]

@@ -23,7 +23,7 @@ from prefixstore.backends.base import Backend, View
 from prefixstore.backends.lmdb.children import Siblings
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.engine import catalog, lease
+from prefixstore.engine import lease, table_load
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.engine import Engine
@@ -281,7 +281,7 @@ def maintain(location: str, seed: int, pack: str, say: Report, point: Points) ->
         add(*arguments)
 
     with (
-        patch.object(catalog, "FACTS_AT_ONCE", 2),
+        patch.object(table_load, "FACTS_AT_ONCE", 2),
         patch.object(Catalog, "_enter", entered),
         closing(Work(location, say, point)) as one,
     ):

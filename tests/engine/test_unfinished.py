@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine import catalog as catalog_module
-from prefixstore.engine import contents
+from prefixstore.engine import contents, table_load
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.engine.page_table import PageTable
@@ -76,7 +75,7 @@ def stored_in(store):
 
 @pytest.mark.parametrize("error", [UnavailableError("gone"), KeyboardInterrupt()])
 def test_a_table_that_was_filled_in_part_is_filled_anew(monkeypatch, error):
-    monkeypatch.setattr(catalog_module, "FACTS_AT_ONCE", 2)
+    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
     backend = MemoryBackend()
     for tokens in (A, B, C):
         Store(backend, max_bytes=MIB).put(tokens)
@@ -99,7 +98,7 @@ def test_a_table_that_was_filled_in_part_is_filled_anew(monkeypatch, error):
 
 
 def test_a_transaction_that_needs_the_table_while_another_thread_fills_it_has_all_of_it(monkeypatch):
-    monkeypatch.setattr(catalog_module, "FACTS_AT_ONCE", 2)
+    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
     backend = MemoryBackend()
     for tokens in (A, B, C):
         Store(backend, max_bytes=MIB).put(tokens)
@@ -124,7 +123,7 @@ def test_a_transaction_that_needs_the_table_while_another_thread_fills_it_has_al
 
 
 def test_the_table_has_a_page_that_the_open_transaction_has_put_before_it_is_filled(monkeypatch):
-    monkeypatch.setattr(catalog_module, "FACTS_AT_ONCE", 2)
+    monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
     backend = MemoryBackend()
     store = Store(backend, max_bytes=MIB)
     store.put(A)

@@ -9,10 +9,9 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from prefixstore.backends.base import Entry
-from prefixstore.engine.catalog import depth_first
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.index import Page
+from prefixstore.engine.index import Page, depth_first
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT

@@ -1,0 +1,212 @@
+"""Reads into the index what a lookup, a commit or maintenance needs of a location, and the index lacks.
+
+What was read from a view is entered only if the catalog is still at the view's generation, and no transaction of this
+process has ended since the view was opened (`Follower.epoch`). Else it is read again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from prefixstore.backends.base import Backend, Entry, Transaction, View
+from prefixstore.engine.follow import Follower, with_ancestors
+from prefixstore.engine.index import Index, Page, Unknown
+from prefixstore.format.keys import SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
+from prefixstore.format.record import Record
+
+__all__ = ["Loader"]
+
+# how often what a lookup needs is read again if a commit of this process makes it outdated meanwhile
+LOADS = 4
+
+T = TypeVar("T")
+
+
+class Loader(Follower):
+    """The part of the catalog that reads what the index lacks."""
+
+    def read(self, backend: Backend, load: Callable[[View, int], bool]) -> int:
+        """Bring what is known up to date, and call one of the methods below, again if its view is too old by then.
+
+        Returns
+        -------
+        int
+            How many records have changed.
+        """
+        n_records = 0
+        for _ in range(LOADS):
+            epoch = self._epoch
+            with backend.view() as view:
+                n_records += self.refresh(view)
+                if load(view, epoch):
+                    break
+        return n_records
+
+    def load(
+        self,
+        view: View,
+        epoch: int,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        *,
+        snapshots: bool = False,
+    ) -> bool:
+        """Read what the index lacks of a sequence.
+
+        Parameters
+        ----------
+        view
+            Up to which the catalog was brought.
+        epoch
+            The catalog's, from before the view was opened.
+        namespace, tokens, page_tokens
+            The sequence.
+        snapshots
+            Whether the snapshots along it are wanted.
+
+        Returns
+        -------
+        bool
+            False if the view is too old by now.
+        """
+        with self._lock, self._guard:
+            unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
+            if unknown is None:
+                return True
+        rest = tokens[unknown.at :].tobytes()
+        keys = page_keys(unknown.parent, tokens[unknown.at :], page_tokens)
+        step = page_tokens * TOKEN_BYTES
+        pages = view.leading(keys) if keys else []
+        # a key only nominates: the tokens decide
+        are_good = (_holds(page, rest[i * step : (i + 1) * step]) for i, page in enumerate(pages))
+        n_good = sum(1 for _ in itertools.takewhile(bool, are_good))
+        parent = pages[n_good - 1].key if n_good else unknown.parent
+        wanted = rest[n_good * step : (n_good + 1) * step]
+        near = view.neighbors(parent, wanted) if wanted else []
+        beside: list[Entry] = []
+        parents = [*unknown.without_snapshots, *(page.key for page in pages[:n_good])]
+        if snapshots and parents:
+            beside = view.children(parents, SNAPSHOT)
+        generation = view.generation
+        with self._lock, self._guard:
+            if not self._may_learn(generation, epoch):
+                return False
+            contents = self._contents
+            are_known = [contents.learn(entry) for entry in pages[:n_good]]
+            for entry in pages[n_good : n_good + 1]:
+                contents.learn(entry)
+            if all(are_known) and wanted:
+                contents.know_between(parent, namespace, wanted, near)
+            if snapshots:
+                contents.know_snapshots(parents, namespace, beside)
+            return True
+
+    def _unknown(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool) -> Unknown | None:
+        index = self._contents.index
+        find = index.snapshots_along if snapshots else index.match
+        return find(namespace, tokens, page_tokens)[1]
+
+    def _may_learn(self, generation: int, epoch: int) -> bool:
+        """Whether what was read from a view is what is stored now, but for what the open transaction does."""
+        return self._trusted and epoch == self._epoch and generation == self._generation
+
+    def load_pages(self, view: View, epoch: int, keys: Collection[bytes]) -> bool:
+        """Read what the index lacks of these pages and of those that they follow; false if the view is too old."""
+        with self._lock, self._guard:
+            wanted = [key for key in keys if key not in self._contents.index]
+        found = with_ancestors(view, wanted)
+        generation = view.generation
+        with self._lock, self._guard:
+            if not self._may_learn(generation, epoch):
+                return False
+            for entry in sorted(found.values(), key=_start_of):
+                self._contents.learn(entry)
+            return True
+
+    def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
+        """What a function of the index returns, called when the index has all that is stored; see `load_all`.
+
+        If transactions of this process do not let it get there, the function is given another index that has all.
+        """
+        for _ in range(LOADS):
+            with backend.view() as view:
+                epoch = self._epoch
+                self.refresh(view)
+                self.load_all(view, epoch)
+            with self._lock:
+                if self._contents.is_complete:
+                    return use(self._contents.index)
+        with backend.view() as view:
+            return use(self._index_of(view))
+
+    def _index_of(self, view: View) -> Index:
+        """An index of its own with all that a view has, and the pending pages."""
+        pages = [Page.stored(key, record, usage) for key, record, usage in view.scan() if isinstance(record, Record)]
+        with self._lock:
+            for new in self._contents.pending.values():
+                page = replace(new.page)
+                page.child_tokens, page.children, page.sealed, page.snapshots = [], [], [False], {}
+                pages.append(page)
+        index = Index()
+        for page in sorted(pages, key=lambda page: page.start):
+            index.add(page)
+        return index
+
+    def load_all(self, view: View, epoch: int) -> bool:
+        """Read all that is stored into the index; false if the view is too old.
+
+        For maintenance: it takes 3 KB of memory a page. If other processes have changed something meanwhile, the index
+        is set back to the view, and follows that once more.
+        """
+        with self._lock:
+            if self._contents.is_complete:
+                return True
+        # Some views see what is committed meanwhile. What is read after this is as new, or newer.
+        generation = view.generation
+        found = {key: Entry(key, record, usage) for key, record, usage in view.scan()}
+        with self._lock, self._guard:
+            is_known = self._trusted and epoch == self._epoch and generation <= self._generation
+            if not is_known or self._contents.journal is not None:
+                return False
+            self._contents.rebuild_all(found)
+            self._generation = generation
+            return True
+
+    @contextmanager
+    def keeping_all(self) -> Iterator[None]:
+        """In this block, no pages of the index are forgotten because there are many."""
+        with self._lock:
+            self._contents.n_keeping_all += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._contents.n_keeping_all -= 1
+
+    def load_beside(self, transaction: Transaction, page: Page) -> None:
+        """Read the siblings of a page that is about to be written: what it continues, or what continues it."""
+        with self._lock, self._guard:
+            if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
+                return
+        wanted, near = page.tokens, transaction.neighbors(page.parent, page.tokens)
+        with self._lock, self._guard:
+            self._contents.know_between(page.parent, page.namespace, wanted, near)
+        if any(_holds(entry, wanted) for entry in near):
+            # it is stored: a tail that it continues comes just before
+            wanted = page.tokens[:-TOKEN_BYTES]
+            near = transaction.neighbors(page.parent, wanted)
+            with self._lock, self._guard:
+                self._contents.know_between(page.parent, page.namespace, wanted, near)
+
+
+def _holds(entry: Entry, tokens: bytes) -> bool:
+    return isinstance(entry.record, Record) and entry.record.tokens == tokens
+
+
+def _start_of(entry: Entry) -> int:
+    return entry.record.start if isinstance(entry.record, Record) else -1
