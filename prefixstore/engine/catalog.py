@@ -428,7 +428,8 @@ class Catalog:
                 with backend.view() as view:
                     self.refresh(view)
                     with self._lock:
-                        if self._contents.is_complete:
+                        # what a transaction has deleted comes back if it fails
+                        if self._contents.is_complete and self._contents.journal is None:
                             return use(self._contents.index)
                     found, generation = _entries(view), view.generation
                 with self._lock:
