@@ -139,7 +139,8 @@ class Loader(Follower):
                 self.refresh(view)
                 self.load_all(view, epoch)
             with self._lock:
-                if self._contents.is_complete:
+                # what a transaction has deleted comes back if it fails
+                if self._contents.is_complete and self._contents.journal is None:
                     return use(self._contents.index)
         with backend.view() as view:
             return use(self._index_of(view))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 
 import pytest
 
+from prefixstore.backends.base import Used
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import contents
+from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
+from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support.engines import MIB, NS, A, B, P, store_of
 from tests.support.fragile import known_keys
@@ -102,3 +106,33 @@ def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):
         for thread in threads:
             thread.join(20)
         assert found == [store.stored_keys()]
+
+
+def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
+    with store_of() as store:
+        store.put(A)
+        store.put(B)
+        engine = store.engine
+        assert len(engine.pages()) == 6
+        removed, gate = threading.Event(), threading.Event()
+
+        def evict():
+            with suppress(UnavailableError), engine._catalog.update(store.backend) as transaction:
+                Evictor(engine._catalog, Budget(MIB), store.counters).evict(transaction, Used(MIB, 3), 3)
+                removed.set()
+                gate.wait(20)
+                raise UnavailableError("the location does not answer")
+
+        purged = []
+        threads = [
+            threading.Thread(target=work, daemon=True) for work in (evict, lambda: purged.append(engine.clear(NS)))
+        ]
+        threads[0].start()
+        assert removed.wait(20)
+        threads[1].start()
+        threads[1].join(0.2)
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert purged == [6]
+        assert store.stored_keys() == set()
