@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError
-from prefixstore.format.keys import KEY_BYTES, PAGE, TOKEN_BYTES
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View", "facts_of"]
@@ -168,6 +168,10 @@ class View(ABC):
         ordered = sorted(children, key=_tokens_of)
         n_below = sum(_tokens_of(each) <= tokens for each in ordered)
         return ordered[max(n_below - 1, 0) : n_below + 1]
+
+    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
+        """`neighbors` of one page, and the snapshots after some pages: one question, where the location is a server."""
+        return self.neighbors(parent, tokens), self.children(parents, SNAPSHOT)
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         """The children of these pages that have this form, each parent's in the order of their tokens.

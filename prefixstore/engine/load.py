@@ -87,10 +87,14 @@ class Loader(Follower):
         n_good = sum(1 for _ in itertools.takewhile(bool, are_good))
         parent = pages[n_good - 1].key if n_good else unknown.parent
         wanted = rest[n_good * step : (n_good + 1) * step]
-        near = view.neighbors(parent, wanted) if wanted else []
+        parents = [*unknown.without_snapshots, *(page.key for page in pages[:n_good])] if snapshots else []
+        near: list[Entry] = []
         beside: list[Entry] = []
-        parents = [*unknown.without_snapshots, *(page.key for page in pages[:n_good])]
-        if snapshots and parents:
+        if wanted and parents:
+            near, beside = view.beside(parent, wanted, parents)
+        elif wanted:
+            near = view.neighbors(parent, wanted)
+        elif parents:
             beside = view.children(parents, SNAPSHOT)
         generation = view.generation
         with self._lock, self._guard:

@@ -50,6 +50,10 @@ class _WrappedView(View):
         self._before("record")
         return self._view.neighbors(parent, tokens)
 
+    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
+        self._before("record")
+        return self._view.beside(parent, tokens, parents)
+
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         self._before("record")
         return self._view.children(parents, form, at_most)

@@ -16,7 +16,7 @@ from sqlalchemy import delete, event, func, select, text, update
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.sql import backend as sql_backend
-from prefixstore.backends.sql import postgresql, sqlite
+from prefixstore.backends.sql import news, postgresql, sqlite
 from prefixstore.backends.sql.schema import APPLICATION_ID, CHANGES, META, PAGES, PIECES
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
@@ -40,6 +40,8 @@ from prefixstore.maintenance.archive import Archive
 from prefixstore.stats import Counters
 from prefixstore.testing import PersistentBackendContract, make_page
 from tests.support import keys_of, python
+from tests.support.engines import P, Store, put_snapshots
+from tests.support.fragile import assert_true
 from tests.support.places import opened, refusal
 
 MIB = 1 << 20
@@ -536,6 +538,49 @@ def test_each_query_of_a_lookup_is_one_round_trip(new_database):
             with statements(backend) as sent, backend.view() as view:
                 assert ask(view), what
             assert len(sent) == 1, what
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_a_lookup_is_three_round_trips_at_most_while_others_write(new_database, snapshots):
+    url = new_database()
+    with (
+        opened(url) as backend,
+        closing(Store(backend)) as reader,
+        opened(url) as other,
+        closing(Store(other)) as writer,
+    ):
+        match = reader.match_snapshot if snapshots else reader.match
+        for number in range(5):
+            if snapshots:
+                put_snapshots(writer, [number] * (3 * P), [3 * P])
+            else:
+                writer.put([number] * (3 * P), 1)
+            with statements(backend) as sent:
+                assert match([number] * (3 * P)) == 3 * P
+            assert len(sent) <= 3
+            # and some that are not there
+            writer.put([100 + number] * (3 * P), 1)
+            with statements(backend) as sent:
+                match([number] * P + [7] * P)
+            assert len(sent) <= 3
+            with statements(backend) as sent:
+                match([number] * P + [7] * P)
+            assert len(sent) == 1
+
+
+def test_what_many_others_have_changed_is_read_on_its_own(new_database, monkeypatch):
+    monkeypatch.setattr(news, "MOST_NEWS", 4)
+    url = new_database()
+    with (
+        opened(url) as backend,
+        closing(Store(backend)) as reader,
+        opened(url) as other,
+        closing(Store(other)) as writer,
+    ):
+        for number in range(20):
+            writer.put([number] * (number % 4 * P + P), 1)
+            assert reader.match([number] * (4 * P)) == number % 4 * P + P
+            assert_true(reader.engine)
 
 
 def test_thousands_of_keys_are_one_query_in_sqlite_too(tmp_path):

@@ -8,6 +8,7 @@ import re
 import struct
 import tempfile
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,10 +57,13 @@ class Pipe(io.RawIOBase):
     def seekable(self):
         return False
 
+    def close(self):
+        self._file.close()
 
-def mapped(data):
-    """A file on a disk."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the reader's
+
+def on_disk(data):
+    """A file on a disk, open for reading."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(data)
     file.seek(0)
     return file
@@ -110,8 +114,7 @@ def ends_of_entries(data):
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 2500, transfer.BATCH_BYTES])
-@pytest.mark.parametrize("opened", [mapped, io.BytesIO, Pipe])
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("opened", [on_disk, io.BytesIO, Pipe])
 def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest(
     source, tmp_path, opened, batch_bytes, monkeypatch
 ):
@@ -124,10 +127,12 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
         with Archive(tmp_path / f"target{i}", create=True) as target:
             # the start of the entry after the namespaces is read with them
             with pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"):
-                import_store(ExportReader(opened(data[:cut]), "f"), target)
+                with closing(opened(data[:cut])) as file:
+                    import_store(ExportReader(file, "f"), target)
             assert len(contents(target.backend)) == whole
             assert target.check() == []
-            moved = import_store(ExportReader(opened(data), "f"), target)
+            with closing(opened(data)) as file:
+                moved = import_store(ExportReader(file, "f"), target)
             assert (moved.pages, moved.present) == (9 - whole, whole)
             assert contents(target.backend) == contents(source.backend)
 

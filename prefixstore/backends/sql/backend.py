@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ import numpy.typing as npt
 from sqlalchemy import Connection, Executable, Row, bindparam, delete, insert, select, update
 
 from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
+from prefixstore.backends.sql.children import NEIGHBOR
 from prefixstore.backends.sql.counts import REMOVED, SUMMED, Counts, counted, summed
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.facts import SELECT_FACTS, facts_of_rows
+from prefixstore.backends.sql.news import SELECT_CHANGES, SELECT_NEWS, News, meta_of
 from prefixstore.backends.sql.schema import (
     CHANGES,
     META,
@@ -37,7 +40,7 @@ from prefixstore.backends.sql.schema import (
     usage_row,
 )
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import KEY_BYTES
+from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
 from prefixstore.format.record import Buffer, Record, Usage
 
 __all__ = ["SQLBackend"]
@@ -50,11 +53,6 @@ _META = select(META).where(META.c.id == 1)
 _RECORD = select(*RECORD_COLUMNS).where(PAGES.c.key == bindparam("page"))
 _USAGE = select(*USAGE_COLUMNS).where(PAGES.c.key == bindparam("page"))
 _PIECES = select(PIECES.c.data).where(PIECES.c.page == bindparam("page")).order_by(PIECES.c.number)
-_CHANGES = (
-    select(CHANGES.c.generation, CHANGES.c.key)
-    .where(CHANGES.c.generation > bindparam("since"))
-    .order_by(CHANGES.c.generation, CHANGES.c.number)
-)
 _NOTE = select(NOTES.c.value).where(NOTES.c.name == bindparam("note"))
 _NAMESPACES = select(NAMESPACES.c.key, NAMESPACES.c.settings)
 _NAMESPACE = select(NAMESPACES.c.settings).where(NAMESPACES.c.key == bindparam("namespace"))
@@ -92,6 +90,8 @@ class _View(View):
         # whether the next read may use another connection, as it does not depend on an earlier one
         self._retry = retry
         self._known: Row[Any] | None = None
+        # changes since an earlier generation, if they came with the newest one
+        self._news: News | None = None
 
     def _rows(self, statement: Executable, **parameters: Any) -> Sequence[Row[Any]]:
         return self._database.rows(self._connection, statement, parameters, retry=self._retry)
@@ -99,7 +99,15 @@ class _View(View):
     def _meta(self) -> Row[Any]:
         """The one row about the whole store; read once."""
         if self._known is None:
-            self._known = require_format(self._rows(_META), self._database.location)
+            since = self._database.seen
+            if since is None or self._database.is_local:
+                self._known = require_format(self._rows(_META), self._database.location)
+            else:
+                # in one round trip: other processes have mostly changed something, and the catalog knows the rest
+                rows = self._rows(SELECT_NEWS, since=since)
+                self._known = require_format(meta_of(rows), self._database.location)
+                self._news = News.of(since, rows)
+            self._database.seen = int(self._known.generation)
         return self._known
 
     @property
@@ -110,7 +118,9 @@ class _View(View):
         now = self.generation
         if since >= now:
             return [] if since == now else None
-        rows = self._rows(_CHANGES, since=since)
+        if self._news is not None and self._news.since <= since:
+            return self._news.after(since)
+        rows = self._rows(SELECT_CHANGES, since=since)
         # each generation changed something: if the first is missing, it was forgotten
         return [bytes(row.key) for row in rows] if rows and rows[0].generation == since + 1 else None
 
@@ -174,6 +184,9 @@ class _View(View):
     def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
         if not keys:
             return {}
+        known = self._news.pages if self._news is not None else {}
+        if all(key in known for key in keys):
+            return {key: page for key in keys if (page := known[key]) is not None}
         rows = self._rows(self._database.RECORDS, **self._database.keys(keys))
         return {bytes(row.key): readable(row) for row in rows}
 
@@ -187,6 +200,25 @@ class _View(View):
         entries = _entries_of(rows)
         # pages that cannot be read do not count: then there may be another one beyond
         return entries if len(entries) == len(rows) else super().neighbors(parent, tokens)
+
+    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
+        if self._database.BESIDE is None:
+            return super().beside(parent, tokens, parents)
+        rows = self._rows(
+            self._database.BESIDE,
+            parent=parent,
+            tokens=tokens,
+            form=SNAPSHOT,
+            count=None,
+            **self._database.keys(list(dict.fromkeys(parents))),
+        )
+        near = [row for row in rows if row.position == NEIGHBOR]
+        entries = _entries_of(near)
+        snapshots = groupby(sorted(rows, key=attrgetter("position")), key=attrgetter("position"))
+        return (
+            entries if len(entries) == len(near) else super().neighbors(parent, tokens),
+            [entry for position, some in snapshots if position != NEIGHBOR for entry in _entries_of(some)],
+        )
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         if not parents:

@@ -11,9 +11,11 @@ from typing import Any
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
+    CompoundSelect,
     Executable,
     FromClause,
     LargeBinary,
+    Select,
     asc,
     bindparam,
     desc,
@@ -27,8 +29,10 @@ from sqlalchemy import (
 from prefixstore.backends.sql.schema import ORDERED_BYTES, PAGES, RECORD_COLUMNS
 from prefixstore.format.keys import PAGE
 
-__all__ = ["children_of_many", "children_of_one", "neighbors", "prefix"]
+__all__ = ["NEIGHBOR", "beside", "children_of_many", "children_of_one", "neighbors", "prefix"]
 
+# the position of a neighbor among the rows of `beside`
+NEIGHBOR = -1
 _TOKENS = bindparam("tokens", type_=LargeBinary)
 _COUNT = bindparam("count", type_=BigInteger)
 
@@ -38,7 +42,7 @@ def prefix(tokens: ColumnElement[Any]) -> ColumnElement[Any]:
     return func.substr(tokens, literal_column("1"), literal_column(str(ORDERED_BYTES)), type_=LargeBinary)
 
 
-def neighbors(*, by_prefix: bool) -> Executable:
+def neighbors(*, by_prefix: bool) -> CompoundSelect[Any]:
     """The two children of a page between which one with some tokens would be: the last not above, the first above.
 
     With `by_prefix` the nearest prefix is found first, by a query that the order of the index answers, whatever the
@@ -70,7 +74,7 @@ def children_of_one() -> Executable:
     )
 
 
-def children_of_many(wanted: FromClause) -> Executable:
+def children_of_many(wanted: FromClause) -> Select[Any]:
     """The children of the wanted pages that have one form, at most `count` of each, with its ``position``.
 
     Those of one page are in no particular order. A `count` of None is no limit.
@@ -83,3 +87,14 @@ def children_of_many(wanted: FromClause) -> Executable:
         .lateral("found")
     )
     return select(found, wanted.c.position).select_from(wanted.join(found, true())).order_by(wanted.c.position)
+
+
+def beside(wanted: FromClause) -> Executable:
+    """What `neighbors` and `children_of_many` find, with the ``position`` `NEIGHBOR` for the former."""
+    near = neighbors(by_prefix=True).subquery()
+    snapshots = children_of_many(wanted).order_by(None).subquery()
+    names = [column.name for column in RECORD_COLUMNS]
+    return union_all(
+        select(*(near.c[name] for name in names), literal_column(str(NEIGHBOR)).label("position")),
+        select(*(snapshots.c[name] for name in names), snapshots.c.position),
+    )

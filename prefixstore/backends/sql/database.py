@@ -136,6 +136,10 @@ class Database(ABC):
     REINDEX: str
     # `children.neighbors`
     NEIGHBORS: Executable
+    # `children.beside`, where one statement is faster than several
+    BESIDE: Executable | None = None
+    # the newest generation that a view has read
+    seen: int | None = None
 
     def __init_subclass__(cls) -> None:
         wanted = cls.wanted()

@@ -36,7 +36,7 @@ from sqlalchemy import (
 from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.children import children_of_many, neighbors
+from prefixstore.backends.sql.children import beside, children_of_many, neighbors
 from prefixstore.backends.sql.compaction import Compaction
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
@@ -414,3 +414,6 @@ def _joined(key: bytes, pieces: Sequence[bytes | None]) -> Buffer:
         raise CorruptError(f"page {key.hex()} has no payload")
     parts = [piece for piece in pieces if piece is not None]
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+PostgreSQL.BESIDE = beside(PostgreSQL.wanted())
