@@ -126,9 +126,11 @@ def test_a_truncated_file_yields_its_complete_pages_and_a_second_import_the_rest
         whole = max((pages for end, pages in ends if end <= cut), default=0)
         with Archive(tmp_path / f"target{i}", create=True) as target:
             # the start of the entry after the namespaces is read with them
-            with pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"):
-                with closing(opened(data[:cut])) as file:
-                    import_store(ExportReader(file, "f"), target)
+            with (
+                closing(opened(data[:cut])) as file,
+                pytest.raises(CorruptError, match=f"truncated after {whole} pages; import again"),
+            ):
+                import_store(ExportReader(file, "f"), target)
             assert len(contents(target.backend)) == whole
             assert target.check() == []
             with closing(opened(data)) as file:
