@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import plots
 from benchmarks.common import machine, write_json
-from benchmarks.report import BENCHMARKS, markdown
+from benchmarks.report import BENCHMARKS, markdown, note_machine
 
 ROOT = Path(__file__).parent.parent
 LATEST = ROOT / "benchmarks" / "results" / "latest.json"
@@ -19,15 +19,15 @@ def main(names: list[str]) -> None:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         sys.exit(f"no benchmark is named {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")
-    # never mix figures of two machines
-    results: dict[str, Any] = {"machine": machine()}
+    # figures of two machines are never in one section, and a section of another machine says so
+    here = machine()
+    results: dict[str, Any] = {"machine": here}
     if names and LATEST.exists():
-        known = json.loads(LATEST.read_text())
-        if all(known["machine"][fact] == results["machine"][fact] for fact in ("cpu", "cores", "llama_cpp_python")):
-            results |= {name: figures for name, figures in known.items() if name in BENCHMARKS}
+        results = json.loads(LATEST.read_text())
     for name in names or BENCHMARKS:
         print(f"{name} ...", file=sys.stderr, flush=True)
         results[name] = BENCHMARKS[name].run()
+        note_machine(results, name, here)
         print("\n".join(BENCHMARKS[name].section(results[name])), flush=True)
         # save after each benchmark: a failure in the last one must not lose an hour of figures
         write_json(results, LATEST)
