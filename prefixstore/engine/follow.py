@@ -31,6 +31,10 @@ __all__ = ["Follower", "Lock", "LockT", "with_ancestors"]
 
 log = logging.getLogger("prefixstore")
 
+# Seconds that a lookup waits at most for a transaction of this process that is committed to end: it takes microseconds,
+# unless the connection to a server is lost at that moment.
+LONGEST_END = 1.0
+
 Lock: TypeAlias = AbstractContextManager[object]
 LockT = TypeVar("LockT", bound=AbstractContextManager[object])
 
@@ -210,6 +214,20 @@ class Follower:
                 self._end_journal(None)
 
     def _end_journal(self, error: BaseException | None) -> None:
+        journal = self._contents.journal
+        try:
+            self._enter_outcome(error)
+        finally:
+            if journal is not None:
+                journal.ended.set()
+
+    def _wait_for_outcome(self) -> None:
+        """A view is newer than what is known: its transaction, of this process, is committed, and just ends."""
+        journal = self._contents.journal
+        if journal is not None:
+            journal.ended.wait(LONGEST_END)
+
+    def _enter_outcome(self, error: BaseException | None) -> None:
         with self._lock, self._guard:
             journal, self._contents.journal = self._contents.journal, None
             self._epoch += 1

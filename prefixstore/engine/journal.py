@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 __all__ = ["Journal"]
@@ -16,6 +17,8 @@ class Journal:
         Keys of the pages that the transaction has deleted, and not put again.
     deleted_from
         Namespaces from which the transaction has deleted pages.
+    ended
+        Set when the outcome of the transaction is in the catalog.
     """
 
     def __init__(self) -> None:
@@ -23,6 +26,7 @@ class Journal:
         self._after_commit: list[Callable[[], None]] = []
         self.deleted: set[bytes] = set()
         self.deleted_from: set[bytes] = set()
+        self.ended = threading.Event()
 
     def undo(self, step: Callable[[], None]) -> None:
         """If the transaction fails, call this; the newest first."""

@@ -44,6 +44,7 @@ class Loader(Follower):
                 n_records += self.refresh(view)
                 if load(view, epoch):
                     break
+            self._wait_for_outcome()
         return n_records
 
     def load(

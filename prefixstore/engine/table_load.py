@@ -93,13 +93,18 @@ class TableLoader(Loader):
                     facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
                     damaged = _damaged(view, facts)
                 with self._lock, self._guard:
-                    if fill is not self._table.fill or not self._may_learn(generation, epoch):
+                    if fill is not self._table.fill:
                         continue
-                    if len(facts):
+                    is_news = self._may_learn(generation, epoch)
+                    if is_news and len(facts):
                         after = self._enter(facts, damaged)
                         continue
-                    steps = self._table.finish()
-                self._finish_table(steps, fill)
+                    if is_news:
+                        steps = self._table.finish()
+                if is_news:
+                    self._finish_table(steps, fill)
+                else:
+                    self._wait_for_outcome()
 
     def require_table(self, transaction: Transaction) -> None:
         """As `load_table`, in a transaction for which the catalog is up to date: others wait meanwhile."""

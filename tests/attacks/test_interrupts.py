@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from prefixstore.backends import open_backend
-from prefixstore.engine import catalog as catalog_module
+from prefixstore.engine import table_load
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
@@ -62,7 +62,7 @@ def filled(store):
     """Fill the table of pages, in several slices."""
     catalog = store.engine._catalog
     catalog._table.unload(new.page for new in catalog._contents.pending.values())
-    with patch.object(catalog_module, "FACTS_AT_ONCE", 2):
+    with patch.object(table_load, "FACTS_AT_ONCE", 2):
         catalog.load_table(store.backend)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import closing
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.engine import contents
+from prefixstore.engine import contents, follow
 from prefixstore.format.keys import as_tokens
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
 from tests.support.engines import MIB, NS, P, Store, put_snapshots
 from tests.support.fragile import Fragile, Lent, assert_true
 from tests.support.places import place
@@ -68,6 +71,41 @@ def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generati
             assert set(reader.backend.calls - calls) <= {"generation", "changes"}
             assert "scan" not in reader.backend.calls
             assert "facts" not in reader.backend.calls
+
+
+@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
+def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, monkeypatch):
+    """What it reads is newer than what the catalog knows, which learns of the commit a moment later."""
+    monkeypatch.setattr(follow, "LONGEST_END", 20.0)
+    backend = open_backend(place(scheme, tmp_path, request), max_bytes=64 * MIB, read_only=False)
+    with closing(Store(backend)) as writer:
+        writer.put([1] * (2 * P), 1)
+        with closing(Store(Lent(backend))) as reader:
+            reader.put([2] * P, 1)
+            committed, gate, found = threading.Event(), threading.Event(), []
+
+            def commit():
+                def just_before_the_end():
+                    committed.set()
+                    assert gate.wait(20)
+
+                with reader.engine._catalog.update(backend, just_before_the_end) as transaction:
+                    key, record = make_page(b"x", [3] * P, parent=NS, namespace=NS)
+                    transaction.put(key, record, Usage(1), b"x")
+
+            threads = [
+                threading.Thread(target=work, daemon=True)
+                for work in (commit, lambda: found.append(reader.match([1] * (2 * P))))
+            ]
+            threads[0].start()
+            assert committed.wait(20)
+            threads[1].start()
+            # it cannot end before the commit; this only gives it the time to end too early
+            threads[1].join(0.2)
+            gate.set()
+            for thread in threads:
+                thread.join(20)
+            assert found == [2 * P]
 
 
 def test_what_was_learned_while_indexes_were_built_again_is_forgotten(tmp_path):
