@@ -196,7 +196,7 @@ class Counting(Ordering):
         self._ghosts.grow(len(table))
 
     def parts(self) -> dict[str, bytes]:
-        return {"ghosts": self._ghosts.dump()}
+        return {"ghosts": self._ghosts.dump(0)}
 
     def take_over(self, parts: Mapping[str, bytes]) -> None:
         ghosts = GhostTable()
