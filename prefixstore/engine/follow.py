@@ -55,7 +55,7 @@ class Follower:
     Parameters
     ----------
     table
-        The order of eviction.
+        What eviction knows of the stored pages.
     counters
         Counts what is dropped.
     ram
