@@ -45,10 +45,15 @@ MaxBytes = Annotated[
 ]
 HighWater = Annotated[
     float | None,
-    typer.Option("--high-water", metavar="SHARE", help="Make room when more than this share of the store is in use."),
+    typer.Option(
+        "--high-water", metavar="SHARE", help="Make room when more than this share of the size limit is in use."
+    ),
 ]
 LowWater = Annotated[
-    float | None, typer.Option("--low-water", metavar="SHARE", help="How much is in use when enough room is made.")
+    float | None,
+    typer.Option(
+        "--low-water", metavar="SHARE", help="Make room until no more than this share of the size limit is in use."
+    ),
 ]
 NamespaceName = Annotated[
     str | None,

@@ -41,7 +41,10 @@ __all__ = ["check", "compact", "evict", "pin", "purge", "unpin", "verify"]
 def check(
     location: Location,
     *,
-    repair: Annotated[bool, typer.Option("--repair", help="Delete damaged pages and their descendants.")] = False,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Delete damaged pages and their descendants, and build a wrong index again."),
+    ] = False,
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> int:
@@ -69,15 +72,20 @@ def check(
         _print_violations(where, found, pages)
         if removed.pages:
             typer.echo(f"{removed.pages:,} pages deleted, {format_bytes(removed.bytes)}; they will be recomputed")
+        if repair and found:
+            typer.echo(f"repaired: {_problems(left)}" + " left" * bool(left))
     return FAILED if left else 0
 
 
 def _print_violations(location: str, found: list[Violation], pages: int) -> None:
     for violation in found:
         typer.echo(str(violation))
+    typer.echo(f"{location}: {pages:,} pages, {_problems(found)}")
+
+
+def _problems(found: list[Violation]) -> str:
     rules = ", ".join(f"{rule} {n}" for rule, n in sorted(Counter(one.rule for one in found).items()))
-    result = f"{len(found):,} problem{'s' * (len(found) > 1)} ({rules})" if found else "no problems found"
-    typer.echo(f"{location}: {pages:,} pages, {result}")
+    return f"{len(found):,} problem{'s' * (len(found) > 1)} ({rules})" if found else "no problems found"
 
 
 def verify(

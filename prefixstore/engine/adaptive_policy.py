@@ -89,7 +89,7 @@ class Adaptive(Policy):
         self._duel = Duel()
         self._worth = self._hazards.worth
         # class << 32 | clock of the last use of sampled pages, the least recently used first
-        self._samples: dict[int, int] = {}
+        self._samples: OrderedDict[int, int] = OrderedDict()
         self._share = 1 << 32
         self._pages = 0
         self._learned = EPOCH
@@ -164,7 +164,7 @@ class Adaptive(Policy):
                 self._hazards.observe(last >> 32, prompt.clock - (last & CLOCK_MASK), hit=True)
             self._samples[number] = page_class << 32 | prompt.clock
             if len(self._samples) > min(max(self._pages, SAMPLES), MOST_SAMPLES):
-                last = self._samples.pop(next(iter(self._samples)))
+                _, last = self._samples.popitem(last=False)
                 self._hazards.observe(last >> 32, self._clock - (last & CLOCK_MASK), hit=False)
         if self._duel.samples(page.key):
             self._duel.access(Access(number, page_class, uses, prompt.clock, page.end, gain), self._worth)
@@ -207,7 +207,7 @@ class Adaptive(Policy):
             self._share >>= 1
             self._hazards.halve()
             limit = self._share
-            self._samples = {number: last for number, last in self._samples.items() if _share_of(number) < limit}
+            self._samples = OrderedDict(one for one in self._samples.items() if _share_of(one[0]) < limit)
         if self._clock >= self._learned + max(LEARN_EVERY, len(self._samples) >> LEARN_SHIFT):
             self._learn(pages)
 
@@ -293,7 +293,7 @@ class Adaptive(Policy):
         return {
             "numbers": numbers,
             "hazards": self._hazards.dump(),
-            "ghosts": self._ghosts.dump(),
+            "ghosts": self._ghosts.dump(self._clock),
             "samples": samples.tobytes(),
         }
 
@@ -325,7 +325,7 @@ class Adaptive(Policy):
         self._share, self._reach = share, reach
         self._hazards, self._ghosts = hazards, ghosts
         numbers = samples[:, 0].tolist()
-        self._samples = dict(zip(numbers, (classes << 32 | clocks).tolist(), strict=True))
+        self._samples = OrderedDict(zip(numbers, (classes << 32 | clocks).tolist(), strict=True))
         self._learn(len(numbers) * (1 << 32) // (share * REACH))
 
 

@@ -55,17 +55,7 @@ class Claim(NamedTuple):
 
 
 class Catalog(TableLoader):
-    """What is known of the location, kept up with it, and what waits for the next commit.
-
-    Parameters
-    ----------
-    table
-        The order of eviction.
-    counters
-        Counts what is dropped.
-    ram
-        Is told which pages have left the location.
-    """
+    """What is known of the location, kept up with it, and what waits for a commit. Parameters as for `Follower`."""
 
     def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
         super().__init__(table, counters, ram)

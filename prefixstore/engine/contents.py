@@ -174,7 +174,7 @@ class Contents:
             new.page.is_stored = False
 
     def rebuild(self, found: Mapping[bytes, Entry]) -> None:
-        """Begin anew with the pending pages and with these stored ones, among them what pending ones follow."""
+        """Start over with the pending pages and with these stored ones, among them what pending ones follow."""
         self.forget_stored()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]

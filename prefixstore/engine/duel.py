@@ -10,7 +10,7 @@ import numpy as np
 
 from prefixstore.engine.hazards import AGES, age_bin, age_bins
 
-__all__ = ["Access", "Duel", "Mode"]
+__all__ = ["Access", "Duel", "Mode", "admits_by_use"]
 
 # pages of the sampled keys that each cache holds, as far as the sample may be so large, or so small
 PAGES, MOST, LEAST = 1024, 1 / 4, 1 / 256

@@ -59,7 +59,7 @@ class Follower:
     Parameters
     ----------
     table
-        The order of eviction.
+        What eviction knows of the stored pages.
     counters
         Counts what is dropped.
     ram
@@ -71,7 +71,7 @@ class Follower:
         self._ram = ram
         self._lock: Lock = threading.RLock()
         # around each change: what is left in the middle, by an interrupt or a fault, is not used any more
-        self._guard: Lock = _Unfinished(self._begin_anew)
+        self._guard: Lock = _Unfinished(self._start_over)
         self._contents = Contents(counters, ram, table)
         # pages for which there was no space
         self._refused: set[bytes] = set()
@@ -167,10 +167,10 @@ class Follower:
         return not is_known and self._contents.journal is None
 
     def _distrust(self) -> None:
-        """What is known describes nothing that is stored any more: the next refresh begins anew."""
+        """What is known describes nothing that is stored any more: the next refresh starts over."""
         self._generation, self._trusted = -1, False
 
-    def _begin_anew(self) -> None:
+    def _start_over(self) -> None:
         """Forget all but what waits for a commit: a change of it was not finished."""
         log.warning("what is known of the location was left in the middle of a change; it is read again")
         self._distrust()
@@ -273,7 +273,7 @@ class Follower:
         with self._lock:
             is_here = self._contents.index.get(page.key) is page and page.key not in self._contents.pending
             if is_here and generation <= self._generation:
-                log.warning("the index does not match what is stored; it begins anew")
+                log.warning("the index does not match what is stored; it is read again")
                 self._distrust()
 
 

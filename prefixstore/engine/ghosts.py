@@ -116,12 +116,19 @@ class GhostTable:
                 return Ghost(uses, max(now - (self._age(entry, now) << self._unit), 0))
         return None
 
-    def dump(self) -> bytes:
-        """The newest entries, at most 1 MiB, as pairs of slot and entry after the size of the table."""
+    def dump(self, now: int) -> bytes:
+        """The newest entries, at most 1 MiB, as pairs of slot and entry after the size of the table.
+
+        Parameters
+        ----------
+        now
+            The current clock.
+        """
         slots = np.flatnonzero(self._table)
         if len(slots) > DUMPED:
-            clocks = self._table[slots] & np.uint32(CLOCK_MASK)
-            slots = slots[np.argsort(clocks, kind="stable")[-DUMPED:]]
+            # the clock wraps around, and starts at 0 of its units: only ages can be compared
+            ages = (now >> self._unit) - self._table[slots].astype(np.int64) & CLOCK_MASK
+            slots = slots[np.argsort(ages, kind="stable")[:DUMPED]]
         pairs = np.stack([slots.astype("<u4"), self._table[slots].astype("<u4")], axis=1)
         return bytes([self._bits]) + pairs.tobytes()
 

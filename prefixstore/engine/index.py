@@ -314,14 +314,15 @@ class Index:
         """
         if self._limit is None or not self.is_full:
             return False
-        # a page that has to stay has its turn again when all others had theirs
-        for _ in range(len(self.pages)):
+        # a copy: the first item of a dict from which the first ones are removed takes longer to find each time
+        for key in list(self.pages):
             if len(self.pages) <= self._limit - self._limit // 16:
                 break
-            key, page = next(iter(self.pages.items()))
+            page = self.pages[key]
             if page.is_leaf and page.is_stored and key not in keep:
                 self.remove(key, is_deleted=False)
             else:
+                # its turn comes again when all others had theirs
                 self.pages[key] = self.pages.pop(key)
         empty = [key for key, root in self._roots.items() if root.is_leaf]
         for key in empty[: max(len(empty) - EMPTY_ROOTS, 0)]:
@@ -336,15 +337,6 @@ class Index:
         for page in reversed(pages):
             if self.pages.pop(page.key, None) is not None:
                 self.pages[page.key] = page
-
-    def of_namespace(self, namespace: bytes) -> Iterator[Page]:
-        """The pages of a namespace."""
-        root = self._roots.get(namespace)
-        waiting = root.dependents if root is not None else []
-        while waiting:
-            page = waiting.pop()
-            yield page
-            waiting += page.dependents
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> tuple[Path, Unknown | None]:
         """The longest known prefix of `tokens`; its last page may extend beyond it. And where there may be more."""

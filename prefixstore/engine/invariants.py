@@ -56,7 +56,7 @@ class Violation:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.key} {self.message}"
+        return f"{self.rule}: {self.key} {self.message}" if self.key else f"{self.rule}: {self.message}"
 
 
 class _Places:

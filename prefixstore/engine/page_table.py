@@ -31,10 +31,11 @@ from prefixstore.engine.page_columns import (
 from prefixstore.engine.totals import Totals
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT
 
-__all__ = ["PageTable", "TableEntry"]
+__all__ = ["MASK", "MAX_U16", "MAX_U32", "PageTable", "TableEntry"]
 
 MASK = BLOCK - 1
-MAX_U16, MAX_U32 = (1 << 16) - 1, (1 << 32) - 1
+MAX_U16 = (1 << 16) - 1
+MAX_U32 = (1 << 32) - 1
 
 
 class TableEntry(NamedTuple):

@@ -20,7 +20,19 @@ from prefixstore.engine.page_table import MASK, MAX_U16, PageTable
 from prefixstore.errors import CorruptError
 from prefixstore.format.saved_state import pack_state, unpack_state
 
-__all__ = ["Columns", "Counting", "Ordering", "PageFacts", "Policy", "Ranks", "lfu", "longest_first", "lru", "priority"]
+__all__ = [
+    "Columns",
+    "Counting",
+    "Ordering",
+    "PageFacts",
+    "Policy",
+    "Ranks",
+    "by_expiry",
+    "lfu",
+    "longest_first",
+    "lru",
+    "priority",
+]
 
 Columns: TypeAlias = "dict[str, Column]"
 Ranks: TypeAlias = npt.NDArray[np.float64]
@@ -196,7 +208,7 @@ class Counting(Ordering):
         self._ghosts.grow(len(table))
 
     def parts(self) -> dict[str, bytes]:
-        return {"ghosts": self._ghosts.dump()}
+        return {"ghosts": self._ghosts.dump(0)}
 
     def take_over(self, parts: Mapping[str, bytes]) -> None:
         ghosts = GhostTable()

@@ -69,7 +69,7 @@ class PolicyMemory:
             note = view.note(name)
         self._is_loaded = True
         if note is not None and not self._catalog.load_policy(note):
-            log.warning("what the eviction policy had learned cannot be read; it learns anew")
+            log.warning("what the eviction policy had learned cannot be read; it starts with nothing")
 
     def save(self, *, closing: bool = False) -> None:
         """Write the note if enough has happened since the last time."""

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from prefixstore.backends.base import Facts
 from prefixstore.engine.key_table import SHARDS, Keys, Slots
 from prefixstore.engine.page_columns import (
     BLOCK,
@@ -23,10 +24,8 @@ from prefixstore.engine.page_columns import (
 from prefixstore.engine.page_table import MAX_U32, PageTable
 from prefixstore.format.keys import KEY_BYTES, SNAPSHOT, TOKEN_BYTES
 
-__all__ = ["Describe", "Facts", "TableFill"]
+__all__ = ["Describe", "TableFill"]
 
-Facts: TypeAlias = npt.NDArray[Any]
-"""An array of type `prefixstore.backends.base.FACTS`."""
 Describe: TypeAlias = Callable[[Facts, int], Mapping[str, Column]]
 """The columns of the policy for pages, given the time: `Policy.describe`."""
 

@@ -35,7 +35,7 @@ class Victims:
         self._lock = lock
         self._guard = guard
         self._table = table
-        # the queue is one of this table, even if the pages are read anew meanwhile
+        # the queue is one of this table, even if the pages are read again meanwhile
         self._pages = table.table
         self._queue = queue
         self._given: bytes | None = None

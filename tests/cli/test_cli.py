@@ -288,6 +288,21 @@ def test_check_finds_damage_and_repairs_it(store, as_json, run):
     assert as_json("check", store, "--max-bytes", "1KiB")[0] == 1
 
 
+def test_check_says_what_is_left_after_a_repair(tmp_path, run):
+    location = f"lmdb://{tmp_path}/kv"
+    with Archive(location, create=True) as archive:
+        fill(archive.backend, MINE, SEQUENCES[:1])
+    with lmdb.open(f"{tmp_path}/kv", max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.drop(env.open_db(b"children", txn=txn), delete=False)
+    code, out, _ = run("check", location, "--repair")
+    assert (code, out.splitlines()[-1]) == (0, "repaired: no problems found")
+    with Archive(location) as archive:
+        archive.pin(archive.pages()[0])
+    code, out, _ = run("check", location, "--repair", "--max-bytes", "1KiB")
+    assert (code, re.match(r"budget: [\d,]+ bytes", out) is not None) == (1, True)
+    assert out.splitlines()[-1] == "repaired: 1 problem (budget 1) left"
+
+
 def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_path, as_json, run):
     model, location = served
     code, found = as_json("verify", location, "--model", model, "--n-ctx", 2048)

@@ -338,7 +338,7 @@ def test_ghosts_survive_the_growth_of_their_table_and_a_dump():
     assert len(ghosts) >= GHOSTS_PER_PAGE * 100_000
     assert kept(ghosts) > 1950
     other = GhostTable()
-    other.load(ghosts.dump(), 5000)
+    other.load(ghosts.dump(now + 2000), 5000)
     assert kept(other, 5000) > 1950
     assert sum(ghosts.recall(name("never", i), now) is not None for i in range(1000)) < 20
 
@@ -346,9 +346,16 @@ def test_ghosts_survive_the_growth_of_their_table_and_a_dump():
 def test_a_full_table_of_ghosts_dumps_its_newest_entries():
     ghosts, now = GhostTable(), 1 << 24
     ghosts.grow(100_000)
-    for i in range(200_000):
-        ghosts.remember(i.to_bytes(4, "little") * 8, 1, now + 2 * i)
-    assert len(ghosts.dump()) <= (1 << 20) + 1
+    keys = [name(i) for i in range(200_000)]
+    for i, key in enumerate(keys):
+        # the older half before the clock starts, as after a restart
+        ghosts.remember(key, 1, now + (i - 100_000) // 2)
+    dumped = ghosts.dump(now + 50_000)
+    assert len(dumped) <= (1 << 20) + 1
+    other = GhostTable()
+    other.load(dumped, 0)
+    assert sum(other.recall(key, now + 50_000) is not None for key in keys[100_000:]) > 90_000
+    assert sum(other.recall(key, now + 50_000) is not None for key in keys[:50_000]) < 5_000
 
 
 def test_ages_are_half_octaves_by_either_way_to_work_them_out():

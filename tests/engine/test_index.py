@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -255,3 +257,18 @@ def test_the_pages_that_were_looked_up_last_stay():
     insert(index, [200, 0, 0, 1])
     index.trim(kept)
     assert kept <= {page.key for page in index}
+
+
+def test_forgetting_takes_no_longer_for_each_page_that_stays():
+    index = Index(1000)
+    pages = [
+        Page(i.to_bytes(32, "big"), NS, NS, 0, i.to_bytes(8, "big"), 10, 7, 0, 0, 0, is_stored=True)
+        for i in range(60_000)
+    ]
+    started = time.thread_time()
+    assert all(index.add(page) for page in pages)
+    adding = time.thread_time() - started
+    started = time.thread_time()
+    index.trim({page.key for page in pages[:-100]})
+    assert time.thread_time() - started < 4 * adding
+    assert len(index) == 59_900

@@ -341,7 +341,7 @@ class _Change(_View, Transaction):
             self._txn.put(NOTE + name, value, db=self._db[b"meta"])
 
     def forget_changes(self) -> None:
-        """Have every process begin anew: what it has learned of the order of children may be wrong."""
+        """Have every process start over: what it has learned of the order of children may be wrong."""
         self._txn.put(b"generation", META_GENERATION.pack(self.generation + 1), db=self._db[b"meta"])
         self._txn.drop(self._db[b"changes"], delete=False)
 

@@ -1,6 +1,6 @@
 """Up to which state a file was found sound, so that opening it does not walk it again.
 
-A file that was sound stays so as long as only LMDB writes to it. So when nobody has written for a moment, the process
+A file that was sound stays so as long as only LMDB writes to it. So when nothing was written for a moment, the process
 that has it open notes its newest transaction in a file beside it, with the size, the times and the inode number of the
 data file. Whoever opens it next walks it only if one of these differs: after anything else has written to it, in a copy
 or a backup that was restored, and after a process was killed before it could note what it had written. The note is not
@@ -116,7 +116,7 @@ class CheckedFile:
             self._path.with_name(NOTE).unlink(missing_ok=True)
 
     def note(self, found: os.stat_result) -> None:
-        """Note the state that is known, if nobody has written for a moment. `found` is the file as it is now."""
+        """Note the state that is known, if nothing was written for a moment. `found` is the file as it is now."""
         known = self._known
         if known is None or known == self._noted or self._read_only:
             return

@@ -380,7 +380,7 @@ class _Change(_View, Transaction):
         self._put_counts(generation)
 
     def count_again(self) -> None:
-        """Replace what was counted by what there is. Every process begins anew: an index may have been wrong."""
+        """Replace what was counted by what there is. Every process starts over: an index may have been wrong."""
         generation = self.generation + 1
         self._run(_FORGET, [{"until": generation}])
         self._sum()
