@@ -1,14 +1,17 @@
-"""What the index forgets, and finds again: its bounds hold for any lookups, and what was taken for damaged comes back."""
+"""What the index forgets, and finds again: its bounds hold for any lookups, and good pages come back."""
 
 from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 
 from prefixstore.engine import contents, index
 from prefixstore.engine.adaptive_policy import SAVED, Adaptive
 from prefixstore.engine.delete import beginning_with
+from prefixstore.engine.duel import Access, Mode, _Cache
+from prefixstore.engine.hazards import AGES, CLASSES
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.saved_state import pack_state
 from tests.support.engines import MIB, NS, A, B, P, store_of, two_stores, writer_of
@@ -101,6 +104,14 @@ def test_a_damaged_page_that_another_engine_has_replaced_is_found_by_one_that_re
             one.engine.clear(NS)
             one.put(A)
             assert two.match(A) == 12
+
+
+def test_what_was_used_by_a_later_prompt_is_the_newest_for_the_duel():
+    worth = np.tile(np.arange(AGES, 0, -1, dtype=np.float64), CLASSES)
+    cache = _Cache(Mode.LEARNED, 2)
+    for number, clock in ((1, 1490), (2, 1501), (3, 1500)):
+        cache.access([Access(number, 0, 1, clock, 4, 1.0)], worth)
+    assert sorted(cache._numbers) == [2, 3]
 
 
 def test_a_forged_clock_of_a_policy_is_refused():
