@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from prefixstore.backends.base import Backend, Transaction, Used
@@ -372,6 +372,19 @@ class Evictor:
                 continue
             if used <= max_bytes or not is_left:
                 return used
+
+    def respect_budget(self, backend: Backend) -> None:
+        """If more is stored than the budget allows, as it was larger before, evict that in short transactions.
+
+        Nothing is evicted if too much is pinned. Raises `FullError`.
+        """
+        if self.used is None or self.used.bytes <= self._budget.max_bytes:
+            return
+        self._catalog.load_table(backend)
+        with self._catalog.update(backend) as transaction:
+            is_hopeless = self._is_hopeless(transaction, 0, 0)
+        if not is_hopeless:
+            self.used = replace(self.used, bytes=self.shrink(backend, self._budget.max_bytes))
 
     def evict(self, transaction: Transaction, limit: Used, at_most: int) -> bool:
         """Evict until the location holds no more than `limit`, but `at_most` so many pages; false if none are left."""

@@ -70,7 +70,7 @@ class Catalog(TableLoader):
         with self._lock, self._guard:
             path, _ = self._contents.index.match(namespace, tokens, page_tokens)
             self._contents.index.used(path.pages)
-            self._contents.trim()
+            self._contents.trim(path.pages)
             n_kept = next((i for i, page in enumerate(path.pages) if page.has_expired(now)), len(path.pages))
             if n_kept == len(path.pages):
                 return path
@@ -92,7 +92,7 @@ class Catalog(TableLoader):
                     found = path
                     break
             self._contents.index.used(found.pages)
-            self._contents.trim()
+            self._contents.trim(found.pages)
             return found
 
     def match_stored(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
@@ -204,8 +204,19 @@ class Catalog(TableLoader):
             buffers = {page.key: new.buffer for page, new in pending if is_same(new.page, page)}
             return {key: buffer for key, buffer in buffers.items() if buffer is not None and buffer.hold()}
 
-    def touch(self, namespace: bytes, pages: Sequence[Page], ttl_ns: int | None, n_tokens: int | None = None) -> None:
-        """Record a lookup and the pages it used, none for a miss; renew their time to live."""
+    def touch(
+        self,
+        namespace: bytes,
+        pages: Sequence[Page],
+        ttl_ns: int | None,
+        n_tokens: int | None = None,
+        *,
+        is_written: bool = True,
+    ) -> None:
+        """Record a lookup and the pages it used, none for a miss; renew their time to live.
+
+        Without `is_written`, nothing waits for a commit.
+        """
         with self._lock, self._guard:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
@@ -217,7 +228,8 @@ class Catalog(TableLoader):
                     page.expires = expires
                 self._table.used(page)
                 page.hits += 1
-                self._contents.deferred.uses[page.key] = self._contents.deferred.uses.get(page.key, 0) + 1
+                if is_written:
+                    self._contents.deferred.uses[page.key] = self._contents.deferred.uses.get(page.key, 0) + 1
             self._ram.want([page for page in pages if page.key not in self._contents.pending])
 
     def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:

@@ -105,6 +105,9 @@ class Committer:
                     catalog.load_table(self._backend)
             # Pack before the transaction: other processes wait while it is open.
             packed = [new.pack(self._encode) for new in catalog.still_pending(batch)]
+            if packed:
+                with suppress(FullError):
+                    self._evictor.respect_budget(self._backend)
             return self._write_with_space(packed)
         except FullError:
             catalog.drop(batch, DropReason.FULL)

@@ -156,6 +156,9 @@ class Contents:
 
     def refresh_page(self, key: bytes, entry: Entry | None) -> None:
         """Follow a change of one page: what is stored of it now, None for nothing."""
+        # it may have been replaced: if it is still damaged, the next restore finds that again
+        self.deferred.damaged.discard(key)
+        self.deferred.suspicions.pop(key, None)
         self.table.follow(key, entry, is_pending=key in self.pending)
         if entry is not None:
             self.learn(entry)
@@ -211,16 +214,22 @@ class Contents:
                 self.index.node(parent, namespace).knows_snapshots = True
 
     def rebuild_all(self, found: Mapping[bytes, Entry]) -> None:
-        """As `rebuild`, with everything that is stored."""
+        """As `rebuild`, with everything that is stored; what is taken for damaged may turn out to be good."""
         self.rebuild(found)
         self.index.complete()
         self.is_complete = True
+        for key in self.deferred.damaged & found.keys():
+            record = found[key].record
+            if isinstance(record, Record):
+                self.index.unseal(record.parent, record.namespace)
+                self.is_complete = False
 
-    def trim(self) -> None:
-        """Forget pages that were not looked up for long, if there are many."""
+    def trim(self, found: Iterable[Page] = ()) -> None:
+        """Forget pages that were not looked up for long, if there are many; not those that were just found."""
         if self.n_keeping_all or not self.index.is_full:
             return
-        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys()):
+        found_keys = {page.key for page in found}
+        if self.index.trim(self.pending.keys() | self.writing | self.deferred.uses.keys() | found_keys):
             self.is_complete = False
 
     def _node_of(self, key: bytes, record: Record, usage: Usage) -> Page:

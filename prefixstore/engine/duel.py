@@ -97,7 +97,9 @@ class _Cache:
     def _victim(self, new: Access, worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> int | None:
         """Whose place the new page takes; None if it is not admitted."""
         if self._mode is Mode.LEARNED:
-            ranks = worth[self._classes * AGES + age_bins(new.clock - self._clocks)] * self._gains
+            # prompts overlap: what belongs to an earlier one may be computed after a use by a later one
+            ages = np.maximum(new.clock - self._clocks, 0)
+            ranks = worth[self._classes * AGES + age_bins(ages)] * self._gains
             at = int(ranks.argmin())
             return at if worth[new.page_class * AGES + age_bin(0)] * new.gain >= ranks[at] else None
         if self._mode is Mode.LFU:

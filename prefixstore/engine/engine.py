@@ -356,7 +356,7 @@ class Engine:
 
         With the length of the prompt, a policy can tell how far from its end a page is.
         """
-        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens)
+        self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self._read_only)
         self._room.restored(namespace, pages)
 
     @contextmanager

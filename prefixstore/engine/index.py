@@ -207,6 +207,9 @@ class Index:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
+        # how many pages, and namespaces, are too many; more than the limit where too many of them have to stay
+        self._full_at = limit
+        self._roots_full_at = 2 * EMPTY_ROOTS
         # those looked up last come last, as far as `limit` matters
         self.pages: dict[bytes, Page] = {}
         self._roots: dict[bytes, Page] = {}
@@ -304,8 +307,10 @@ class Index:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are more pages than the limit."""
-        return self._limit is not None and len(self.pages) > self._limit
+        """Whether there are more pages than the limit, or many namespaces without any."""
+        if self._full_at is None:
+            return False
+        return len(self.pages) > self._full_at or len(self._roots) > self._roots_full_at
 
     def trim(self, keep: Collection[bytes]) -> bool:
         """Forget stored pages that were not looked up for the longest time, if there are too many; whether it did.
@@ -314,8 +319,10 @@ class Index:
         """
         if self._limit is None or not self.is_full:
             return False
-        # a copy: the first item of a dict from which the first ones are removed takes longer to find each time
-        for key in list(self.pages):
+        is_too_much = len(self.pages) > self._limit
+        # A copy: the first item of a dict from which the first ones are removed takes longer to find each time. A page
+        # that has to stay has its turn again when all others had theirs.
+        for key in list(self.pages) if is_too_much else ():
             if len(self.pages) <= self._limit - self._limit // 16:
                 break
             page = self.pages[key]
@@ -327,7 +334,12 @@ class Index:
         empty = [key for key, root in self._roots.items() if root.is_leaf]
         for key in empty[: max(len(empty) - EMPTY_ROOTS, 0)]:
             del self._roots[key]
-        return True
+        # where most have to stay, not at each lookup
+        self._full_at = self._limit
+        if len(self.pages) > self._limit:
+            self._full_at = len(self.pages) + self._limit // 16
+        self._roots_full_at = len(self._roots) + EMPTY_ROOTS
+        return is_too_much
 
     def used(self, pages: Sequence[Page]) -> None:
         """These pages, from the start of a sequence, were looked up."""

@@ -136,7 +136,8 @@ class Loader(Follower):
     def with_all(self, backend: Backend, use: Callable[[Index], T]) -> T:
         """What a function of the index returns, called when the index has all that is stored; see `load_all`.
 
-        If transactions of this process do not let it get there, the function is given another index that has all.
+        If transactions of this process do not let it get there, or pages are taken for damaged, the function is given
+        another index that has all.
         """
         for _ in range(LOADS):
             with backend.view() as view:
@@ -147,6 +148,8 @@ class Loader(Follower):
                 # what a transaction has deleted comes back if it fails
                 if self._contents.is_complete and self._contents.journal is None:
                     return use(self._contents.index)
+                if self._contents.deferred.damaged:
+                    break
         with backend.view() as view:
             return use(self._index_of(view))
 

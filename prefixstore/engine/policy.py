@@ -167,7 +167,7 @@ class Policy:
         """Take over what was dumped; whether it could be read. If not, nothing changes."""
         try:
             self.take_over(unpack_state(dumped))
-        except (CorruptError, KeyError, ValueError, IndexError, struct.error):
+        except (CorruptError, KeyError, ValueError, IndexError, OverflowError, struct.error):
             return False
         return True
 

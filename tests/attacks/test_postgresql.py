@@ -134,7 +134,8 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
     for k in range(n_statements + 1):
         session.execute("DELETE FROM prefixstore_pages")
         session.execute(
-            "UPDATE prefixstore_meta SET generation = generation + 5000, entries = 0, bytes = 0, stored_bytes = 0, raw_bytes = 0"
+            "UPDATE prefixstore_meta SET generation = generation + 5000, "
+            "entries = 0, bytes = 0, stored_bytes = 0, raw_bytes = 0"
         )
         with stored(url, A) as store:
             left = [k]

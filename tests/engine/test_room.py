@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -486,3 +487,42 @@ def test_the_work_is_a_share_of_the_time():
     assert store.engine._room.step() == pytest.approx(3.0)
     store.engine._room._clock = time.monotonic
     store.close()
+
+
+def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
+    deleted = []
+
+    class Counting(MemoryBackend):
+        @contextmanager
+        def update(self):
+            with super().update() as transaction:
+                before = transaction.used.entries
+                yield transaction
+                deleted.append(before - transaction.used.entries)
+
+    monkeypatch.setattr("prefixstore.engine.budget.PAGES_AT_ONCE", 8)
+    with store_of(Counting()) as store:
+        for number in range(100):
+            store.put([number] * P)
+        store.max_bytes = 20 * entry()
+        store.open()
+        deleted.clear()
+        store.put([100] * P)
+        assert max(deleted) <= 8
+        assert store.match([100] * P) == P
+        with store.backend.view() as view:
+            assert view.used.bytes <= store.max_bytes
+
+
+def test_nothing_is_evicted_for_a_smaller_budget_if_more_than_that_is_pinned():
+    with store_of() as store:
+        for number in range(20):
+            store.put([number] * P)
+            if number < 10:
+                store.engine.pin(NS, as_tokens([number] * P), P, pinned=True)
+        store.max_bytes = 5 * entry()
+        store.open()
+        assert store.put([100] * P) == 0
+        assert len(store.stored_keys()) == 20
+        store.max_bytes = MIB
+        store.open()
