@@ -26,6 +26,8 @@ __all__ = ["TableLoader", "Victims"]
 
 # pages of which facts are read at a time: the lock is held while they are entered into the table
 FACTS_AT_ONCE = 4_000
+# and at least so many, where others commit all the time
+FEWEST_FACTS = 64
 
 
 class Victims:
@@ -79,7 +81,7 @@ class TableLoader(Loader):
         """Read what eviction needs of all pages, in slices, if that was not done yet. Not in a transaction."""
         with self._loading:
             fill: object = None
-            after = b""
+            after, at_once = b"", FACTS_AT_ONCE
             while not self._table.is_loaded:
                 if not self._table.is_loading or fill is not self._table.fill:
                     # no transaction of this process fills it meanwhile; what was left of another attempt is forgotten
@@ -90,7 +92,7 @@ class TableLoader(Loader):
                 epoch = self.epoch
                 with backend.view() as view:
                     self.refresh(view)
-                    facts, generation = view.facts(after, FACTS_AT_ONCE), view.generation
+                    facts, generation = view.facts(after, at_once), view.generation
                     damaged = _damaged(view, facts)
                 with self._lock, self._guard:
                     if fill is not self._table.fill:
@@ -98,12 +100,15 @@ class TableLoader(Loader):
                     is_news = self._may_learn(generation, epoch)
                     if is_news and len(facts):
                         after = self._enter(facts, damaged)
+                        at_once = min(at_once * 2, FACTS_AT_ONCE)
                         continue
                     if is_news:
                         steps = self._table.finish()
                 if is_news:
                     self._finish_table(steps, fill)
                 else:
+                    # where much is committed meanwhile, fewer pages are read before the next commit
+                    at_once = max(at_once // 2, min(FEWEST_FACTS, FACTS_AT_ONCE))
                     self._wait_for_outcome()
 
     def require_table(self, transaction: Transaction) -> None:
