@@ -153,10 +153,11 @@ def saving(result: dict[str, Any]) -> Figure:
 
 def hits(result: dict[str, Any]) -> Figure:
     """Hit rate against the size of the cache."""
+    result = result["conversation"]["hits"]
     figure = Figure(figsize=(7.6, 4.2), dpi=DPI, layout="constrained")
     axis = figure.subplots()
     capacities = [float(capacity) for capacity in next(iter(result.values()))]
-    marks = dict(zip(result, "os^Dv<P", strict=False))
+    marks = dict(zip(result, "os^Dv<P>Xph*", strict=False))
     for policy, found in result.items():
         colour = OURS if policy == "adaptive" else LIMIT if policy == "belady" else PEER
         width = 2 if policy == "adaptive" else 1

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -234,21 +234,32 @@ def cache_of(policy: str, capacity: int, prompts: Prompts) -> Cache:
     return PEERS[policy](capacity, prompts) if policy in PEERS else InEngine(policy, capacity)
 
 
+class Figures(NamedTuple):
+    """Hit rates, and shares of blocks that are written, by policy and by capacity, as given."""
+
+    hits: dict[str, dict[str, float]]
+    written: dict[str, dict[str, float]]
+
+
+def figures(prompts: Prompts, capacities: Sequence[str], policies: Sequence[str]) -> Figures:
+    """What each policy does with a trace."""
+    unique = len({block for prompt in prompts for block in prompt})
+    found = Figures({policy: {} for policy in policies}, {policy: {} for policy in policies})
+    for policy in policies:
+        for given in capacities:
+            print(f"{policy} {given} ...", file=sys.stderr, flush=True)
+            cache = cache_of(policy, max(1, round(float(given) * unique)), prompts)
+            found.hits[policy][given] = round(hit_rate(cache, prompts), 4)
+            found.written[policy][given] = round(share_written(cache, prompts), 4)
+    return found
+
+
 def rates(
     prompts: Prompts, capacities: Sequence[str], policies: Sequence[str], *, written: bool = False
 ) -> dict[str, dict[str, float]]:
     """Hit rates, or shares of blocks that are written, by policy and by capacity, as given."""
-    unique = len({block for prompt in prompts for block in prompt})
-    found: dict[str, dict[str, float]] = {}
-    for policy in policies:
-        found[policy] = {}
-        for given in capacities:
-            print(f"{policy} {given} ...", file=sys.stderr, flush=True)
-            capacity = max(1, round(float(given) * unique))
-            cache = cache_of(policy, capacity, prompts)
-            hits = hit_rate(cache, prompts)
-            found[policy][given] = round(share_written(cache, prompts) if written else hits, 4)
-    return found
+    found = figures(prompts, capacities, policies)
+    return found.written if written else found.hits
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
