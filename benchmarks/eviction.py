@@ -64,5 +64,5 @@ def _summary(trace: str, hits: dict[str, dict[str, float]], written: dict[str, d
     first = CAPACITIES[0]
     goals = f"missed at {', '.join(f'{float(each):.0%}' for each in missed)}" if missed else "reached at all capacities"
     return f"""The goals are {goals}. Where `adaptive` is furthest behind the best of the others except Belady, it is
-        behind by {max(behind, 0):.4f} (goal: 0.003). At {float(first):.0%} it writes {written["adaptive"][first]:.1%} of
-        all requested blocks (goal: 25 %), `lru` {written["lru"][first]:.1%}."""
+        behind by {max(behind, 0):.4f} (goal: 0.003). At {float(first):.0%} it writes
+        {written["adaptive"][first]:.1%} of all requested blocks (goal: 25 %), `lru` {written["lru"][first]:.1%}."""
