@@ -64,16 +64,19 @@ class GhostTable:
 
     def grow(self, pages: int) -> None:
         """Make the table large enough for so many pages, at most 16 MiB."""
-        while len(self._table) < min(GHOSTS_PER_PAGE * pages, 1 << LARGEST):
-            # the next bit of the hash, which is not known, would tell in which half an entry belongs: it is in both
-            table = self._in_coarser_units(self._table)
-            self._use(np.concatenate([table, table]))
-
-    @staticmethod
-    def _in_coarser_units(table: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        doublings = 0
+        while len(self._table) << doublings < min(GHOSTS_PER_PAGE * pages, 1 << LARGEST):
+            doublings += 1
+        if not doublings:
+            return
+        if not self._table.any():
+            # without a copy: the system gives out memory as it is written
+            self._use(np.zeros(len(self._table) << doublings, np.uint32))
+            return
+        # the next bits of the hash, which are not known, would tell where an entry belongs: it is in all places
         low = np.uint32(CLOCK_MASK)
-        coarser: npt.NDArray[np.uint32] = (table & ~low) | ((table & low) >> np.uint32(1))
-        return coarser
+        coarser = (self._table & ~low) | ((self._table & low) >> np.uint32(doublings))
+        self._use(np.tile(coarser, 1 << doublings))
 
     def _place(self, key: bytes) -> tuple[int, int]:
         """The first slot of the bucket of a key, and its tag."""
