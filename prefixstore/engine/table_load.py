@@ -26,6 +26,8 @@ __all__ = ["TableLoader", "Victims"]
 
 # pages of which facts are read at a time: the lock is held while they are entered into the table
 FACTS_AT_ONCE = 4_000
+# Seconds between two steps: a lock is not passed on to the thread that waits for it if it is taken again at once.
+PAUSE = 1e-4
 # and at least so many, where others commit all the time
 FEWEST_FACTS = 64
 
@@ -54,6 +56,7 @@ class Victims:
                     victim = self._pages.entry(slot)
                     self._given = victim.key
                     return victim
+            time.sleep(PAUSE)
 
     def spared(self) -> None:
         """A new page gave way to the last one."""
@@ -155,6 +158,7 @@ class TableLoader(Loader):
             with self._lock, self._guard:
                 if fill is not self._table.fill or next(steps, self) is self:
                     break
+            time.sleep(PAUSE)
         with self._lock, self._guard:
             if self._table.is_loaded:
                 # uses that are not written yet
