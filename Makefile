@@ -2,6 +2,7 @@
 # make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2)
 # make attack  crashes, power loss, damage, crowds, outages, hostile bytes: what the store has to survive, bounded
 # make torture the same attacks at length: hours
+# make docs    the documents as a site, in site/: every link checked, every snippet compiled or run
 # make bench   our figures beside the peers', into benchmarks/results/ and docs/benchmarks.md
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: demo test lint attack torture bench clean
+.PHONY: demo test lint attack torture docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/prefixstore demo $(if $(MODEL),--model "$(MODEL)")
@@ -30,6 +31,10 @@ torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/llama/test_portable.py
 
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest --quiet tests/test_docs.py tests/test_site.py
+
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks
 
@@ -42,4 +47,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) benchmarks/.cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site benchmarks/.cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

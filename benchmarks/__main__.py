@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import plots, readme
 from benchmarks.common import machine, write_json
 from benchmarks.report import BENCHMARKS, markdown, note_machine
 
@@ -32,6 +32,7 @@ def main(names: list[str]) -> None:
         # save after each benchmark: a failure in the last one must not lose an hour of figures
         write_json(results, LATEST)
         (ROOT / "docs" / "benchmarks.md").write_text(markdown(results))
+    readme.write(results)
     plots.write(results, ROOT / "docs" / "plots")
 
 

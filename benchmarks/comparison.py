@@ -260,10 +260,12 @@ def losses(result: dict[str, Any]) -> str:
             peers = {cache: found[cache]["warm"]["seconds"]["p50"] for cache in found if cache not in OURS}
             best = min(peers, key=peers.__getitem__)
             if peers[best] < ours:
-                lost.append(f"{WORKLOADS[name].lower()}, {model} ({best}: {peers[best] / ours:.2f} of our time)")
+                lost.append(f"{WORKLOADS[name].lower()}, {model} ({best}: {peers[best] / ours:.2f} of its time)")
     if not lost:
-        return f"After the restart no other cache had a lower median than ours (LMDB, raw) in any of {cells} cells."
-    return f"""After the restart another cache had a lower median than ours (LMDB, raw) in {len(lost)} of {cells}
+        return (
+            f"After the restart no other cache had a lower median than prefixstore (LMDB, raw) in any of {cells} cells."
+        )
+    return f"""After the restart another cache had a lower median than prefixstore (LMDB, raw) in {len(lost)} of {cells}
         cells: {"; ".join(lost)}."""
 
 

@@ -35,7 +35,7 @@ def section(result: dict[str, Any] | None) -> list[str]:
         "",
         *paragraph(
             """Capacities are fractions of the unique blocks: 182,790 of the Mooncake conversation trace, 56,215 of the
-            agentic coding trace; a block is a hit if all blocks before it are. Our policies run in the real engine and
+            agentic coding trace; a block is a hit if all blocks before it are. The policies run in the real engine and
             index. `arc` to `lecar` are simulations that evict leaves only, as a store of prefixes has to; `s3fifo` and
             `2q` evict any block. Belady knows the future. `adaptive` is the default; the goals are what the prototype
             of its rules reached."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 
-import prefixstore.store
+import prefixstore.opening
 from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
@@ -72,17 +72,17 @@ def _under(fault: str, llm: llama_cpp.Llama, opened: Callable[[], _Bad]) -> dict
 
 def run() -> dict[str, Any]:
     llm = load(model_path(), n_ctx=1024)
-    real, made = prefixstore.store.open_backend, []
+    real, made = prefixstore.opening.open_backend, []
 
     def opened(*arguments: Any, **options: Any) -> Backend:
         made.append(_Bad(real(*arguments, **options)))
         return made[-1]
 
-    prefixstore.store.open_backend = opened
+    prefixstore.opening.open_backend = opened
     try:
         return {fault: _under(fault, llm, lambda: made[-1]) for fault in FAULTS}
     finally:
-        prefixstore.store.open_backend = real
+        prefixstore.opening.open_backend = real
 
 
 def section(result: dict[str, Any]) -> list[str]:

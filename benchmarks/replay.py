@@ -1,6 +1,6 @@
 """``python -m benchmarks.replay TRACE``: block hit rates of all policies on a trace in the mooncake format.
 
-Our policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
+The policies run in the real engine and index: one block is one page of one token and one byte, and the budget counts
 entries. The others, and Belady, which knows the future, are simulated (`benchmarks.rivals` has those that evict leaves
 only). A block is a hit only if all blocks before it are hits.
 """
@@ -8,109 +8,36 @@ only). A block is a hit only if all blocks before it are hits.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
-
-import numpy as np
+from typing import NamedTuple, TypeAlias
 
 if __package__ in (None, ""):
     # run as a file: the directory above is the one to import from
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rivals import RIVALS
-from prefixstore.backends.memory import MemoryBackend
-from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.engine import Engine
-from prefixstore.engine.eviction import POLICIES
-from prefixstore.engine.pending import PendingPage
-from prefixstore.format.autocodec import FixedCodec
-from prefixstore.format.keys import TOKEN_BYTES
-from prefixstore.stats import Counters
+from prefixstore.traces.read import read_trace
+from prefixstore.traces.replay import NAMESPACE, Belady, Blockwise, Cache, InEngine
+
+__all__ = ["CAPACITIES", "NAMESPACE", "OURS", "PEERS", "Belady", "InEngine", "S3Fifo", "TwoQ"]
 
 Prompts: TypeAlias = "list[list[int]]"
 
 CAPACITIES = ["0.01", "0.03", "0.1", "0.3"]
 # the engine's policies except `priority`: a trace has no priorities
 OURS = ["lru", "lfu", "longest_first", "adaptive"]
-NAMESPACE = b"a trace replayed"
 
 
 def read(path: Path, limit: int | None = None) -> Prompts:
     """The blocks of each request, numbered from 0 in the order of their first use."""
-    raw = path.read_bytes()
-    if raw.startswith(b"\x1f\x8b"):
-        raw = gzip.decompress(raw)
-    numbers: dict[object, int] = {}
-    return [
-        [numbers.setdefault(block, len(numbers)) for block in json.loads(line)["hash_ids"]]
-        for line in raw.splitlines()[:limit]
-        if line.strip()
-    ]
+    return [list(event.blocks) for event in read_trace(path, limit).requests]
 
 
-class Cache(Protocol):
-    """What a trace is replayed through. `written` is how many blocks it has stored, each time anew."""
-
-    written: int
-
-    def request(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks are in the cache; then all of them are added."""
-
-
-class InEngine:
-    """The real engine with one of its policies."""
-
-    def __init__(self, policy: str, capacity: int) -> None:
-        budget = Budget(1 << 60, max_entries=capacity)
-        self._counters = Counters()
-        self._engine = Engine(
-            MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
-        )
-        self._lease = BufferPool(1 << 20).acquire(1)
-        self.written = 0
-
-    def request(self, blocks: Sequence[int]) -> int:
-        tokens = np.array(blocks, "<i4")
-        path = self._engine.match(NAMESPACE, tokens, 1)
-        self._engine.touch(NAMESPACE, path.pages, len(blocks))
-        raw, batch = tokens.tobytes(), []
-        parent = path.pages[-1].key if path.pages else NAMESPACE
-        for start in range(path.n_tokens, len(blocks)):
-            at = start * TOKEN_BYTES
-            new = PendingPage.of(NAMESPACE, b"{}", parent, start, raw[at : at + TOKEN_BYTES], self._lease)
-            if not self._engine.announce(new):
-                break
-            batch.append(new)
-            parent = new.page.key
-        self.written += self._engine.commit(batch)
-        return path.n_tokens
-
-
-class _Blockwise:
-    """A cache of blocks that knows nothing of prompts: each block is looked up by itself."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.written = 0
-
-    def request(self, blocks: Sequence[int]) -> int:
-        found = [self.access(block) for block in blocks]
-        self.written += found.count(False)
-        return found.index(False) if False in found else len(found)
-
-    def access(self, block: int) -> bool:
-        """Whether a block is in the cache; from now on it is."""
-        raise NotImplementedError
-
-
-class S3Fifo(_Blockwise):
+class S3Fifo(Blockwise):
     """Three FIFO queues (Yang et al., SOSP '23): small is a tenth; as many ghosts as the main queue holds."""
 
     def __init__(self, capacity: int) -> None:
@@ -152,7 +79,7 @@ class S3Fifo(_Blockwise):
             self._main[block] = uses - 1
 
 
-class TwoQ(_Blockwise):
+class TwoQ(Blockwise):
     """2Q, the full version (Johnson and Shasha, VLDB '94): Kin a quarter, Kout twice the capacity."""
 
     def __init__(self, capacity: int) -> None:
@@ -183,34 +110,6 @@ class TwoQ(_Blockwise):
         return False
 
 
-class Belady(_Blockwise):
-    """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound."""
-
-    def __init__(self, capacity: int, prompts: Prompts) -> None:
-        super().__init__(capacity)
-        flat = [block for blocks in prompts for block in blocks]
-        never = len(flat)
-        after = dict.fromkeys(flat, never)
-        self._next = [never] * never
-        for at in range(never - 1, -1, -1):
-            self._next[at] = after[flat[at]]
-            after[flat[at]] = at
-        self._here: dict[int, int] = {}
-        self._order: list[tuple[int, int, int]] = []
-        self._now = -1
-
-    def access(self, block: int) -> bool:
-        self._now += 1
-        hit = block in self._here
-        wanted = self._here[block] = self._next[self._now]
-        heappush(self._order, (-wanted, -self._now, block))
-        while len(self._here) > self.capacity:
-            wanted, _, last = heappop(self._order)
-            if self._here.get(last) == -wanted:
-                del self._here[last]
-        return hit
-
-
 PEERS: dict[str, Callable[[int, Prompts], Cache]] = {
     "s3fifo": lambda capacity, _: S3Fifo(capacity),
     "2q": lambda capacity, _: TwoQ(capacity),
@@ -226,7 +125,7 @@ def hit_rate(cache: Cache, prompts: Prompts) -> float:
 
 
 def share_written(cache: Cache, prompts: Prompts) -> float:
-    """Blocks that were stored, each time anew, as a fraction of all blocks of a trace that was replayed."""
+    """Blocks that were stored, each time they were missing, as a fraction of all blocks of a replayed trace."""
     return cache.written / max(1, sum(map(len, prompts)))
 
 

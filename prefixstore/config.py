@@ -8,7 +8,7 @@
     type_k = "q8_0"
 
     [store]
-    location = "lmdb:///var/cache/kv"
+    location = "lmdb:///var/cache/kv"  # unless PREFIXSTORE_LOCATION names another one
     max_bytes = "20GiB"
 
     [warm]
@@ -22,21 +22,21 @@ import difflib
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefixstore.backends.location import is_url
+from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
+from prefixstore.opening import locations_of
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
 
 if TYPE_CHECKING:
-    import os
-
     from llama_cpp import Llama
 
 __all__ = ["Config", "explain", "load", "load_config"]
@@ -111,6 +111,22 @@ class Config:
                 f'[warm] prompts={shown(prompts)} must be a list of files, such as prompts = ["prompts.jsonl"]'
             )
 
+    @property
+    def locations(self) -> list[str]:
+        """The location that is set, or else the default one; of two, the nearer one first.
+
+        Raises
+        ------
+        InvalidParameterError
+            If what is set is no location.
+        """
+        return [text_of(each) for each in locations_of(self.store.get("location"))]
+
+    @property
+    def location(self) -> str:
+        """The first of the `locations`."""
+        return self.locations[0]
+
     def override(
         self,
         path: str | None = None,
@@ -171,6 +187,8 @@ class Config:
 def load_config(path: str | os.PathLike[str]) -> Config:
     """Read the settings in a TOML file; relative paths in it are relative to its folder.
 
+    The environment variable ``PREFIXSTORE_LOCATION`` goes before the location in the file.
+
     Raises
     ------
     InvalidParameterError
@@ -194,8 +212,9 @@ def load_config(path: str | os.PathLike[str]) -> Config:
         model, store, warm = (dict(read.get(name, {})) for name in ("model", "store", "warm"))
         for name in PATHS & model.keys():
             model[name] = _beside(folder, model[name])
-        if isinstance(location := store.get("location"), str) and not is_url(location):
-            store["location"] = _beside(folder, location)
+        location = os.environ.get(ENVIRONMENT) or _location_beside(folder, store.get("location"))
+        if location is not None:
+            store["location"] = location
         if isinstance(prompts := warm.get("prompts"), list):
             warm["prompts"] = [_beside(folder, prompt) for prompt in prompts]
         return Config(model.pop("path", None), model, store, warm)
@@ -288,6 +307,12 @@ def _given(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _beside(folder: Path, path: object) -> object:
     return str(folder / path) if isinstance(path, str) and path != "-" else path
+
+
+def _location_beside(folder: Path, location: object) -> object:
+    if isinstance(location, list):
+        return [_location_beside(folder, each) for each in location]
+    return location if isinstance(location, str) and is_url(location) else _beside(folder, location)
 
 
 def _number(llama_cpp: Any, name: str, value: object) -> object:

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefixstore.errors import ContextError, MissingExtraError
+from prefixstore.errors import ContextError
+from prefixstore.report.labels import visible
 from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
 
@@ -74,13 +75,10 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _write_model(path: Path) -> Path:
-    try:
-        from prefixstore.testing.models import DEMO, write_model  # noqa: PLC0415 - the extra "demo"
+    from prefixstore.testing.models import DEMO, write_model  # noqa: PLC0415 - costs time where there is a model
 
-        _say("Writing a model with random weights (16 layers, 32 KiB of state a token) ...")
-        return write_model(path, DEMO)
-    except ImportError as error:
-        raise MissingExtraError('the demo writes a model; pip install "prefixstore[demo]"') from error
+    _say("Writing a model with random weights (16 layers, 32 KiB of state a token) ...")
+    return write_model(path, DEMO)
 
 
 def _process(name: str, does: str, model: Path, location: str) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def _print_table(location: str, cold: dict[str, Any], warm: dict[str, Any], *, s
     for label, a, b in rows:
         print(f"  {label:<20} {a:>12}   {b}".rstrip())
     print(f"\n  Store: {location}, deleted afterwards")
-    print(f"  The answer, from {cold['prompt']:,} tokens of prompt:{cold['answer']}")
+    print(f"  The answer, from {cold['prompt']:,} tokens of prompt: {visible(cold['answer'].strip())}")
 
 
 def _work(model: str, location: str) -> dict[str, Any]:

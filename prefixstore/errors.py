@@ -7,6 +7,7 @@
     │   ├── InvalidParameterError  a parameter has an invalid value (also a ValueError)
     │   ├── ClosedError            the store was used after close()
     │   ├── NotAttachedError       the call needs a Llama that the store is attached to
+    │   ├── StaleLeaseError        a session was used after its lease had ended
     │   └── MissingExtraError      an optional package is not installed (also an ImportError)
     ├── StorageError               an operation on the location failed
     │   ├── LocationError          the path or address cannot be opened as a store
@@ -14,7 +15,13 @@
     │   ├── UnavailableError       locked, unreachable or failing now; a retry may work
     │   ├── CorruptError           stored bytes differ from what was written
     │   └── IncompatibleError      written by a newer version, or by another application
-    └── ContextError               an operation on the model or its llama.cpp context failed
+    ├── ContextError               an operation on the model or its llama.cpp context failed
+    ├── BusyError                  another session has the Llama (also a TimeoutError)
+    └── ServerError                a request to a llama-server failed
+        ├── ServerUnreachableError it does not answer
+        ├── ServerBusyError        it is loading, or the slot is in use; a retry may work
+        ├── ServerRefusedError     it refused the request: switched off there, or not valid
+        └── ServerTooOldError      it does not have what is needed, or answers in another form
 
 Inside a completion, lookups and saves raise only `MisuseError`: any other failure there is a miss, counted and logged.
 Absence is not an error: it is ``None`` or an empty match.
@@ -43,6 +50,10 @@ class NotAttachedError(MisuseError):
     """The call needs a ``Llama`` that the store is attached to."""
 
 
+class StaleLeaseError(MisuseError):
+    """A session was used after its lease had ended: admit it again."""
+
+
 class MissingExtraError(MisuseError, ImportError):
     """An optional package is not installed; the message names the extra to install."""
 
@@ -56,7 +67,23 @@ class LocationError(StorageError):
 
 
 class FullError(StorageError):
-    """There is no space, even after evicting everything that may be evicted."""
+    """There is no space, even after evicting everything that may be evicted.
+
+    Attributes
+    ----------
+    asked, available
+        How many bytes were to be written together, and how many the file or the disk has left; None if not known.
+    """
+
+    def __init__(self, message: str, *, asked: int | None = None, available: int | None = None) -> None:
+        super().__init__(message)
+        self.asked = asked
+        self.available = available
+
+    def __str__(self) -> str:
+        figures = (("asked for", self.asked), ("available", self.available))
+        shown = ", ".join(f"{n:,} bytes {name}" for name, n in figures if n is not None)
+        return f"{super().__str__()} ({shown})" if shown else super().__str__()
 
 
 class UnavailableError(StorageError):
@@ -73,3 +100,27 @@ class IncompatibleError(StorageError):
 
 class ContextError(PrefixStoreError):
     """An operation on the model or its llama.cpp context failed."""
+
+
+class BusyError(PrefixStoreError, TimeoutError):
+    """Another session has the ``Llama``, and did not leave it in time."""
+
+
+class ServerError(PrefixStoreError):
+    """A request to a llama-server failed."""
+
+
+class ServerUnreachableError(ServerError):
+    """The llama-server does not answer."""
+
+
+class ServerBusyError(ServerError):
+    """The llama-server is loading its model, or the slot is in use; a retry may succeed."""
+
+
+class ServerRefusedError(ServerError):
+    """The llama-server refused the request: it is not valid there, or the server was started without what it needs."""
+
+
+class ServerTooOldError(ServerError):
+    """The llama-server does not have what is needed, or answers in a form that is not known."""

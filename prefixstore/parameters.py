@@ -33,10 +33,14 @@ class Parameters:
         Seconds; None for no limit.
     ram_bytes, queue_bytes
         Bytes; 0 for none.
+    max_delay
+        Seconds; None for no limit.
     encoder
         From `codec`.
     policy
         A new instance of the named policy.
+    far_budget, far_encoder, far_policy
+        The same for a location behind the first one.
     """
 
     # defaults, as users write them
@@ -50,6 +54,7 @@ class Parameters:
     QUEUE_BYTES: ClassVar[str] = "256MiB"
     CODEC: ClassVar[str] = "auto"
     POLICY: ClassVar[str] = "adaptive"
+    MAX_DELAY: ClassVar[float] = 0.1
 
     label: str | None
     salt: str | None
@@ -66,6 +71,10 @@ class Parameters:
     read_only: bool
     write_behind: bool
     queue_bytes: int
+    max_delay: float | None
+    far_budget: Budget
+    far_encoder: Encoder
+    far_policy: Policy
 
     @classmethod
     def parse(
@@ -90,6 +99,8 @@ class Parameters:
         read_only: bool,
         write_behind: bool,
         queue_bytes: int | str,
+        max_delay: float | str | timedelta | None,
+        far_max_bytes: int | str | None,
     ) -> Parameters:
         """Check the parameters of a `PrefixStore`.
 
@@ -107,6 +118,7 @@ class Parameters:
         if isinstance(quota, Mapping) and not all(isinstance(name, str) for name in quota):
             raise InvalidParameterError('quota must be a size, or {"namespace": …, "salt": …}')
         size = parse_bytes(max_bytes, "max_bytes")
+        far_size = size if far_max_bytes is None else parse_bytes(far_max_bytes, "far_max_bytes")
         entries = None if max_entries is None else _count(max_entries, "max_entries", 1)
         high, low = _share(high_water, "high_water"), _share(low_water, "low_water")
         if low > high:
@@ -130,6 +142,10 @@ class Parameters:
             read_only=read_only,
             write_behind=write_behind,
             queue_bytes=parse_bytes(queue_bytes, "queue_bytes"),
+            max_delay=None if max_delay is None else parse_seconds(max_delay, "max_delay"),
+            far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
+            far_encoder=pick(codec),
+            far_policy=POLICIES[policy](),
         )
 
 

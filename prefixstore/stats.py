@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import threading
+import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
-from prefixstore.units import format_bytes
+from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["Counters", "Kind", "Stats"]
+__all__ = [
+    "AGE_BUCKETS",
+    "HISTOGRAMS",
+    "SECONDS_BUCKETS",
+    "Asked",
+    "Counters",
+    "Histogram",
+    "Kind",
+    "Ledger",
+    "Purpose",
+    "SessionCounts",
+    "Shortage",
+    "Stats",
+    "TierStats",
+]
 
 _NONE = "none: "
+
+# Upper bounds, in seconds. A lookup takes about 100 us, a restore between one and a few hundred milliseconds.
+SECONDS_BUCKETS = (
+    *(50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+# Of pages, in seconds: from a second over a minute, an hour, a day and a week to 30 days.
+AGE_BUCKETS = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 259200.0, 604800.0, 2592000.0)
+
+HISTOGRAMS = {
+    "lookup": SECONDS_BUCKETS,
+    "restore": SECONDS_BUCKETS,
+    "eviction_age": AGE_BUCKETS,
+    "first_reuse": AGE_BUCKETS,
+}
 
 
 class Kind(str, Enum):
@@ -68,6 +102,186 @@ class Kind(str, Enum):
         return self.value.removeprefix(_NONE) if self.value.startswith(_NONE) else None
 
 
+class Purpose(str, Enum):
+    """What a store is asked for. A member is a string: ``Purpose.SERVING == "serving"``."""
+
+    SERVING = "serving"
+    """To answer prompts."""
+    WARMING = "warming"
+    """To be filled by a job, which restores what is stored to go on from there."""
+    MAINTENANCE = "maintenance"
+    """To be checked, or made smaller, by a command."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that was looked up.
+
+    Attributes
+    ----------
+    at
+        When, in seconds since the epoch.
+    namespace
+        Key of its namespace.
+    purpose
+        What for.
+    source
+        ``"store"``, ``"live"``, or why nothing came from the store: a name in ``Stats.misses``.
+    prompt_tokens, restored_tokens
+        Tokens of the prompt, and those that were restored.
+    """
+
+    at: float
+    namespace: bytes
+    purpose: str
+    source: str
+    prompt_tokens: int
+    restored_tokens: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A captured page that found no space.
+
+    Attributes
+    ----------
+    reason
+        Its name in ``Stats.dropped``: ``"budget"``, ``"quota"``, ``"admission"`` or ``"full"``.
+    pages
+        How many pages were dropped together for this reason.
+    asked_bytes
+        What the last of them would have taken; of ``"full"``, what all of them would.
+    available_bytes
+        What there was for it: free bytes, and those that could have been evicted for it. Of ``"admission"``, only the
+        free ones: what is stored was worth more. Of ``"full"``, what the disk or the file has left, as far as known.
+    """
+
+    reason: str
+    pages: int
+    asked_bytes: int
+    available_bytes: int
+
+    def __str__(self) -> str:
+        asked, available = format_bytes(self.asked_bytes), format_bytes(self.available_bytes)
+        pages = f"{self.pages} page{'s' * (self.pages != 1)}"
+        return f"{pages} dropped ({self.reason}): {asked} asked for, {available} available"
+
+
+@dataclass(frozen=True)
+class SessionCounts:
+    """What the sessions of a store have done since it was opened, and what the context holds of them.
+
+    Attributes
+    ----------
+    cold, live, parked, store
+        Admissions by their source: nothing was reused; what the context held; what waited there; what was restored from
+        the store.
+    forks
+        Sessions that were forked.
+    tails_copied
+        Tails that a fork, or what it was forked from, has copied by continuing in the middle of a shared page.
+    evicted
+        Sessions that were evicted: by name, or as the least recently used.
+    discarded
+        Sessions that were discarded: their block ended with an exception, or it is not known what the context held.
+    stale_leases
+        Calls that were refused, because the lease of their session had ended.
+    timeouts
+        Admissions that were given up with `BusyError`.
+    sessions
+        How many there are now in this process.
+    residents
+        How many of them wait in the context.
+    live_cells
+        How many cells of the context each session has, by name: those that wait, and the one that has the ``Llama`` or
+        had it last. Cells that several share count for each.
+    parked_cells
+        How many those that wait have together.
+    waiting
+        How many admissions wait for the ``Llama``, or have it.
+    """
+
+    cold: int
+    live: int
+    parked: int
+    store: int
+    forks: int
+    tails_copied: int
+    evicted: int
+    discarded: int
+    stale_leases: int
+    timeouts: int
+    sessions: int
+    residents: int
+    live_cells: dict[str, int]
+    parked_cells: int
+    waiting: int
+
+    def __str__(self) -> str:
+        source = f"{self.live} live, {self.parked} parked, {self.store} restored, {self.cold} cold"
+        there = f"{_plural(self.sessions, 'session')} ({self.residents} parked)"
+        cells = f"{_plural(sum(self.live_cells.values()), 'cell')} of the context"
+        ends = f"{self.discarded} discarded, {self.evicted} evicted"
+        refused = f"{_plural(self.timeouts, 'timeout')}, {_plural(self.stale_leases, 'stale call')}"
+        return f"{there} with {cells}; admitted: {source}; {_plural(self.forks, 'fork')}, {ends}, {refused}"
+
+
+def _plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """What one of several locations has done since the store was opened.
+
+    Attributes
+    ----------
+    location
+        Its URL.
+    is_available
+        Whether it is asked: not while its circuit breaker is open.
+    pages, bytes
+        Pages that prompts were restored from it with, and the size of their states.
+    kept
+        Pages of the far location that the nearer one keeps since.
+    late
+        Lookups and restores that did not wait for it any longer.
+    entries, bytes_used
+        Pages in it, and its size; the last known values. Of the far location they are those of this process's last
+        commit, and 0 before the first one.
+    queued_bytes
+        Bytes of captured pages that wait to be written to it.
+    dropped
+        Captured pages that are not stored there, by reason, as in `Stats`.
+    unreadable
+        Pages that were found there and could not be restored, by reason, as in `Stats`.
+    outages
+        How often its circuit breaker opened.
+    """
+
+    location: str
+    is_available: bool
+    pages: int
+    bytes: int
+    kept: int
+    late: int
+    entries: int
+    bytes_used: int
+    queued_bytes: int
+    dropped: dict[str, int]
+    unreadable: dict[str, int]
+    outages: int
+
+    def __str__(self) -> str:
+        state = "" if self.is_available else ", not available"
+        given = f"{self.pages} pages given ({format_bytes(self.bytes)}), {self.kept} kept, {self.late} late"
+        waiting = f"{format_bytes(self.queued_bytes)} waiting, dropped: {_reasons(self.dropped)}"
+        return f"{self.location}{state}: {given}, {waiting}"
+
+
 @dataclass(frozen=True)
 class Stats:
     """What a store has done since it was opened, and what its location holds.
@@ -81,16 +295,20 @@ class Stats:
     misses
         Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
-        ``"logprobs"`` (the request needs the logits of the prompt), ``"multimodal"`` (images are not in the tokens),
-        ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this model, or context, cannot be stored),
+        ``"bypassed"`` (inside `PrefixStore.bypass`), ``"logprobs"`` (the request needs the logits of the prompt),
+        ``"multimodal"`` (images are not in the tokens), ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this
+        model, or context, cannot be stored),
         ``"loaded_state"``, ``"changed"`` (the context held more of the prompt than the store, by a state or a change of
         the caller's whose tokens are not known; it was used, and nothing is stored after it), ``"sequence_in_use"``
         (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the ``Llama`` has
-        another context than when the store was attached), ``"closed"`` (the ``Llama`` is), ``"error"``.
+        another context than when the store was attached), ``"session"`` (admitted with ``reuse="live"`` or ``"none"``),
+        ``"closed"`` (the ``Llama`` is), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
         ``"shape"`` (the checksum matches, but the bytes are not a state of this context), ``"refused"`` (by llama.cpp).
+    prompt_tokens
+        Tokens of the prompts that were looked up.
     tokens_restored, tokens_computed
         Tokens restored from the store, and tokens computed by ``eval``.
     pages_captured, snapshots_captured
@@ -104,9 +322,18 @@ class Stats:
         stored), ``"unavailable"`` (the location failed), ``"closed"`` (the store is, and a completion saves to it),
         ``"error"`` (a fault of the store). While it is not known what the context holds: ``"attached_late"`` (something
         was evaluated before the store was attached), ``"loaded_state"`` (``load_state`` with a state that was not saved
-        here), ``"changed"`` (something other than the store reached the context), ``"stepped_back"`` (rewound to where
-        it cannot continue), ``"interrupted"``. This ends with the next lookup, `PrefixStore.restore` or
-        ``llm.reset()``.
+        here), ``"changed"`` (something other than the store reached the context), ``"bypassed"`` (something
+        was evaluated inside `PrefixStore.bypass`), ``"stepped_back"`` (rewound to where it cannot continue),
+        ``"shifted"`` (a session streams beyond the context), ``"interrupted"``. This ends with the next lookup,
+        `PrefixStore.restore` or ``llm.reset()``.
+    shortage
+        What the last page that was dropped for want of space asked for, and what was available; None without one.
+    outdated
+        Captured pages and snapshots that were given up before they were written, since the context or the store had
+        moved on to something newer, by reason: ``"superseded"`` (a longer page has the same tokens), ``"thinned"``
+        (there are enough snapshots along the conversation), ``"deleted"`` (by `PrefixStore.clear`, or with the page
+        that they follow). Nothing is lost by that, and what else was captured and is not stored is in `dropped`:
+        snapshots that the context left behind as ``"moved_on"``.
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
     packed, unpacked
@@ -118,6 +345,9 @@ class Stats:
         Foreground time spent on requests to a location that failed or was slow.
     outages
         How often the circuit breaker opened because of that. A thread probes the location and closes it again.
+    late
+        Restores that were given up in the middle, since computing the rest was faster, and lookups that did not wait
+        for a far location: see `max_delay`.
     seconds_saved
         Time that computing the restored tokens would have taken, at the rate measured here, less `restore_seconds`.
     entries, bytes_used
@@ -128,20 +358,40 @@ class Stats:
         Size of the states kept in RAM.
     queued_bytes
         Bytes captured but not yet written.
+    pending_pages, pending_snapshots
+        Pages and snapshots captured but not yet written: they are found by lookups of this process already.
+    capacity_bytes, capacity_entries
+        What the location may hold: `max_bytes` and `max_entries`, None for no limit.
+    peak_bytes
+        The most that the location held since the store was opened, as far as this store has seen.
+    allocations, frees
+        Pages that this store has written, and pages that it has deleted, for whatever reason: evicted, expired,
+        damaged, thinned, cleared, or replaced by a longer one.
+    free_bytes, utilization
+        What is left of `capacity_bytes`; and which share of `capacity_bytes` or `capacity_entries`, whichever is
+        fuller, is in use: from 0 to 1, and above if the capacity was larger before.
+    tiers
+        With several locations, what each has done, the nearest first. The other values are those of the nearest one,
+        where they say what a location holds or drops.
     kind
         What is stored of this context. Without an attached Llama ``unbound``, and once a completion has used the store
         ``portable: pages`` or ``portable: whole states``.
+    sessions
+        What its sessions have done; None without `PrefixStore.sessions`.
     """
 
     hits: int
     live_hits: int
     misses: dict[str, int]
     unreadable: dict[str, int]
+    prompt_tokens: int
     tokens_restored: int
     tokens_computed: int
     pages_captured: int
     snapshots_captured: int
     dropped: dict[str, int]
+    shortage: Shortage | None
+    outdated: dict[str, int]
     evictions: int
     expired: int
     corrupt: int
@@ -158,21 +408,55 @@ class Stats:
     bytes_raw: int
     bytes_in_ram: int
     queued_bytes: int
+    pending_pages: int
+    pending_snapshots: int
+    capacity_bytes: int
+    capacity_entries: int | None
+    peak_bytes: int
+    allocations: int
+    frees: int
     kind: str
+    sessions: SessionCounts | None = None
+    late: int = 0
+    tiers: tuple[TierStats, ...] = ()
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of the capacity."""
+        return max(self.capacity_bytes - self.bytes_used, 0)
+
+    @property
+    def utilization(self) -> float:
+        """Which share of the capacity is in use."""
+        shares = [self.bytes_used / self.capacity_bytes if self.capacity_bytes else 0.0]
+        if self.capacity_entries:
+            shares.append(self.entries / self.capacity_entries)
+        return max(shares)
 
     def __str__(self) -> str:
-        saved = f"{self.seconds_saved:.1f} s saved"
+        saved = f"{format_seconds(self.seconds_saved)} saved"
         packed = f"{format_bytes(self.bytes_stored)} for {format_bytes(self.bytes_raw)} of state"
         taken = f"{self.pages_captured} and {self.snapshots_captured} snapshots"
+        free, capacity = format_bytes(self.free_bytes), format_bytes(self.capacity_bytes)
+        pool = f"{free} of {capacity} free, {self.utilization:.0%} in use"
+        peak = f"peak {format_bytes(self.peak_bytes)}, {self.allocations} pages written, {self.frees} deleted"
+        waiting = f"{counted(self.pending_pages, 'page')}, {counted(self.pending_snapshots, 'snapshot')}"
         gone = f"{self.packed} packed, {self.unpacked} unpacked, {self.evictions} evicted, {self.expired} expired"
         lines = {
             "kind": self.kind,
-            "lookups": f"{self.hits} hits, {self.live_hits} live, misses: {_reasons(self.misses)}",
-            "outages": f"{self.outages}, {self.lost_seconds:.1f} s lost",
+            "lookups": f"{counted(self.hits, 'hit')}, {self.live_hits} live, misses: {_reasons(self.misses)}",
+            "outages": f"{self.outages}, {self.lost_seconds:.1f} s lost, {self.late} lookups and restores late",
             "tokens": f"{self.tokens_restored} restored, {self.tokens_computed} computed, {saved}",
-            "stored": f"{self.entries} pages, {format_bytes(self.bytes_used)} used, {packed}",
+            "stored": f"{counted(self.entries, 'page')}, {format_bytes(self.bytes_used)} used, {packed}",
+            "pool": f"{pool}, {peak}",
             "pages": f"{taken} captured, {gone}, dropped: {_reasons(self.dropped)}",
+            "waiting": f"{waiting}, {format_bytes(self.queued_bytes)}, given up as outdated: {_reasons(self.outdated)}",
         }
+        if self.shortage is not None:
+            lines["no space"] = str(self.shortage)
+        if self.sessions is not None:
+            lines["sessions"] = str(self.sessions)
+        lines |= {f"tier {n}": str(tier) for n, tier in enumerate(self.tiers, 1)}
         return "\n".join(f"{name:8} {line}" for name, line in lines.items())
 
 
@@ -180,30 +464,235 @@ def _reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())) or "none"
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """How many values there were up to each of some bounds.
+
+    Attributes
+    ----------
+    bounds
+        The upper bounds, rising.
+    counts
+        How many values lie between each bound and the one before it; the last count is of those above all bounds.
+    total
+        The sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def n(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+
+class _Tally:
+    """A histogram that grows."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self, counts: Iterable[int], total: float = 0.0) -> None:
+        self.counts = list(counts)
+        self.total = total
+
+    def add(self, bounds: tuple[float, ...], value: float) -> None:
+        self.counts[bisect_left(bounds, value)] += 1
+        # a clock that was set back must not make the sum fall
+        self.total += max(value, 0.0)
+
+
+# what is kept in a location, beside the misses
+KEPT = frozenset(
+    {"hits", "live_hits", "prompt_tokens", "tokens_restored", "tokens_computed", "evictions", "saved_microseconds"}
+)
+# rows that may wait to be written; those beyond are counted together, under no namespace
+MOST_ROWS = 4096
+MOST_ASKED = 16
+HOUR = 3600
+
+
+class Ledger:
+    """What was counted by namespace, and waits to be written into the location. The caller holds a lock.
+
+    Attributes
+    ----------
+    purpose
+        What the store is used for at present.
+    rows
+        Counts by hour (since the epoch), key of the namespace, and purpose.
+    minutes
+        Counts of all namespaces by minute (since the epoch); of serving only.
+    asked
+        The last prompts.
+    """
+
+    def __init__(self, purpose: Purpose = Purpose.SERVING) -> None:
+        self.purpose = purpose
+        self.rows: dict[tuple[int, bytes, str], Counter[str]] = {}
+        self.minutes: dict[int, Counter[str]] = {}
+        self.asked: list[Asked] = []
+
+    def add(self, name: str, by: int, namespace: bytes) -> None:
+        """Raise a count, if it is one that is kept."""
+        if not by or (name not in KEPT and not name.startswith("miss:")):
+            return
+        now, purpose = time.time(), self.purpose.value
+        row = int(now // HOUR), namespace, purpose
+        if row not in self.rows and len(self.rows) >= MOST_ROWS:
+            row = int(now // HOUR), b"", purpose
+        self.rows.setdefault(row, Counter())[name] += by
+        if self.purpose is Purpose.SERVING:
+            minute = int(now // 60)
+            self.minutes.setdefault(minute, Counter())[name] += by
+            if len(self.minutes) > 60:
+                del self.minutes[next(iter(self.minutes))]
+
+    def copy(self) -> Ledger:
+        """What waits now."""
+        copied = Ledger(self.purpose)
+        copied.rows = {row: Counter(counts) for row, counts in self.rows.items()}
+        copied.minutes = {minute: Counter(counts) for minute, counts in self.minutes.items()}
+        copied.asked = list(self.asked)
+        return copied
+
+    def take_off(self, written: Ledger) -> None:
+        """Forget what a copy had, which is written now."""
+        for row, counts in written.rows.items():
+            _take_off(self.rows, row, counts)
+        for minute, counts in written.minutes.items():
+            _take_off(self.minutes, minute, counts)
+        self.asked = [one for one in self.asked if not any(one is other for other in written.asked)]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+
+_KeyT = TypeVar("_KeyT")
+
+
+def _take_off(counts: dict[_KeyT, Counter[str]], key: _KeyT, written: Counter[str]) -> None:
+    left = counts.get(key)
+    if left is not None:
+        left.subtract(written)
+        if not any(left.values()):
+            del counts[key]
+
+
 class Counters:
-    """Counts and times by name, safe to raise from many threads."""
+    """Counts, times and histograms by name, safe to raise from many threads.
+
+    What is counted with the key of a namespace is also collected for the location: see `Ledger`.
+    """
 
     def __init__(self) -> None:
+        self._ledger = Ledger()
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._gained: defaultdict[str, float] = defaultdict(float)
+        self._tallies = {name: _Tally([0] * (len(bounds) + 1)) for name, bounds in HISTOGRAMS.items()}
         self._lock = threading.Lock()
 
     def copy(self) -> Counters:
-        """The same counts, with a lock of its own: for a forked child, where the lock may be held for ever."""
+        """The same counts, with a lock of its own: for a forked child, where the lock may be held for ever.
+
+        What the parent has collected for the location, the parent writes.
+        """
         copied = Counters()
+        copied._ledger.purpose = self._ledger.purpose
         copied._counts |= self._counts
         copied._seconds |= self._seconds
+        copied._gained |= self._gained
+        copied._tallies = {name: _Tally(one.counts, one.total) for name, one in self._tallies.items()}
         return copied
 
-    def count(self, name: str, by: int = 1) -> None:
-        """Raise a count. A name such as ``"miss:not_found"`` belongs to the group before the colon."""
+    def count(self, name: str, by: int = 1, *, namespace: bytes | None = None) -> None:
+        """Raise a count. A name such as ``"miss:not_found"`` belongs to the group before the colon.
+
+        With the key of a namespace, it is kept in the location as well.
+        """
         with self._lock:
             self._counts[name] += by
+            if namespace is not None:
+                self._ledger.add(name, by, namespace)
 
-    def time(self, name: str, seconds: float) -> None:
-        """Add to a time."""
+    def asked(self, namespace: bytes | None, n_tokens: int, n_restored: int, source: str) -> None:
+        """A prompt of so many tokens was looked up; for `source`, see `Asked`."""
         with self._lock:
+            self._counts["prompt_tokens"] += n_tokens
+            if namespace is None:
+                return
+            ledger = self._ledger
+            ledger.add("prompt_tokens", n_tokens, namespace)
+            one = Asked(time.time(), namespace, ledger.purpose.value, source, n_tokens, n_restored)
+            ledger.asked = [*ledger.asked[-MOST_ASKED + 1 :], one]
+
+    @contextmanager
+    def counting(self, purpose: Purpose) -> Iterator[None]:
+        """What is counted meanwhile is kept in the location as done for this purpose."""
+        before, self._ledger.purpose = self._ledger.purpose, purpose
+        try:
+            yield
+        finally:
+            self._ledger.purpose = before
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether something was counted that is not in the location yet."""
+        return bool(self._ledger)
+
+    def unwritten(self) -> Ledger:
+        """A copy of what was counted and is not in the location yet."""
+        with self._lock:
+            return self._ledger.copy()
+
+    def written(self, ledger: Ledger) -> None:
+        """What `unwritten` returned is in the location now."""
+        with self._lock:
+            self._ledger.take_off(ledger)
+
+    def time(self, name: str, seconds: float, *, namespace: bytes | None = None) -> None:
+        """Add to a time, and to the histogram of this name, if there is one.
+
+        With the key of a namespace, it is kept in the location as well, in microseconds.
+        """
+        with self._lock:
+            if namespace is not None:
+                self._ledger.add(f"{name}_microseconds", round(seconds * 1e6), namespace)
             self._seconds[name] += seconds
+            if seconds > 0:
+                self._gained[name] += seconds
+            if name in self._tallies:
+                self._tallies[name].add(HISTOGRAMS[name], seconds)
+
+    def restored(
+        self,
+        n_tokens: int,
+        seconds: float,
+        saved: float | None = None,
+        *,
+        namespace: bytes | None = None,
+        name: str = "hits",
+    ) -> None:
+        """Count a hit, as `name`: tokens restored, the seconds that this took, and saved, if that is known."""
+        self.count(name, namespace=namespace)
+        self.count("tokens_restored", n_tokens, namespace=namespace)
+        self.time("restore", seconds)
+        if saved is not None:
+            self.time("saved", saved, namespace=namespace)
+
+    def observe(self, name: str, values: Iterable[float]) -> None:
+        """Add values to a histogram; its name is in `HISTOGRAMS`."""
+        with self._lock:
+            for value in values:
+                self._tallies[name].add(HISTOGRAMS[name], value)
+
+    def histogram(self, name: str) -> Histogram:
+        """A histogram as it is now."""
+        tally = self._tallies[name]
+        with self._lock:
+            return Histogram(HISTOGRAMS[name], tuple(tally.counts), tally.total)
 
     def __getitem__(self, name: str) -> int:
         return self._counts[name]
@@ -211,6 +700,10 @@ class Counters:
     def seconds(self, name: str) -> float:
         """A time, in seconds."""
         return self._seconds.get(name, 0.0)
+
+    def gained(self, name: str) -> float:
+        """What was added to a time, in seconds, without what was taken off it: it never falls."""
+        return self._gained.get(name, 0.0)
 
     def group(self, prefix: str) -> dict[str, int]:
         """The counts of a group, by the part of their names after the colon."""

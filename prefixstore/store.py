@@ -6,15 +6,18 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from prefixstore.backends import is_persistent, open_backend
+from prefixstore.backends import is_shared
+from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Path
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.queue import Drained
 from prefixstore.errors import (
     ClosedError,
     InvalidParameterError,
@@ -23,22 +26,38 @@ from prefixstore.errors import (
     NotAttachedError,
     StorageError,
 )
+from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
+from prefixstore.last_prompt import LastPrompt, PromptMeter
+from prefixstore.llama.bypass import Bypass
+from prefixstore.opening import Locations, locations_of, open_engine
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters, Kind, Stats
+from prefixstore.stats import Kind, Stats
+from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
     from llama_cpp.llama import LlamaState
     from typing_extensions import Self
 
+    from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.llama.hook import Hook
     from prefixstore.llama.portable.hook import PortableHook
+    from prefixstore.sessions.sessions import Sessions
+    from prefixstore.traces.recorder import Recorder
+    from prefixstore.warming.prompts import PromptLike
 
 __all__ = ["Match", "PrefixStore"]
 
 log = logging.getLogger("prefixstore")
+
+
+def _inside(wrapper: object) -> str:
+    """Where the Llama is in an object of another library, such as langchain's."""
+    names = ("client", "llm", "model", "_model", "_llm")
+    found = next((name for name in names if hasattr(getattr(wrapper, name, None), "_ctx")), None)
+    return f"; the Llama in it is its attribute .{found}: pass llm.{found}" if found is not None else ""
 
 
 @dataclass(frozen=True)
@@ -67,14 +86,18 @@ class PrefixStore:
     ----------
     location
         ``"lmdb:///path"``, a bare path (LMDB as well), ``"sqlite:////path"``, ``"postgresql+psycopg://user@host/db"``,
-        ``"memory:"``, or None for LMDB in the user's cache directory.
+        ``"valkey://host:6379/0"``, ``"s3://bucket/prefix"``, ``"memory:"`` (pages of this store's own),
+        ``"memory://name"`` (one memory for all stores of this process that name it, with the same `max_bytes`, until
+        the last one is closed), or None for the location that the environment variable ``PREFIXSTORE_LOCATION`` names,
+        and without it LMDB in the user's cache directory. A list of two, such as
+        ``["lmdb:///var/cache/kv", "s3://team/kv"]``, is a location of this machine in front of one that several share.
     llm
-        The ``llama_cpp.Llama`` to attach to. The store does not keep it alive.
+        The ``llama_cpp.Llama`` to attach to; it may also be attached later. The store does not keep it alive.
     namespace
         A name that separates this store's pages from others in the same location, on top of the model's fingerprint.
-        Required if there is no `llm` and the location is persistent. Such a store is a cache for any ``Llama`` that has
-        it set: it works on the ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of
-        the same `namespace` and `salt`.
+        A store with a name, and without an `llm`, is a cache for any ``Llama`` that has it set: it works on the
+        ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of the same `namespace`
+        and `salt`. Without a name, it is one only if the location is ``"memory:"``; otherwise `attach` it first.
     salt
         Separates pages as `namespace` does, for tenants that must not share them.
     page_tokens
@@ -125,7 +148,14 @@ class PrefixStore:
         Whether a background thread packs and writes pages, and makes room in idle time. If not, the completion waits
         for pages to be written, and room is made when a page needs it.
     queue_bytes
-        Memory for pages that wait to be written. A page that does not fit is captured later, or not at all.
+        Memory for pages that wait to be written. A page that does not fit is captured later, or not at all. As much
+        again for those that wait for a far location.
+    max_delay
+        How long a prompt may take beyond computing it, because the location is slow: seconds, a `timedelta`, or text
+        such as ``"2s"``; or 5 % of what computing takes, if that is more. What was not restored by then is computed.
+        A lookup waits as long for a far location. None to wait as long as it takes.
+    far_max_bytes
+        With two locations: what the far one may hold; by default `max_bytes`, which is that of the first.
 
     Raises
     ------
@@ -144,7 +174,7 @@ class PrefixStore:
 
     def __init__(
         self,
-        location: str | os.PathLike[str] | None = None,
+        location: Locations = None,
         llm: Llama | None = None,
         *,
         namespace: str | None = None,
@@ -166,10 +196,13 @@ class PrefixStore:
         read_only: bool = False,
         write_behind: bool = True,
         queue_bytes: int | str = Parameters.QUEUE_BYTES,
+        max_delay: float | str | timedelta | None = Parameters.MAX_DELAY,
+        far_max_bytes: int | str | None = None,
     ) -> None:
-        if is_persistent(location) and llm is None and namespace is None:
+        if hasattr(location, "_ctx"):
             raise InvalidParameterError(
-                "a persistent location needs llm=, or namespace= with a name that stands for the model and its settings"
+                f"location is a {type(location).__name__}; the location comes first: "
+                'PrefixStore("kv", llm), or PrefixStore(None, llm) for the default one'
             )
         self._parameters = parameters = Parameters.parse(
             namespace=namespace,
@@ -191,27 +224,24 @@ class PrefixStore:
             read_only=read_only,
             write_behind=write_behind,
             queue_bytes=queue_bytes,
+            max_delay=max_delay,
+            far_max_bytes=far_max_bytes,
         )
         self._hook: Hook | None = None
         self._portable: PortableHook | None = None
+        # without one, whose states are stored outside of a completion would not be known
+        self._needs_namespace = namespace is None and any(map(is_shared, locations_of(location)))
+        self._bypass = Bypass()
+        # what becomes of the last prompt, and of the last one of each Llama
+        self._last = PromptMeter()
+        self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
+        self._sessions: weakref.ref[Sessions] | None = None
         self._warned_closed = False
-        backend = open_backend(location, max_bytes=parameters.budget.max_bytes, read_only=read_only)
-        self.location = backend.location
-        self._engine = Engine(
-            backend,
-            parameters.budget,
-            parameters.policy,
-            parameters.encoder,
-            Counters(),
-            ttl=parameters.ttl,
-            priority=parameters.priority,
-            ram_bytes=parameters.ram_bytes,
-            queue_bytes=parameters.queue_bytes,
-            write_behind=parameters.write_behind,
-            read_only=parameters.read_only,
-        )
+        self._engine = open_engine(location, parameters)
+        self.location = self._engine.location
         # at the end of the process, or on garbage collection: what was captured is written
         self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
+        self._trace_as_told()
         try:
             if llm is not None:
                 self.attach(llm)
@@ -227,25 +257,32 @@ class PrefixStore:
     def attach(self, llm: Llama) -> None:
         """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
 
+        If another thread is in a call of a session of this ``Llama``, from before, this waits for its end.
+
         Raises
         ------
         MisuseError
             If the store or the Llama is already attached.
         """
+        from prefixstore.sessions.queue import between_calls  # noqa: PLC0415 - imported where it is used
+
         self._alive()
         if self._hook is not None:
             raise MisuseError("the store is attached to a Llama; detach() it first, or open another PrefixStore")
-        self._hook = hook = self._make_hook(llm)
-        try:
-            hook.attach(self)
-        except BaseException:
-            self.detach()
-            raise
+        with between_calls(llm):
+            self._hook = hook = self._make_hook(llm)
+            try:
+                hook.attach(self)
+            except BaseException:
+                self.detach()
+                raise
 
     def detach(self) -> None:
         """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
         if self._hook is not None:
-            self._hook.detach(self)  # if this is interrupted, it can be done again
+            sessions = self._sessions() if self._sessions is not None else None
+            with sessions.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
+                self._hook.detach(self, settles=is_free)  # if this is interrupted, it can be done again
             self._hook = None
 
     def close(self) -> None:
@@ -278,9 +315,9 @@ class PrefixStore:
         except ImportError as error:
             raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
         if not hasattr(llm, "_ctx") or not hasattr(llm, "_model"):
-            raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}")
+            raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}{_inside(llm)}")
         register_cache(PrefixStore)
-        return Hook(llm, self._engine, self._parameters)
+        return Hook(llm, self._engine, self._parameters, self._bypass)
 
     def _hook_of(self, llm: Llama | None) -> Hook:
         """The hook of the attached Llama, or one for this call."""
@@ -290,6 +327,116 @@ class PrefixStore:
         if self._hook is None:
             raise NotAttachedError("no Llama is attached; pass one as llm=, or call attach(llm) first")
         return self._hook
+
+    def sessions(self, *, max_sessions: int = 64, max_resident: int = 0) -> Sessions:
+        """Many conversations on the attached ``Llama``, one at a time; see `Sessions.admit`.
+
+        Parameters
+        ----------
+        max_sessions
+            How many are kept: above that, the least recently used ones are evicted.
+        max_resident
+            How many of them keep their rows in the context while they are idle, as long as it has room; see
+            docs/sessions.md for when that pays.
+
+        Returns
+        -------
+        Sessions
+            The same one at each call, as long as it is in use.
+
+        Raises
+        ------
+        NotAttachedError
+            If no Llama is attached.
+        ContextError
+            If states of this context cannot be stored, or sequences cannot wait in it.
+        MisuseError
+            If they exist with another `max_sessions` or `max_resident`.
+        """
+        from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
+
+        self._alive()
+        if self._hook is None:
+            raise NotAttachedError("sessions need a Llama; call attach(llm) first")
+        found = self._sessions() if self._sessions is not None else None
+        if found is None or not found.is_usable:
+            found = Sessions(self, self._hook, self._engine, max_sessions, max_resident)
+            # they keep the store, not the other way round
+            self._sessions = weakref.ref(found)
+        elif (found.max_sessions, found.max_resident) != (max_sessions, max_resident):
+            raise MisuseError(
+                f"the sessions of this store have max_sessions={found.max_sessions} and "
+                f"max_resident={found.max_resident}; pass the same, or drop them first"
+            )
+        return found
+
+    def trace(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = "64MiB",
+        block_tokens: int = 32,
+        text: bool = False,
+    ) -> Recorder:
+        """Record what the store is asked from here on, for ``prefixstore trace replay`` and ``simulate``.
+
+        Hashes and lengths are recorded, and no text unless it is asked for. A store is recorded to one file at a time.
+        The environment variable ``PREFIXSTORE_TRACE=FILE`` has every store of a process recorded.
+
+        Parameters
+        ----------
+        path
+            The file; it is appended to.
+        max_bytes
+            Recording ends when the file is that long: bytes, or text such as ``"64MiB"``.
+        block_tokens
+            Tokens that have one hash: a trace with fewer is more exact, and longer.
+        text
+            Whether to record the text of prompts as well, or their tokens if no Llama is attached.
+
+        Returns
+        -------
+        Recorder
+            Ends with ``close()``, as a context manager, or with the store.
+
+        Raises
+        ------
+        InvalidParameterError
+            If the file cannot be written, or a parameter is not valid.
+        """
+        from prefixstore.traces.recorder import Recorder  # noqa: PLC0415 - imported where it is used
+
+        self._alive()
+        parameters = self._parameters
+        about = {
+            "page_tokens": parameters.page_tokens,
+            "min_tokens": parameters.min_tokens,
+            "max_bytes": parameters.budget.max_bytes,
+            "max_entries": parameters.budget.max_entries,
+            "policy": parameters.policy.name,
+        }
+        recorder = Recorder(
+            path, about, max_bytes=max_bytes, block_tokens=block_tokens, text=self._text_of if text else None
+        )
+        before, self._engine.tap = self._engine.tap, recorder
+        if isinstance(before, Recorder):
+            before.close()
+        return recorder
+
+    def _text_of(self, tokens: Tokens) -> str:
+        llm = self._llm_or_none
+        if llm is None:
+            return " ".join(map(str, tokens.tolist()))
+        return llm.detokenize(tokens.tolist(), special=True).decode("utf-8", "replace")
+
+    def _trace_as_told(self) -> None:
+        """Record if the environment says so; a file that cannot be written must not keep a server from starting."""
+        path = os.environ.get("PREFIXSTORE_TRACE")
+        if path:
+            try:
+                self.trace(path, text=bool(os.environ.get("PREFIXSTORE_TRACE_TEXT")))
+            except InvalidParameterError as error:
+                log.warning("nothing is recorded: %s", error)
 
     # -- looking up, restoring, capturing -----------------------------------------------------------------------------
 
@@ -305,10 +452,19 @@ class PrefixStore:
         return self._hook.llm if self._hook is not None else None
 
     @property
+    def _llm_or_none(self) -> Llama | None:
+        return self._hook.context.llm_or_none if self._hook is not None else None
+
+    @property
     def engine(self) -> Engine:
         """The engine, for jobs that walk pages or leave notes for each other."""
         self._alive()
         return self._engine
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters, validated, for what works on the engine itself."""
+        return self._parameters
 
     @property
     def read_only(self) -> bool:
@@ -378,6 +534,37 @@ class PrefixStore:
             return self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
         return self._engine.match(namespace, wanted, page_tokens)
 
+    def explain(self, prompt: PromptLike, llm: Llama | None = None, *, generation_prompt: bool = True) -> Explanation:
+        """Explain what is stored of a prompt, and why not more. Changes nothing.
+
+        Parameters
+        ----------
+        prompt
+            Text, token ids, or a mapping with ``"prompt"``, ``"messages"`` (and ``"tools"``) or ``"tokens"``.
+        llm
+            The Llama; the attached one by default.
+        generation_prompt
+            Whether messages end where the assistant answers them, as in a request.
+
+        Returns
+        -------
+        Explanation
+            ``print`` it: how many tokens match, where the prompt parts from the nearest stored one and what usually
+            causes that, which setting differs, whether a page was evicted, and what it takes to restore and to compute.
+
+        Raises
+        ------
+        NotAttachedError
+            If there is no Llama.
+        InvalidParameterError
+            If the prompt is not valid.
+        StorageError
+            If the location cannot be asked.
+        """
+        from prefixstore.diagnosis.of_store import explain_prompt  # noqa: PLC0415 - imported where it is used
+
+        return explain_prompt(self._engine, self._hook_of(llm), prompt, generation_prompt=generation_prompt)
+
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
         """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
 
@@ -401,7 +588,11 @@ class PrefixStore:
         ClosedError
             If the store is closed, also while it restores: ``llm.n_tokens`` says what the context holds then.
         """
-        live = self._hook_of(llm).restore(as_tokens(tokens), always=always)
+        hook, wanted, meter = self._hook_of(llm), as_tokens(tokens), PromptMeter()
+        try:
+            live = hook.restore(wanted, always=always, meter=meter)
+        finally:
+            self._note(meter, hook.context.llm_or_none)
         self._alive()
         return live
 
@@ -438,6 +629,48 @@ class PrefixStore:
         self._alive()
         self._engine.flush()
 
+    def drain(
+        self,
+        limit: int | None = None,
+        *,
+        max_bytes: int | str | None = None,
+        seconds: float | str | timedelta | None = None,
+    ) -> Drained:
+        """Wait until what was captured is written, or a part of it; what is written may not be durable yet (`flush`).
+
+        The background thread writes what waits together in one transaction, up to 64 MiB. So a limit is reached with
+        the transaction that reaches it, and more pages than the limit may have been written by then.
+
+        Parameters
+        ----------
+        limit
+            Return as soon as so many pages and snapshots were written, or dropped, since this call.
+        max_bytes
+            Return as soon as so many bytes of states were: bytes, or text such as ``"64MiB"``.
+        seconds
+            Return after this time at the latest: seconds, a `timedelta`, or text such as ``"2s"``.
+
+        Returns
+        -------
+        Drained
+            ``pages`` and ``bytes`` that were written or dropped meanwhile, and how many are ``left``.
+
+        Raises
+        ------
+        InvalidParameterError
+            If a limit is not valid.
+        UnavailableError
+            If the location takes nothing for half a minute.
+        """
+        self._alive()
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise InvalidParameterError(f"limit={shown(limit)} must be a number of pages, 0 or more")
+        return self._engine.drain(
+            limit,
+            None if max_bytes is None else parse_bytes(max_bytes, "max_bytes"),
+            None if seconds is None else parse_seconds(seconds, "seconds"),
+        )
+
     def check(self) -> list[Violation]:
         """Verify every invariant and every checksum of the location; the violations found."""
         self._alive()
@@ -455,14 +688,84 @@ class PrefixStore:
         self._alive()
         self._writable("clear")
         self._engine.drain()
+        sessions = self._sessions() if self._sessions is not None else None
+        if sessions is not None and sessions.is_usable:
+            sessions.evict_all()
         if everything:
             return self._engine.clear(None)
         places = [self.namespace] if self._hook is not None or self._portable is None else self._portable.namespaces
         return sum(self._engine.clear(namespace.key) for namespace in places)
 
+    def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
+        """Evict pages until the location holds no more than `to`, in the order of the store's policy.
+
+        Only leaves are evicted, as always: pages on which no other page depends. Pinned pages stay, and those before
+        them; so does what is being written or was used by another process since it was looked at. What waits to be
+        written is written first.
+
+        Parameters
+        ----------
+        to
+            A share of `max_bytes` (a float from 0.0 to 1.0, or ``"80%"``), or a size (an int, or ``"5GiB"``).
+        dry_run
+            Find out what would be evicted, and evict nothing. It is tried in one transaction, which is taken back;
+            other writers wait meanwhile.
+
+        Returns
+        -------
+        Evicted
+            The ``pages`` and ``bytes``, the ``policy`` that chose them, and what is left.
+
+        Raises
+        ------
+        InvalidParameterError
+            If `to` is not valid.
+        MisuseError
+            If the store is open with ``read_only=True``.
+        StorageError
+            If the location fails. What was evicted until then stays evicted.
+        """
+        self._alive()
+        self._writable("evict")
+        target = parse_target(to, self._parameters.budget.max_bytes, "to")
+        self._engine.drain()
+        return self._engine.evict(target, dry_run=dry_run)
+
     def _writable(self, name: str) -> None:
         if self._parameters.read_only:
             raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
+
+    def bypass(self) -> AbstractContextManager[None]:
+        """Have requests in the block go past the store: they are neither looked up nor captured.
+
+        They run as without a store, from what the ``Llama`` holds, and nothing that is evaluated in the block is ever
+        stored: the next lookup after it begins with an empty context. What was evaluated before the block is stored as
+        always. Blocks may be nested, and end with an exception as well.
+
+        The block is that of one thread, or of one asyncio task: `asyncio.to_thread` takes it along,
+        ``run_in_executor`` and new threads do not. A stream has to be read inside the block: what llama-cpp-python
+        computes for it, it computes while it is read.
+
+        Examples
+        --------
+        >>> with store.bypass():  # doctest: +SKIP
+        ...     llm.create_chat_completion(private_messages)
+        """
+        return self._bypass.on()
+
+    @property
+    def last(self) -> LastPrompt | None:
+        """What became of the prompt that was looked up last, by any ``Llama``; None before the first one.
+
+        While the prompt is evaluated, it says how far that has come. With several threads, ask for that of one
+        ``Llama``: `last_of`.
+        """
+        return self._last.record()
+
+    def last_of(self, llm: Llama) -> LastPrompt | None:
+        """As `last`, of the prompt that this ``Llama`` has looked up last."""
+        meter = self._last_of.get(llm)
+        return meter.record() if meter is not None else None
 
     def stats(self) -> Stats:
         """What the store has done since it was opened, and what its location holds now."""
@@ -473,16 +776,20 @@ class PrefixStore:
         except StorageError:
             # a failing location is when the counters are needed
             used, stored, raw = self._engine.last_used()
+        pending = self._engine.pending
         return Stats(
             hits=count["hits"],
             live_hits=count["live_hits"],
             misses=count.group("miss"),
             unreadable=count.group("unreadable"),
+            prompt_tokens=count["prompt_tokens"],
             tokens_restored=count["tokens_restored"],
             tokens_computed=count["tokens_computed"],
             pages_captured=count["pages_captured"],
             snapshots_captured=count["snapshots_captured"],
             dropped=count.group("dropped"),
+            shortage=self._engine.shortage,
+            outdated=count.group("outdated"),
             evictions=count["evictions"],
             expired=count["expired"],
             corrupt=count["corrupt"],
@@ -499,8 +806,52 @@ class PrefixStore:
             bytes_raw=raw,
             bytes_in_ram=self._engine.ram_bytes,
             queued_bytes=self._engine.queued_bytes,
+            pending_pages=pending[0],
+            pending_snapshots=pending[1],
+            capacity_bytes=self._parameters.budget.max_bytes,
+            capacity_entries=self._parameters.budget.max_entries,
+            peak_bytes=self._engine.peak_bytes,
+            allocations=count["allocations"],
+            frees=count["frees"],
             kind=self.kind,
+            sessions=self._engine.session_counts(),
+            late=self._engine.late,
+            tiers=self._engine.tiers(),
         )
+
+    def history(self) -> History:
+        """How the location was used, by all its processes: by hour for a week, and by day for a year.
+
+        Kept by namespace (with its model and tenant) and by purpose: serving, warming, maintenance. What this process
+        has counted and not written yet is in it.
+
+        Raises
+        ------
+        StorageError
+            If the location fails.
+
+        Examples
+        --------
+        >>> history = store.history()  # doctest: +SKIP
+        >>> history.total(3600).hit_rate, history.total().seconds_saved  # doctest: +SKIP
+        """
+        self._alive()
+        return self._engine.history()
+
+    def metrics(self) -> str:
+        """What `stats` says, with histograms, as a text for Prometheus: see docs/metrics.md.
+
+        While the location fails, the sizes are the last known ones.
+
+        Raises
+        ------
+        MissingExtraError
+            If prometheus_client is not installed.
+        """
+        self._alive()
+        from prefixstore.metrics import store_text  # noqa: PLC0415 - the extra "server"
+
+        return store_text(self._engine)
 
     # -- as llama-cpp-python calls a cache ----------------------------------------------------------------------------
 
@@ -515,8 +866,13 @@ class PrefixStore:
         self._alive()
         return self._engine.used()[0].bytes
 
+    def __len__(self) -> int:
+        """How many pages the location holds."""
+        self._alive()
+        return self._engine.used()[0].entries
+
     def __bool__(self) -> bool:
-        # llama-cpp-python asks `if self.cache:` and means `is not None`
+        # llama-cpp-python asks `if self.cache:` and means `is not None`; an empty store is no missing one
         return True
 
     def __contains__(self, tokens: TokenSequence) -> bool:
@@ -529,7 +885,11 @@ class PrefixStore:
         if completion is not None and self._is_closed("miss:closed"):
             raise KeyError("the store is closed")
         hook = self._bound(completion) if self._hook is not None else self._unbound()
-        state = hook.lookup(tokens, completion)
+        meter = PromptMeter(sees_evaluation=self._hook is not None)
+        try:
+            state = hook.lookup(tokens, completion, meter)
+        finally:
+            self._note(meter, completion.f_locals.get("self") if completion is not None else self._llm_or_none)
         if state is None:
             raise KeyError("no prefix of this prompt is stored")
         return state
@@ -545,6 +905,13 @@ class PrefixStore:
             self._bound(completion).completed()
         else:
             self._unbound().save(state, completion)
+
+    def _note(self, meter: PromptMeter, llm: Llama | None) -> None:
+        """A prompt was looked up."""
+        if meter.n_tokens is not None:
+            self._last = meter
+            if llm is not None:
+                self._last_of[llm] = meter
 
     def _is_closed(self, count: str) -> bool:
         """Whether a completion uses the store after it was closed, which is counted, and logged once."""
@@ -568,11 +935,16 @@ class PrefixStore:
         """The hook for any Llama."""
         self._alive()
         if self._portable is None:
+            if self._needs_namespace:
+                raise NotAttachedError(
+                    f"{self.location} is used as a cache before a Llama is attached; call attach(llm), or open the "
+                    "store with namespace=, a name that stands for the model and its settings, for any Llama"
+                )
             from prefixstore.llama.hook import register_cache  # noqa: PLC0415 - the extra "llama"
             from prefixstore.llama.portable.hook import PortableHook  # noqa: PLC0415 - an extra
 
             register_cache(PrefixStore)
-            self._portable = PortableHook(self._engine, self._parameters)
+            self._portable = PortableHook(self._engine, self._parameters, self._bypass)
         return self._portable
 
 

@@ -1,4 +1,4 @@
-"""Sizes and durations as text: ``"20GiB"``, ``"30d"``."""
+"""Sizes, durations and numbers as text: ``"20GiB"``, ``"30d"``; read from it, and written for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ from datetime import timedelta
 
 from prefixstore.errors import InvalidParameterError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_seconds", "shown"]
+__all__ = [
+    "counted",
+    "format_bytes",
+    "format_number",
+    "format_seconds",
+    "format_share",
+    "parse_bytes",
+    "parse_seconds",
+    "parse_target",
+    "shown",
+]
 
 # 1 EiB: no location holds more, and what is computed from it fits into 64 bits
 LARGEST_BYTES = 1 << 60
@@ -42,6 +52,34 @@ def parse_bytes(size: int | str, parameter: str) -> int:
     return size
 
 
+def parse_target(target: float | str, capacity: int | None, parameter: str) -> int:
+    """Bytes from a share of a capacity (a float such as 0.8, or ``"80%"``), or from a size, which may be 0.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the value is not valid, or is a share and there is no capacity; the message names `parameter`.
+    """
+    share: float | None = None
+    if isinstance(target, float):
+        share = target
+    elif isinstance(target, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", target)) is not None:
+        share = float(found[1]) / 100
+    if share is not None:
+        if not 0 <= share <= 1:
+            raise InvalidParameterError(
+                f"{parameter}={shown(target)} is not a share from 0.0 to 1.0; pass bytes as an int, or text such as "
+                '"20GiB"'
+            )
+        if capacity is None:
+            raise InvalidParameterError(
+                f"{parameter}={shown(target)} is a share of max_bytes; pass that too, or a size"
+            )
+        return math.floor(capacity * share)
+    is_nothing = not isinstance(target, bool) and target in (0, "0")
+    return 0 if is_nothing else parse_bytes(target, parameter)  # type: ignore[arg-type] # it is no float
+
+
 def shown(value: object) -> str:
     """A value as it is repeated in a message: its repr, at most a line of it."""
     try:
@@ -62,6 +100,37 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the largest unit of which there is more than one and a half: ``63 ms``, ``12 s``, ``3.5 h``."""
+    size, unit = next(
+        (each for each in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")) if abs(seconds) >= 1.5 * each[0]), (1.0, "s")
+    )
+    if abs(seconds) < 1 and seconds:
+        size, unit = 1e-3, "ms"
+    n = seconds / size
+    return f"{n:,.0f} {unit}" if abs(n) >= 9.95 or n == int(n) else f"{n:.2g} {unit}"
+
+
+def format_share(share: float | None, digits: int = 0) -> str:
+    """A share from 0 to 1 with so many digits after the point: ``81 %``; a dash if there is nothing to tell."""
+    return f"{share:.{digits}%}".replace("%", " %") if share is not None else "-"
+
+
+def format_number(n: float) -> str:
+    """A number in at most seven characters: ``12,345``, ``1.2 M``, and less than ten that is no integer: ``0.25``."""
+    if 0 < n < 10 and n != int(n):
+        return f"{n:.1f}" if n >= 1 else f"{n:.2f}"
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(n) >= size * 0.99995:
+            return f"{n / size:.3g} {unit}"
+    return f"{n:,.0f}"
+
+
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """A number of things: ``1 page``, ``1,234 pages``."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}

@@ -11,12 +11,22 @@ import pytest
 
 from prefixstore.engine import breaker
 from prefixstore.llama import compute_rate
+from tests.support.browser import browser, chromium  # noqa: F401 - fixtures
+from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - fixtures
 from tests.support.models import load, write
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
+from tests.support.s3 import credentials, moto, new_prefix, seaweedfs  # noqa: F401 - fixtures
+from tests.support.served import alone, serve  # noqa: F401 - fixtures
 from tests.support.timeouts import disable_timeouts
+from tests.support.valkey import new_valkey, valkey_server  # noqa: F401 - as above
 
 # the tests that measure speed, and what measures it
-MEASURES = {"test_breaker": breaker, "test_outages": breaker, "test_compute_rate": compute_rate}
+MEASURES = {
+    "test_breaker": breaker,
+    "test_outages": breaker,
+    "test_compute_rate": compute_rate,
+    "test_deadline": compute_rate,
+}
 
 
 def pytest_configure() -> None:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import prefixstore
-from prefixstore import stats
+from benchmarks import readme, report
+from prefixstore import demo, stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
 from prefixstore.format import record, whole_state
@@ -154,7 +155,7 @@ def test_the_map_of_the_architecture_has_every_module_and_no_other():
     assert {path for path in modules if not named & {path, *path.parents}} == set()
 
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -175,6 +176,16 @@ def test_names_in_the_documents_exist(document):
         assert not heading or heading in {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}, (
             link
         )
+
+
+def test_the_figures_are_those_of_the_results():
+    """Not typed by hand: ``python -m benchmarks.readme`` writes those of README.md, ``make bench`` all of them."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text())
+    text = (ROOT / "README.md").read_text()
+    assert readme.with_figures(text, results) == text
+    assert report.markdown(results) == (ROOT / "docs" / "benchmarks.md").read_text()
+    with pytest.raises(ValueError, match="has no row"):
+        readme.with_figures("", results)
 
 
 def test_every_document_is_in_the_reading_order():
@@ -215,6 +226,12 @@ def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, 
     assert found["warm"]["restored"] == 3072
 
 
+def test_the_answer_of_the_demo_is_one_line(capsys):
+    one = {"ttft": 1.0, "computed": 9, "restored": 0, "stored": 1, "pages": 1, "prompt": 9, "answer": "ok.\n\n\n.in\n"}
+    demo._print_table("lmdb:///kv", one, one, same=True)
+    assert capsys.readouterr().out.endswith("The answer, from 9 tokens of prompt: ok.↵↵↵.in\n")
+
+
 def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
     command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
@@ -224,3 +241,8 @@ def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
 
 def test_the_changelog_has_the_version():
     assert f"## {prefixstore.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_document_has_a_conflict_of_a_merge():
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(r"^(<<<<<<< |>>>>>>> )", path.read_text(), re.MULTILINE), path

@@ -24,13 +24,14 @@ from prefixstore import (
     PrefixStore,
     PrefixStoreError,
 )
+from prefixstore.testing import models
 from tests.support.models import prompt
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"location": "redis://host"}, "scheme 'redis' is unknown; known are lmdb, memory, "),
+        ({"location": "mongodb://host"}, "scheme 'mongodb' is unknown; known are az, "),
         ({"location": ""}, "location is empty"),
         ({"location": "lmdb:///x?sync=0", "namespace": "n"}, "options in the URL"),
         ({"location": "memory:x"}, "memory has no path"),
@@ -66,12 +67,6 @@ def test_a_parameter_that_cannot_be_used_is_named(arguments, says):
         PrefixStore(**({"location": "memory:"} | arguments))
     assert says in str(raised.value)
     assert isinstance(raised.value, (ValueError, PrefixStoreError))
-
-
-def test_a_persistent_location_needs_a_model_or_a_name(tmp_path):
-    with pytest.raises(InvalidParameterError, match=r"llm=, or namespace="):
-        PrefixStore(tmp_path / "kv")
-    assert not (tmp_path / "kv").exists()
 
 
 @pytest.mark.parametrize("location", ["lmdb://{}", "{}"])
@@ -186,6 +181,16 @@ def test_a_missing_package_names_its_extra(monkeypatch, llama):
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(MissingExtraError, match=r'pip install "prefixstore\[llama\]"'):
         PrefixStore("memory:", llm)
+
+
+@pytest.mark.parametrize("package", ["gguf", "tokenizers"])
+def test_a_model_is_not_written_without_the_packages_and_one_message_says_so(monkeypatch, tmp_path, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    models._vocabulary.cache_clear()
+    with pytest.raises(MissingExtraError, match=rf'{package}; pip install "prefixstore\[demo\]"') as caught:
+        models.write_model(tmp_path / "m.gguf", models.TINY["llama"])
+    assert caught.value.__suppress_context__
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_default_location_is_lmdb_in_the_users_cache_directory(llama):

@@ -67,7 +67,8 @@ def test_the_source_distribution_can_be_built_and_tested(sdist):
 
 def test_the_wheel_has_the_whole_package_its_migrations_and_nothing_else(wheel):
     names = set(wheel.namelist())
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "prefixstore").rglob("*.py")}
+    files = [*(ROOT / "prefixstore").rglob("*.py"), *(ROOT / "prefixstore" / "report" / "page").iterdir()]
+    package = {str(path.relative_to(ROOT)) for path in files}
     migrations = {f"prefixstore/{path.relative_to(ROOT)}" for path in (ROOT / "migrations").rglob("*.py")}
     assert names >= package | migrations | {"prefixstore/py.typed", "prefixstore/migrations/script.py.mako"}
     assert {name.split("/")[0] for name in names} == {"prefixstore", f"{NAME}.dist-info"}

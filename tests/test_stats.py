@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import prefixstore
-from prefixstore.engine.contents import DropReason
+from prefixstore.engine.contents import DropReason, Outdated
 from prefixstore.llama.lineage import Unknown
 from prefixstore.llama.paged_memory import Missing
-from prefixstore.stats import Kind, Stats
+from prefixstore.stats import HISTOGRAMS, Counters, Kind, Stats
 
 
 @pytest.mark.parametrize("kind", Kind)
@@ -38,5 +38,42 @@ def test_the_documentation_of_stats_names_every_reason_for_a_dropped_page():
     counted = set(re.findall(r'"dropped:(\w+)"', source)) | {
         reason.value for reason in (*DropReason, *Missing, *Unknown)
     }
-    text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    evictions")[0]
+    text = (Stats.__doc__ or "").split("    dropped\n")[1].split("    shortage\n")[0]
     assert set(re.findall(r'``"(\w+)"``', text)) == counted
+
+
+def test_the_documentation_of_stats_names_every_reason_for_an_outdated_page():
+    text = (Stats.__doc__ or "").split("    outdated\n")[1].split("    evictions")[0]
+    assert set(re.findall(r'``"(\w+)"``', text)) == {reason.value for reason in Outdated} | {"moved_on"}
+
+
+def test_a_histogram_counts_each_value_once_and_a_time_is_one():
+    counters = Counters()
+    bounds = HISTOGRAMS["lookup"]
+    counters.observe("lookup", [0.0, bounds[0], bounds[0] * 1.01, bounds[-1], bounds[-1] + 1, -3.0])
+    counters.time("lookup", 0.3)
+    taken = counters.histogram("lookup")
+    assert taken.n == 7
+    assert (taken.counts[0], taken.counts[1], taken.counts[-2], taken.counts[-1]) == (3, 1, 1, 1)
+    assert taken.counts[bounds.index(0.5)] == 1
+    assert taken.total == pytest.approx(bounds[0] * 2.01 + 2 * bounds[-1] + 1 + 0.3)
+    assert counters.seconds("lookup") == 0.3
+    assert bounds[0] == 50e-6
+    assert bounds[-1] == 60
+    assert all(list(some) == sorted(set(some)) for some in HISTOGRAMS.values())
+
+
+def test_a_copy_of_the_counters_is_on_its_own():
+    counters = Counters()
+    counters.count("hits")
+    counters.time("saved", 2.0)
+    counters.time("saved", -1.0)
+    counters.observe("first_reuse", [5.0])
+    with counters._lock:  # as in a process that was forked meanwhile
+        copied = counters.copy()
+    copied.count("hits")
+    copied.observe("first_reuse", [5.0, 6.0])
+    assert (counters["hits"], copied["hits"]) == (1, 2)
+    assert (counters.histogram("first_reuse").n, copied.histogram("first_reuse").n) == (1, 3)
+    assert copied.histogram("first_reuse").total == 16
+    assert (copied.seconds("saved"), copied.gained("saved")) == (1.0, 2.0)

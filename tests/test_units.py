@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefixstore.backends.base import Used
 from prefixstore.engine.budget import Budget
 from prefixstore.errors import InvalidParameterError
-from prefixstore.units import format_bytes, parse_bytes
+from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,40 @@ def test_a_size_is_formatted_with_a_unit(size, text):
 @given(st.integers(1, 2**60))
 def test_a_formatted_size_can_be_parsed_again(size):
     assert parse_bytes(format_bytes(size), "x") == pytest.approx(size, rel=0.06)
+
+
+def test_numbers_are_short():
+    assert [format_number(n) for n in (0, 7, 0.25, 2.5, 12_345, 999_949, 1_234_567, 5e9)] == [
+        *("0", "7", "0.25", "2.5", "12,345", "999,949", "1.23 M", "5 G")
+    ]
+    assert [format_share(share) for share in (None, 0.0, 0.333, 1.0)] == ["-", "0 %", "33 %", "100 %"]
+    assert format_share(0.0004, 2) == "0.04 %"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.00032, "0.32 ms"),
+        (0.0296, "30 ms"),
+        (0.629, "629 ms"),
+        (1.2345, "1.2 s"),
+        (12.3, "12 s"),
+        (89, "89 s"),
+        (100, "1.7 min"),
+        (7200, "2 h"),
+        (200_000, "2.3 d"),
+        (90 * 86_400, "90 d"),
+        (-3, "-3 s"),
+    ],
+)
+def test_a_duration_has_two_digits_and_the_unit_that_suits_it(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_one_of_a_thing_is_no_plural():
+    assert [counted(n, "page") for n in (0, 1, 1234)] == ["0 pages", "1 page", "1,234 pages"]
+    assert [counted(n, "process", "processes") for n in (1, 2)] == ["1 process", "2 processes"]
 
 
 sizes = st.integers(0, 20)

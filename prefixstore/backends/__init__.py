@@ -13,20 +13,31 @@ from typing import TypeAlias
 
 from prefixstore.backends.base import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
+from prefixstore.backends.memory import agreed_bytes as agreed_bytes_of
+from prefixstore.backends.memory import name_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["is_persistent", "open_backend"]
+__all__ = ["agreed_bytes", "is_persistent", "is_shared", "open_backend"]
 
 Opener: TypeAlias = Callable[..., Backend]
 
 ENTRY_POINTS = "prefixstore.backends"
 # scheme -> module and the function in it that opens a location
 SCHEMES = {
+    "az": ("prefixstore.backends.objects", "open_objects"),
+    "file": ("prefixstore.backends.objects", "open_objects"),
+    "gs": ("prefixstore.backends.objects", "open_objects"),
     "lmdb": ("prefixstore.backends.lmdb.backend", "open_lmdb"),
     "memory": ("prefixstore.backends.memory", "open_memory"),
     "postgres": ("prefixstore.backends.sql", "open_sql"),
     "postgresql": ("prefixstore.backends.sql", "open_sql"),
+    "redis": ("prefixstore.backends.valkey", "open_valkey"),
+    "rediss": ("prefixstore.backends.valkey", "open_valkey"),
+    "s3": ("prefixstore.backends.objects", "open_objects"),
     "sqlite": ("prefixstore.backends.sql", "open_sql"),
+    "unix": ("prefixstore.backends.valkey", "open_valkey"),
+    "valkey": ("prefixstore.backends.valkey", "open_valkey"),
+    "valkeys": ("prefixstore.backends.valkey", "open_valkey"),
 }
 
 
@@ -38,15 +49,28 @@ def is_persistent(location: str | os.PathLike[str] | None) -> bool:
     return scheme != "memory"
 
 
+def is_shared(location: str | os.PathLike[str] | None) -> bool:
+    """Whether other stores may have the pages of a location too: all locations but ``"memory:"``.
+
+    Raises `InvalidParameterError` as `is_persistent` does.
+    """
+    return is_persistent(location) or name_of(text_of(location)) is not None
+
+
+def agreed_bytes(location: str | os.PathLike[str] | None) -> int | None:
+    """The `max_bytes` with which this process has a named memory open, and on which all agree; None of others."""
+    return None if is_persistent(location) else agreed_bytes_of(text_of(location))
+
+
 def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
     """Open the backend that a location names.
 
     Parameters
     ----------
     location
-        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, ``"sqlite:////path"``,
-        ``"postgresql+psycopg://user@host/db"``, a URL of a backend that another package brings, or None for LMDB in the
-        user's cache directory.
+        ``"lmdb:///path"``, a bare path (LMDB), ``"memory:"``, ``"memory://name"``, ``"sqlite:////path"``,
+        ``"postgresql+psycopg://user@host/db"``, ``"valkey://host/0"``, ``"s3://bucket/prefix"``, a URL of a backend
+        that another package brings, or None for the default (`prefixstore.backends.location.default_location`).
     max_bytes
         The budget of the store.
     read_only

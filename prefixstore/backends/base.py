@@ -24,23 +24,40 @@ also those that would send one query for each page.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from heapq import nsmallest
 from itertools import takewhile
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
-__all__ = ["CHANGES_KEPT", "FACTS", "Backend", "Entry", "Facts", "Transaction", "Used", "View", "facts_of"]
+__all__ = [
+    "CHANGES_KEPT",
+    "CONFLICTS",
+    "FACTS",
+    "Backend",
+    "ConflictError",
+    "Entry",
+    "Facts",
+    "Transaction",
+    "Used",
+    "View",
+    "facts_of",
+    "retried",
+]
 
-# generations for which our own backends remember what changed
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+# generations for which the backends of prefixstore remember what changed
 CHANGES_KEPT = 4096
 
 Facts: TypeAlias = npt.NDArray[np.void]
@@ -88,8 +105,41 @@ class Used:
     entries: int
 
 
+class ConflictError(UnavailableError):
+    """Another process has changed meanwhile what a transaction depends on; the same work may be done again at once.
+
+    Nothing of the update is committed then. Raised by locations where writers do not wait for each other, and where a
+    writer that was stopped for long loses its turn.
+    """
+
+
+# how often work is done that contradicts what another process has committed meanwhile
+CONFLICTS = 8
+
+
+def retried(work: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Have a function that is one transaction called again if it raises `ConflictError`; not without end."""
+
+    @wraps(work)
+    def retrying(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        for _ in range(CONFLICTS - 1):
+            with suppress(ConflictError):
+                return work(*args, **kwargs)
+        return work(*args, **kwargs)
+
+    return retrying
+
+
 class View(ABC):
-    """The committed state of a location. May be handed from one thread to another, but not used by two at once."""
+    """The committed state of a location. May be handed from one thread to another, but not used by two at once.
+
+    Attributes
+    ----------
+    arrived
+        How many bytes there are by now of the payload that `fetch` receives, if the backend knows. Any thread may look.
+    """
+
+    arrived: int = 0
 
     @property
     @abstractmethod

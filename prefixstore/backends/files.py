@@ -14,9 +14,14 @@ __all__ = ["absolute", "make_directory", "publish", "sync_path"]
 def absolute(path: str | os.PathLike[str]) -> Path:
     """A path as an absolute one, with ``~`` expanded. Raises `LocationError`."""
     try:
-        return Path(path).expanduser().absolute()
+        found = Path(path).expanduser().absolute()
+        # as the libraries of the backends take it
+        str(found).encode()
+    except UnicodeEncodeError as error:
+        raise LocationError(f"{path!r} has bytes that are not valid UTF-8; choose another path") from error
     except (OSError, RuntimeError) as error:
         raise LocationError(f"{path} cannot be made an absolute path: {error}; pass one") from error
+    return found
 
 
 def make_directory(path: Path) -> None:

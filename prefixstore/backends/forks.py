@@ -10,8 +10,9 @@ step of them: each hook is registered twice, and the second call does what is le
 
 from __future__ import annotations
 
-# Imported for their fork hooks: hooks before a fork run in reverse order, so these two take their locks after ours has
-# waited for threads that use a handle. Such a thread may start a job in an executor, or log, and needs these locks.
+# Imported for their fork hooks: hooks before a fork run in reverse order, so these two take their locks after that of
+# prefixstore has waited for threads that use a handle. Such a thread may start a job in an executor, or log, and needs
+# these locks.
 import concurrent.futures.thread  # noqa: F401
 import logging  # noqa: F401
 import os
@@ -88,7 +89,14 @@ def _forget(gone: ref[ForkParticipant], levels: dict[ref[ForkParticipant], ForkL
 
 def _participants() -> list[ForkParticipant]:
     """Those that live, the first level first."""
-    found = sorted(list(_levels.items()), key=lambda pair: pair[1])  # noqa: C414 - a list is made in one operation
+    while True:
+        try:
+            found = list(_levels.items())
+        except RuntimeError:
+            # the garbage collector ran, and a participant has left the dictionary
+            continue
+        break
+    found.sort(key=lambda pair: pair[1])
     return [participant for weak, _ in found if (participant := weak()) is not None]
 
 
@@ -102,7 +110,7 @@ class ForkLock:
     """
 
     def __init__(self) -> None:
-        # without methods of ours round it: an interrupt cannot come between acquiring it and entering the block
+        # without methods of this class round it: an interrupt cannot come between acquiring it and entering the block
         self.held = threading.RLock()
         register_at_fork(self, ForkLevel.OPENING)
 

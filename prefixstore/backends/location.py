@@ -11,15 +11,20 @@ from urllib.parse import unquote, urlsplit
 from prefixstore.errors import InvalidParameterError, LocationError
 
 __all__ = [
+    "ENVIRONMENT",
     "cache_directory",
+    "default_location",
     "is_url",
     "path_of",
     "require_plain_password",
     "scheme_of",
     "text_of",
     "without_password",
+    "without_passwords",
 ]
 
+# the variable that names the location where nothing else does
+ENVIRONMENT = "PREFIXSTORE_LOCATION"
 # in names of options, and in values, that are not shown
 SECRET = re.compile(r"passw|pwd|passphrase|secret|token", re.IGNORECASE)
 # one letter is a Windows drive
@@ -37,8 +42,13 @@ def cache_directory() -> Path:
     return base / "prefixstore"
 
 
+def default_location() -> str:
+    """The location if none is given: that of `ENVIRONMENT`, or else LMDB in the user's cache directory."""
+    return os.environ.get(ENVIRONMENT) or str(cache_directory() / "kv")
+
+
 def text_of(location: str | os.PathLike[str] | None) -> str:
-    """A location as text: a URL as it is, a path object as an absolute path, nothing as the default.
+    """A location as text: a URL as it is, a path object as an absolute path, None as the `default_location`.
 
     Raises
     ------
@@ -46,7 +56,7 @@ def text_of(location: str | os.PathLike[str] | None) -> str:
         If it is empty, or not a string.
     """
     if location is None:
-        return str(cache_directory() / "kv")
+        location = default_location()
     if isinstance(location, os.PathLike):
         # absolute, so that nothing in it reads as a scheme
         location = os.path.abspath(os.fspath(location))  # noqa: PTH100 - a path that is bytes must not raise here
@@ -86,6 +96,11 @@ def without_password(text: str) -> str:
     if not mark or "://" not in address:
         return text
     return address + mark + "&".join(map(_shown_option, options.split("&")))
+
+
+def without_passwords(message: str) -> str:
+    """A message as it may be shown, whatever it repeats: a URL where a path was expected loses one of its slashes."""
+    return re.sub(r"(:/+[^/@:?#\s]*):\S*@", r"\1:***@", message)
 
 
 def _shown_option(option: str) -> str:

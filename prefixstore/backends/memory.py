@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
@@ -14,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
-from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import without_password
 from prefixstore.errors import InvalidParameterError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
 
-__all__ = ["MemoryBackend", "open_memory"]
+__all__ = ["MemoryBackend", "agreed_bytes", "name_of", "open_memory"]
+
+NAMED = re.compile(r"memory://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)", re.IGNORECASE)
 
 # What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
 ENTRY_BYTES = RECORD.size + USAGE.size + 720
@@ -301,24 +304,126 @@ def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None
     return {key: value for key, value in {**values, **staged}.items() if value is not None}
 
 
-class MemoryBackend(Backend):
-    """Pages in dictionaries. They end with the process; a forked child has a copy of its own."""
+class _Memory:
+    """Pages in dictionaries, and the locks around them; shared by the backends that name it.
+
+    Attributes
+    ----------
+    pages
+        The committed state.
+    writing
+        Held by the one transaction at a time.
+    reading
+        Held for a moment, where several dictionaries are read or changed together.
+    handle_lock
+        Held shared by transactions, so that a child does not inherit half a commit.
+    max_bytes
+        The budget of the stores that write to it; None until one does.
+    users
+        How many backends are open.
+    """
 
     def __init__(self) -> None:
-        self._pages = _Pages()
-        # held shared by transactions, so that a child does not inherit half a commit
-        self._handle_lock = HandleLock()
+        self.pages = _Pages()
+        self.handle_lock = HandleLock()
+        self.max_bytes: int | None = None
+        self.users = 0
         self._start()
         register_at_fork(self, ForkLevel.HANDLE)
 
     def _start(self) -> None:
         """The locks of this process."""
-        self._writing = threading.Lock()
-        self._reading = threading.Lock()
+        self.writing = threading.Lock()
+        self.reading = threading.Lock()
+
+    def before_fork(self) -> None:
+        self.handle_lock.acquire_exclusive(self)
+
+    def after_fork_in_parent(self) -> None:
+        self.handle_lock.release_exclusive(self)
+
+    def after_fork_in_child(self) -> None:
+        if not self.handle_lock.is_exclusive(self):
+            # interrupts kept the fork from waiting: there may be half a commit
+            self.pages = _Pages()
+        self._start()
+        self.handle_lock.renew()
+
+
+class _Names:
+    """The memories of this process that have a name. A forked child has copies of them."""
+
+    def __init__(self) -> None:
+        self._memories: dict[str, _Memory] = {}
+        self._lock = ForkLock()
+
+    def open(self, name: str, max_bytes: int, *, read_only: bool) -> _Memory:
+        """The memory of this name. Raises `InvalidParameterError` if the options do not fit those that are open."""
+        with self._lock.held:
+            memory = self._memories.get(name)
+            if memory is None:
+                if read_only:
+                    raise InvalidParameterError(
+                        f"read_only=True: no store memory://{name} is open in this process; open one for writing first"
+                    )
+                memory = self._memories[name] = _Memory()
+            if not read_only:
+                if memory.max_bytes not in (None, max_bytes):
+                    raise InvalidParameterError(
+                        f"max_bytes={max_bytes}: memory://{name} is open with max_bytes={memory.max_bytes}, and what "
+                        "opens it shares one memory; pass the same, or another name"
+                    )
+                memory.max_bytes = max_bytes
+            memory.users += 1
+            return memory
+
+    def close(self, name: str, memory: _Memory) -> None:
+        """A backend is closed; the last one releases the memory."""
+        with self._lock.held:
+            memory.users -= 1
+            if not memory.users and self._memories.get(name) is memory:
+                del self._memories[name]
+
+    def max_bytes_of(self, name: str) -> int | None:
+        """The budget of the stores that are open under a name; None if there are none."""
+        with self._lock.held:
+            memory = self._memories.get(name)
+            return memory.max_bytes if memory is not None else None
+
+
+_NAMES = _Names()
+
+
+class MemoryBackend(Backend):
+    """Pages in dictionaries. They end with the process; a forked child has a copy of its own.
+
+    Parameters
+    ----------
+    name
+        Backends of one name share their pages, until the last one is closed; None for pages of its own.
+    max_bytes
+        The budget of the store; for backends of one name it has to be the same.
+    read_only
+        Whether the store only reads; it has to be open already then.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the options do not fit those with which the name is open.
+    """
+
+    def __init__(self, name: str | None = None, *, max_bytes: int = 0, read_only: bool = False) -> None:
+        self._name = name
+        self._is_open = True
+        self._memory = _Memory() if name is None else _NAMES.open(name, max_bytes, read_only=read_only)
+
+    @property
+    def _pages(self) -> _Pages:
+        return self._memory.pages
 
     @property
     def location(self) -> str:
-        return "memory:"
+        return "memory:" if self._name is None else f"memory://{self._name}"
 
     @property
     def is_local(self) -> bool:
@@ -326,12 +431,14 @@ class MemoryBackend(Backend):
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        yield _View(self._pages, self._reading)
+        memory = self._memory
+        yield _View(memory.pages, memory.reading)
 
     @contextmanager
     def update(self) -> Iterator[Transaction]:
-        with self._handle_lock.shared(), self._writing:
-            change = _Change(self._pages, self._reading)
+        memory = self._memory
+        with memory.handle_lock.shared(), memory.writing:
+            change = _Change(memory.pages, memory.reading)
             yield change
             try:
                 change.apply()
@@ -344,29 +451,47 @@ class MemoryBackend(Backend):
         """Nothing to do: memory does not outlive the process."""
 
     def after_fork(self) -> None:
-        """Nothing to drop: the child has a copy of the pages, and `after_fork_in_child` has renewed the locks."""
+        """Nothing to drop: the child has a copy of the pages, whose locks are new."""
 
     def close(self) -> None:
-        self._pages = _Pages()
+        was_open, self._is_open = self._is_open, False
+        if was_open:
+            if self._name is not None:
+                _NAMES.close(self._name, self._memory)
+            self._memory = _Memory()
 
-    def before_fork(self) -> None:
-        self._handle_lock.acquire_exclusive(self)
 
-    def after_fork_in_parent(self) -> None:
-        self._handle_lock.release_exclusive(self)
+def name_of(location: str) -> str | None:
+    """The name in ``"memory://name"``; None for ``"memory:"``.
 
-    def after_fork_in_child(self) -> None:
-        if not self._handle_lock.is_exclusive(self):
-            # interrupts kept the fork from waiting: there may be half a commit
-            self._pages = _Pages()
-        self._start()
-        self._handle_lock.renew()
+    Raises
+    ------
+    InvalidParameterError
+        If it is neither.
+    """
+    if location.lower() in ("memory:", "memory://"):
+        return None
+    found = NAMED.fullmatch(location)
+    if found is None:
+        raise InvalidParameterError(
+            f"location={without_password(location)!r}: memory has no path; "
+            'pass "memory:", or "memory://name" with a name '
+            "of letters, digits, and . _ - for one store that several open in this process"
+        )
+    return found["name"]
+
+
+def agreed_bytes(location: str) -> int | None:
+    """The `max_bytes` with which a named store in memory is open; None if none is."""
+    name = name_of(location)
+    return _NAMES.max_bytes_of(name) if name is not None else None
 
 
 def open_memory(location: str, *, max_bytes: int, read_only: bool) -> MemoryBackend:
-    """A new store in memory; it has no path, and the engine keeps its budget."""
-    if location not in ("memory:", "memory://"):
-        raise InvalidParameterError(f'location={without_password(location)!r}: memory has no path; pass "memory:"')
+    """A new store in memory, or the one that is open under a name; the engine keeps its budget."""
+    name = name_of(location)
+    if name is not None:
+        return MemoryBackend(name, max_bytes=max_bytes, read_only=read_only)
     if read_only:
         raise InvalidParameterError(
             'read_only=True: a new store in memory is empty; open it for writing, or use "lmdb:"'

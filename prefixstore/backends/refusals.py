@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from prefixstore.errors import IncompatibleError, LocationError, UnavailableError
 
-__all__ = ["closed", "foreign", "no_store", "other_format", "read_only"]
+__all__ = ["closed", "foreign", "missing", "no_store", "other_format", "read_only"]
+
+CREATED_BY = "what writes first creates a store: PrefixStore(...), prefixstore warm, serve, import or copy"
 
 
 def closed(where: object) -> UnavailableError:
@@ -17,9 +19,16 @@ def read_only(where: object) -> UnavailableError:
     return UnavailableError(f"{where} is open read-only")
 
 
+def missing(path: object, kind: str) -> LocationError:
+    """A path is opened to read, and there is nothing."""
+    return LocationError(
+        f"{path} does not exist, so there is no store ({kind}) yet; check the path, or fill it: {CREATED_BY}"
+    )
+
+
 def no_store(where: object) -> LocationError:
     """A location is opened to read, and there is a place for a store only."""
-    return LocationError(f"{where} holds no store yet; choose another location, or store something there first")
+    return LocationError(f"{where} exists, and holds no store yet; choose another location, or fill it: {CREATED_BY}")
 
 
 def foreign(where: object, what: str) -> IncompatibleError:

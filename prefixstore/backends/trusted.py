@@ -1,8 +1,9 @@
 """Whether files can be trusted: who owns them, and who else can write to them.
 
-Whoever can write to a store decides what is restored from it, and a file or link that is planted at its place decides
-what is read and overwritten. So what belongs to another user, or can be written by everyone, is refused. A group is
-trusted where it may write: then sharing was meant. That it may read says nothing: files are made so (umask 022).
+A user who can write to a store decides what is restored from it, and a file or link that is planted at its place
+decides what is read and overwritten. So what belongs to another user, or can be written by everyone, is refused. A
+group is trusted where it may write: then sharing was meant. That it may read says nothing: files are made so (umask
+022).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -11,18 +12,32 @@ from typing import Annotated, Any
 
 import typer
 
-from prefixstore.cli import inspect, maintain, measure, transfer
-from prefixstore.cli.output import FAILED, guarded
+from prefixstore.cli import delete, listing, maintain, measure, transfer
+from prefixstore.cli.doctor import doctor
+from prefixstore.cli.explain import explain
+from prefixstore.cli.init import init
+from prefixstore.cli.migrate import migrate
+from prefixstore.cli.output import FAILED, guarded, summary
+from prefixstore.cli.place import located
+from prefixstore.cli.report import report
+from prefixstore.cli.serve import ServeCommand, serve
+from prefixstore.cli.slots import slots
+from prefixstore.cli.stats import stats
+from prefixstore.cli.top import top
+from prefixstore.cli.trace import trace
+from prefixstore.cli.tree import tree
 from prefixstore.cli.warm import warm
 
 __all__ = ["app", "run"]
 
 app = typer.Typer(
     name="prefixstore",
-    help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python. "
-    "LOCATION is lmdb:///path (or a bare path), sqlite:////path or postgresql+psycopg://user@host/database.\n\n"
+    help="Fill, inspect, maintain and move stores of prompt states for llama-cpp-python and llama-server. "
+    "LOCATION is lmdb:///path (or a bare path), sqlite:////path, postgresql+psycopg://user@host/database, "
+    "valkey://host/0 or s3://bucket/prefix; without it, PREFIXSTORE_LOCATION, then the file of --config, then the "
+    "user's cache directory.\n\n"
     "Exit codes: 0 done; 1 the command ran, but found a problem or left something out (see its --help); "
-    "2 wrong usage; 3 the store cannot be used; 130 and 143 interrupted.",
+    "2 wrong usage; 3 the store, or the server, cannot be used; 130 and 143 interrupted.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -49,30 +64,44 @@ def _options(
 
 
 for command in (
+    init,
     warm,
-    inspect.stats,
-    inspect.ls,
-    inspect.tree,
-    inspect.show,
+    serve,
+    stats,
+    top,
+    listing.ls,
+    tree,
+    listing.show,
+    report,
+    explain,
+    doctor,
     maintain.check,
     maintain.verify,
     maintain.evict,
-    maintain.purge,
+    delete.purge,
+    delete.clear,
     maintain.pin,
     maintain.unpin,
     maintain.compact,
     transfer.export,
     transfer.import_,
     transfer.copy,
-    transfer.migrate,
+    migrate,
     measure.bench,
     measure.demo,
 ):
-    app.command(command.__name__.rstrip("_"))(guarded(command))
+    app.command(
+        command.__name__.rstrip("_"),
+        cls=ServeCommand if command is serve else None,
+        short_help=summary(command),
+    )(guarded(located(command)))
+for group, name in ((slots, "slots"), (trace, "trace")):
+    app.add_typer(group, name=name, short_help=str(group.info.help))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
+    _open_streams()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -80,10 +109,27 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
     except BrokenPipeError:
-        # the reader of our output has closed it; Python must not write to it at exit either
+        # the reader of the output has closed it; Python must not write to it at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        sys.stderr.write("prefixstore: the output cannot be written: no space left on its device\n")
+        return FAILED
     return 0
+
+
+def _open_streams() -> None:
+    """Have files in place of standard streams that are closed.
+
+    Without, files of the store would have their numbers, and a library that writes to its log would write to those.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = open(os.devnull, mode, encoding="utf-8")  # noqa: PTH123, SIM115 - to the end of the process
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)
 
 
 def _terminate(number: int, _: Any) -> None:

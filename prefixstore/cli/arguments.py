@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from llama_cpp import Llama
 
 __all__ = [
+    "CONFIG_VARIABLE",
+    "SERVER_KEY",
     "AsJson",
     "ConfigFile",
     "HighWater",
@@ -33,11 +36,27 @@ __all__ = [
     "configured",
     "max_bytes_of",
     "open_model",
+    "server_key",
+    "silence",
     "text_of_tokens",
     "tokens_of_prefix",
 ]
 
-Location = Annotated[str, typer.Argument(metavar="LOCATION", help="lmdb:///path, sqlite:////path, …")]
+CONFIG_VARIABLE = "PREFIXSTORE_CONFIG"
+SERVER_KEY = "PREFIXSTORE_SERVER_KEY"
+# llama-server's own
+OTHER_SERVER_KEY = "LLAMA_API_KEY"
+
+# `prefixstore.cli.place.located` makes it optional
+Location = Annotated[
+    str,
+    typer.Argument(
+        metavar="LOCATION",
+        show_default=False,
+        help="lmdb:///path, sqlite:////path, …; by default PREFIXSTORE_LOCATION, then that of --config, then "
+        "~/.cache/prefixstore/kv.",
+    ),
+]
 PageKey = Annotated[str, typer.Argument(metavar="HASH", help="The key of a page, or its first digits.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.")]
 MaxBytes = Annotated[
@@ -57,7 +76,9 @@ LowWater = Annotated[
 ]
 NamespaceName = Annotated[
     str | None,
-    typer.Option("--namespace", help="Only pages of one namespace: its label, or the first digits of its key."),
+    typer.Option(
+        "--namespace", metavar="NAME", help="Only pages of one namespace: its label, or the first digits of its key."
+    ),
 ]
 Prefix = Annotated[
     str | None,
@@ -71,10 +92,17 @@ TokenizerFile = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file with [model], [store] and [warm], shared with servers."),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        envvar=CONFIG_VARIABLE,
+        help="TOML file with [model], [store] and [warm], shared with servers; prefixstore init writes one.",
+    ),
 ]
 NCtx = Annotated[int | None, typer.Option("--n-ctx", metavar="N", help="Length of the context in tokens.")]
-Salt = Annotated[str | None, typer.Option("--salt", help="Tenant: pages are shared only within one tenant.")]
+Salt = Annotated[
+    str | None, typer.Option("--salt", metavar="TENANT", help="Tenant: pages are shared only within one tenant.")
+]
 
 
 class Text(Protocol):
@@ -121,7 +149,7 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
         from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:
         raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
-    _silence()
+    silence()
     return Vocabulary(model)
 
 
@@ -135,6 +163,11 @@ def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | N
     if words is None:
         raise InvalidParameterError("--prefix needs --model or --tokenizer, to convert the text to tokens")
     return words.tokens(prefix)
+
+
+def server_key(given: str | None) -> str | None:
+    """The key of a llama-server: as given, or from the environment."""
+    return given or os.environ.get(SERVER_KEY) or os.environ.get(OTHER_SERVER_KEY)
 
 
 def max_bytes_of(size: str | None) -> int | None:
@@ -163,11 +196,12 @@ def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
         Whether to leave the weights out; see `Config.open_tokenizer`.
     """
     if not settings.model.get("verbose"):
-        _silence()
+        silence()
     return settings.open_tokenizer() if tokenizer_only else settings.open_llama()
 
 
-def _silence() -> None:
+def silence() -> None:
+    """Discard the log of llama.cpp, if it is installed."""
     try:
         from prefixstore.llama.quiet import silence  # noqa: PLC0415 - the extra "llama"
     except ImportError:

@@ -1,4 +1,4 @@
-"""Commands that keep a location healthy: ``check``, ``verify``, ``evict``, ``purge``, ``pin``, ``compact``."""
+"""Commands that keep a location healthy: ``check``, ``verify``, ``evict``, ``pin``, ``compact``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,24 @@ from prefixstore.cli.arguments import (
     Location,
     MaxBytes,
     ModelFile,
-    NamespaceName,
     NCtx,
     PageKey,
-    Prefix,
     Salt,
-    TokenizerFile,
     configured,
     max_bytes_of,
     open_model,
-    tokens_of_prefix,
 )
-from prefixstore.cli.output import FAILED, emit, say, table
+from prefixstore.cli.confirm import DryRun, Yes, has_terminal, is_confirmed
+from prefixstore.cli.output import FAILED, emit, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
 from prefixstore.engine.invariants import Violation
-from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
 from prefixstore.maintenance.verify import verify as compare
-from prefixstore.units import format_bytes, parse_bytes, parse_seconds
+from prefixstore.units import counted, format_bytes, format_share, parse_target
 
-__all__ = ["check", "compact", "evict", "pin", "purge", "unpin", "verify"]
+__all__ = ["check", "compact", "evict", "pin", "unpin", "verify"]
 
 
 def check(
@@ -71,21 +67,22 @@ def check(
     else:
         _print_violations(where, found, pages)
         if removed.pages:
-            typer.echo(f"{removed.pages:,} pages deleted, {format_bytes(removed.bytes)}; they will be recomputed")
+            they = "it" if removed.pages == 1 else "they"
+            tell(f"{counted(removed.pages, 'page')} deleted, {format_bytes(removed.bytes)}; {they} will be recomputed")
         if repair and found:
-            typer.echo(f"repaired: {_problems(left)}" + " left" * bool(left))
+            tell(f"repaired: {_problems(left)}" + " left" * bool(left))
     return FAILED if left else 0
 
 
 def _print_violations(location: str, found: list[Violation], pages: int) -> None:
     for violation in found:
-        typer.echo(str(violation))
-    typer.echo(f"{location}: {pages:,} pages, {_problems(found)}")
+        tell(str(violation))
+    tell(f"{location}: {counted(pages, 'page')}, {_problems(found)}")
 
 
 def _problems(found: list[Violation]) -> str:
     rules = ", ".join(f"{rule} {n}" for rule, n in sorted(Counter(one.rule for one in found).items()))
-    return f"{len(found):,} problem{'s' * (len(found) > 1)} ({rules})" if found else "no problems found"
+    return f"{counted(len(found), 'problem')} ({rules})" if found else "no problems found"
 
 
 def verify(
@@ -96,9 +93,10 @@ def verify(
     n_ctx: NCtx = None,
     salt: Salt = None,
     sample: Annotated[int, typer.Option(metavar="N", min=1, help="Number of sequences to compare.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of sequences.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the choice of sequences.")] = 0,
     bound: Annotated[
-        float, typer.Option(min=0.0, help="Largest allowed difference, as a share of the logits' range.")
+        float,
+        typer.Option(metavar="SHARE", min=0.0, help="Largest allowed difference, as a share of the logits' range."),
     ] = BOUND,
     as_json: AsJson = False,
 ) -> int:
@@ -135,110 +133,67 @@ def _report(location: str, found: list[Comparison], bound: float, *, as_json: bo
         emit({"location": location} | result)
     elif found:
         rows = [
-            [one.page[:12], f"{one.n_tokens:,}", f"{one.restored:,}", f"{one.difference:.2g}", f"{one.share:.2%}",
-             "yes" if one.same_token else "no"]
+            [
+                one.page[:12],
+                f"{one.n_tokens:,}",
+                f"{one.restored:,}",
+                f"{one.difference:.2g}",
+                format_share(one.share, 2),
+                "yes" if one.same_token else "no",
+            ]
             for one in found
-        ]  # fmt: skip
+        ]
         table(["page", "tokens>", "restored>", "difference>", "of the range>", "same token"], rows)
-        typer.echo(f"{location}: largest difference {largest:.2%} of the range, bound {bound:.2%}, {len(bad)} above it")
+        difference = f"largest difference {format_share(largest, 2)} of the range"
+        tell(f"{location}: {difference}, bound {format_share(bound, 2)}, {len(bad)} above it")
     return FAILED if bad or not found else 0
 
 
 def evict(
     location: Location,
     *,
-    to: Annotated[str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB.")],
+    to: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")
+    ],
+    policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="In which order; by default that of the store's own policy.")
+    ] = None,
+    max_bytes: MaxBytes = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
     as_json: AsJson = False,
 ) -> int:
     """Evict pages until the store fits SIZE.
 
-    The least recently used pages are evicted first. Exit code 1: the pinned pages alone are larger.
+    They are evicted in the order of the policy of the store which was the last to begin writing there; if that is not
+    known, the least recently used first. On a terminal you are asked before. Exit code 1: the pinned pages alone are
+    larger, or the answer was no.
 
-    Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB
+    Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
     """
-    target = parse_bytes(to, "--to")
-    with Archive(location) as archive:
+    target = parse_target(to, max_bytes_of(max_bytes), "--to")
+    with Archive(location, policy=policy) as archive:
         where = archive.location
-        removed = archive.evict_to(target)
-        used = archive.used()
+        if not dry_run and not yes and has_terminal():
+            wanted = archive.evict(target, dry_run=True)
+            size = f"{counted(len(wanted.pages), 'page')}, {format_bytes(wanted.bytes)}"
+            if wanted.pages and not is_confirmed(f"{where}: evict {size}?", yes=yes):
+                return FAILED
+        evicted = archive.evict(target, dry_run=dry_run)
+        entries = archive.used().entries - len(evicted.pages) * dry_run
     if as_json:
-        result = {"removed": asdict(removed), "used_bytes": used.bytes, "pages": used.entries}
-        emit({"location": where} | result)
+        result = {"policy": evicted.policy, "dry_run": dry_run, "used_bytes": evicted.bytes_left, "pages": entries}
+        emit({"location": where, "removed": {"pages": len(evicted.pages), "bytes": evicted.bytes}} | result)
     else:
-        left = f"{format_bytes(used.bytes)} in {used.entries:,} pages left"
-        typer.echo(f"{where}: {removed.pages:,} pages evicted, {left}")
-    if used.bytes > target:
+        left = f"{format_bytes(evicted.bytes_left)} in {counted(entries, 'page')} " + (
+            "would be left" if dry_run else "left"
+        )
+        done = "would be evicted" if dry_run else "evicted"
+        tell(f"{where}: {counted(len(evicted.pages), 'page')} {done} (policy {evicted.policy}), {left}")
+    if not evicted.is_enough:
         say(f"{where}: everything else is pinned, or smaller than the store itself")
         return FAILED
     return 0
-
-
-def purge(
-    location: Location,
-    *,
-    namespace: NamespaceName = None,
-    salt: Annotated[str | None, typer.Option(help="Only pages of one tenant, of all models.")] = None,
-    older_than: Annotated[
-        str | None, typer.Option("--older-than", metavar="AGE", help="Only pages not used for this long: 30d, 12h.")
-    ] = None,
-    page: Annotated[str | None, typer.Option(metavar="HASH", help="Only one page and its descendants.")] = None,
-    prefix: Prefix = None,
-    model: ModelFile = None,
-    tokenizer: TokenizerFile = None,
-    everything: Annotated[bool, typer.Option("--everything", help="All pages of the store.")] = False,
-    scrub: Annotated[bool, typer.Option("--scrub/--no-scrub", help="Overwrite the deleted bytes.")] = True,
-    as_json: AsJson = False,
-) -> int:
-    """Delete pages and overwrite their bytes.
-
-    Pages that match all given options are deleted, pinned ones included; afterwards their contents cannot be read from
-    the files. Overwriting does not reach copies: backups, file system snapshots,
-    swap, the spare blocks of an SSD, exported files, and the logs and replicas of a PostgreSQL server. Exit code 1: the
-    pages are deleted, but could not be overwritten, since another process is still reading them (run it again),
-    there is no tenant of this name, or there are pages of which the tenant is not known, or that a newer version has
-    written.
-
-    Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
-    """
-    tokens = tokens_of_prefix(prefix, model, tokenizer)
-    if not everything and (namespace, salt, older_than, page, prefix) == (None,) * 5:
-        raise InvalidParameterError(
-            "no pages are selected; pass --namespace, --salt, --older-than, --page, --prefix or --everything"
-        )
-    seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
-    scrubbed = False
-    with Archive(location) as archive:
-        where = archive.location
-        holdings = archive.holdings() if salt is not None else []
-        is_known = salt is None or any(one.namespace and one.namespace.salt == salt for one in holdings)
-        unknown = [one.key.hex() for one in holdings if one.namespace is None and one.pages]
-        removed = archive.purge(
-            namespace=namespace,
-            salt=salt,
-            older_than=seconds,
-            tokens=tokens,
-            page=page,
-            everything=everything,
-        )
-        n_newer = archive.n_newer
-        if scrub:
-            try:
-                archive.scrub()
-                scrubbed = True
-            except UnavailableError as error:
-                say(f"prefixstore: the pages were deleted, but could not be overwritten; run it again: {error}")
-    if as_json:
-        emit({"location": where, "removed": asdict(removed), "scrubbed": scrubbed})
-    else:
-        done = "deleted and overwritten" if scrubbed else "deleted"
-        typer.echo(f"{where}: {removed.pages:,} pages {done}, {format_bytes(removed.bytes)}")
-    if not is_known:
-        say(f"{where}: there is no tenant {salt!r}; prefixstore ls lists the tenants")
-    for key in unknown:
-        say(f"{where}: the settings of namespace {key} are damaged, so its tenant is not known; see --namespace")
-    if n_newer:
-        say(f"{where}: {n_newer:,} pages of a newer prefixstore are left, which may match; purge with that version")
-    return FAILED if (scrub and not scrubbed) or not is_known or unknown or n_newer else 0
 
 
 def pin(location: Location, digits: PageKey, *, as_json: AsJson = False) -> None:
@@ -269,7 +224,7 @@ def _pin(location: str, digits: str, *, pinned: bool, as_json: bool) -> None:
     if as_json:
         emit({"location": where, "page": page.key.hex(), "changed": changed, "pinned": pinned})
     else:
-        typer.echo(f"{where}: {changed:,} pages {'pinned' if pinned else 'unpinned'}")
+        tell(f"{where}: {counted(changed, 'page')} {'pinned' if pinned else 'unpinned'}")
 
 
 def compact(location: Location, *, as_json: AsJson = False) -> None:
@@ -283,4 +238,4 @@ def compact(location: Location, *, as_json: AsJson = False) -> None:
     if as_json:
         emit({"location": where, "bytes": freed})
     else:
-        typer.echo(f"{where}: {format_bytes(freed)} returned to the file system")
+        tell(f"{where}: {format_bytes(freed)} returned to the file system")

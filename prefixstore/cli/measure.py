@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from prefixstore.cli.arguments import AsJson, ConfigFile, Location, ModelFile, NCtx, configured, open_model
-from prefixstore.cli.output import emit, fields, table
+from prefixstore.cli.output import emit, fields, table, tell
+from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.bench import BreakEven, Rates, measure_break_even, measure_rates
 from prefixstore.units import format_bytes
@@ -39,7 +40,8 @@ def bench(
     """
     with Archive(location) as archive:
         rates = measure_rates(archive)
-        result = _with_model(archive, location, model, config, n_ctx, tokens) if model or config else None
+        has_model = model is not None or (config is not None and load_config(config).path is not None)
+        result = _with_model(archive, location, model, config, n_ctx, tokens) if has_model else None
         where = archive.location
     if as_json:
         emit({"location": where} | _as_json(rates, result))
@@ -53,7 +55,7 @@ def bench(
         table(["tokens>", "computed>", "restored>", "times faster>"], rows)
         found = result.n_tokens
         even = f"from {found:,} tokens on" if found is not None else "at none of these lengths"
-        typer.echo(f"restoring beats computing {even}")
+        tell(f"restoring beats computing {even}")
 
 
 def _with_model(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from prefixstore.units import format_bytes
+from prefixstore.units import format_bytes, format_seconds, format_share
 from prefixstore.warming.report import Progress
 
 __all__ = ["shown"]
@@ -27,15 +27,18 @@ def shown() -> Iterator[Callable[[Progress], None]]:
     if not console.is_terminal:
         yield _Lines()
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[text]}")]
-    with Bar(*columns, console=console, transient=True) as bar:
+    room = console.width
+    width = max(8, min(40, room // 4))
+    columns = [TextColumn("{task.description}"), BarColumn(width), TaskProgressColumn()]
+    # what the other columns leave
+    left = room - len("evaluating") - width - len("100%") - len(columns)
+    with Bar(*columns, TextColumn("{task.fields[text]}"), console=console, transient=True) as bar:
         task = bar.add_task("reading", total=None, text="")
 
         def show(progress: Progress) -> None:
             total = progress.missing_tokens if progress.phase != "reading" else None
-            bar.update(
-                task, description=progress.phase, total=total, completed=progress.done_tokens, text=_text(progress)
-            )
+            text = _text(progress, left) if progress.phase != "reading" else ""
+            bar.update(task, description=progress.phase, total=total, completed=progress.done_tokens, text=text)
 
         yield show
 
@@ -55,20 +58,20 @@ class _Lines:
             typer.echo(text, err=True)
 
 
-def _text(progress: Progress) -> str:
-    """The progress as text."""
+def _text(progress: Progress, room: int | None = None) -> str:
+    """The progress as text, as much of it as there is room for: what is left first."""
     left = progress.seconds_left
     parts = [
         f"{progress.done_tokens:,} of {progress.missing_tokens:,} tokens",
         f"{progress.rate:,.0f} tokens/s",
-        f"{_duration(left)} left" if left is not None else "",
+        f"{format_seconds(left)} left" if left is not None else "",
         f"{format_bytes(progress.stored_bytes)} stored",
-        f"{progress.hit_share:.0%} hits",
+        f"{format_share(progress.hit_share)} hits",
     ]
+    if room is not None:
+        shown: list[str] = []
+        for i in (2, 0, 1, 3, 4):
+            if parts[i] and len(", ".join([*shown, parts[i]])) <= room:
+                shown.append(parts[i])
+        parts = [part for part in parts if part in shown]
     return ", ".join(part for part in parts if part)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

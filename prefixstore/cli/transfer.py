@@ -1,9 +1,10 @@
-"""Commands that move pages: ``export``, ``import``, ``copy``, ``migrate``."""
+"""Commands that move pages: ``export``, ``import``, ``copy``."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,6 @@ from typing import Annotated, BinaryIO
 import typer
 
 from prefixstore.backends.files import sync_path
-from prefixstore.backends.location import without_password
-from prefixstore.backends.sql import require_sql
 from prefixstore.cli.arguments import (
     AsJson,
     ConfigFile,
@@ -32,17 +31,18 @@ from prefixstore.cli.arguments import (
     open_model,
     tokens_of_prefix,
 )
+from prefixstore.cli.confirm import DryRun, Replace, is_confirmed
 from prefixstore.cli.heap import keep_freed_memory
-from prefixstore.cli.output import FAILED, emit, say
-from prefixstore.config import explain
+from prefixstore.cli.output import FAILED, emit, say, tell
+from prefixstore.config import explain, load_config
 from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError
 from prefixstore.format.export import MAGIC, ExportReader
 from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import DEFAULT_BYTES, Archive
-from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store
-from prefixstore.units import format_bytes
+from prefixstore.maintenance.transfer import Moved, copy_store, export_store, import_store, missing_bytes
+from prefixstore.units import counted, format_bytes
 
-__all__ = ["copy", "export", "import_", "migrate"]
+__all__ = ["copy", "export", "import_"]
 
 STANDARD = "-"
 
@@ -60,21 +60,30 @@ def export(
     ] = None,
     model: ModelFile = None,
     tokenizer: TokenizerFile = None,
+    dry_run: DryRun = False,
+    yes: Replace = False,
     as_json: AsJson = False,
 ) -> int:
     """Write pages into one portable file.
 
-    Exit code 1: damaged pages were left out.
+    On a terminal you are asked before an export is replaced; a file that is none is never replaced. Exit code 1:
+    damaged pages were left out, or the answer was no.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
     started = time.perf_counter()
     tokens = tokens_of_prefix(prefix, model, tokenizer)
     with Archive(location, read_only=True) as archive:
+        where = archive.location
         namespaces, keys = _selected(archive, namespace, tokens, page)
+        if out != STANDARD:
+            _require_replaceable(Path(out))
+        if dry_run:
+            return _say_what_would_be_exported(archive, out, namespaces, keys, as_json=as_json)
+        if out != STANDARD and Path(out).exists() and not is_confirmed(f"{out} exists; replace it?", yes=yes):
+            return FAILED
         with _writing(out) as file:
             moved = export_store(archive, file, namespaces=namespaces, keys=keys)
-        where = archive.location
     seconds = time.perf_counter() - started
     _report(moved, "exported", seconds, {"location": where, "file": out}, as_json=as_json)
     return FAILED if moved.damaged else 0
@@ -90,8 +99,29 @@ def _selected(
     return namespaces, archive.with_ancestors(archive.select(namespaces=namespaces, tokens=prefix, page=page))
 
 
+def _say_what_would_be_exported(
+    archive: Archive, out: str, namespaces: set[bytes] | None, keys: set[bytes] | None, *, as_json: bool
+) -> int:
+    pages = [
+        page
+        for page in archive.pages()
+        if (namespaces is None or page.namespace in namespaces) and (keys is None or page.key in keys)
+    ]
+    size = sum(page.stored_bytes for page in pages)
+    if as_json:
+        emit({"location": archive.location, "file": out, "pages": len(pages), "bytes": size, "dry_run": True})
+    else:
+        replaced = ", which would be replaced" if out != STANDARD and Path(out).exists() else ""
+        held = f"{counted(len(pages), 'page')}, {format_bytes(size)}"
+        tell(f"{held}, would be exported from {archive.location} to {out}{replaced}")
+    return 0
+
+
 def _require_replaceable(target: Path) -> None:
     """Refuse a file that is not an export: it was named by mistake."""
+    if target.exists() and not target.is_file():
+        # a device would be replaced, and a pipe waited for
+        raise LocationError(f"{target} exists and is no file; choose another name, or - for stdout")
     try:
         with target.open("rb") as file:
             begin = file.read(len(MAGIC))
@@ -109,10 +139,11 @@ def _writing(out: str) -> Iterator[BinaryIO]:
         sys.stdout.buffer.flush()
         return
     target = Path(out)
-    _require_replaceable(target)
-    part = target.with_name(target.name + ".part")
+    part: Path | None = None
     try:
-        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        # a name that nobody else can have: what is there already may be a link, or may be read by others
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        part = Path(name)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
@@ -122,7 +153,8 @@ def _writing(out: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise LocationError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)
 
 
 def import_(
@@ -151,18 +183,39 @@ def import_(
     keep_freed_memory()
     with _reading(file) as opened:
         reader = ExportReader(opened, file)
-        if model is not None or config is not None:
+        if model is not None or (config is not None and load_config(config).path is not None):
             settings = configured(location, config, model, n_ctx, salt)
             llm = open_model(settings)
             with settings.open_store(llm, location="memory:") as store:
                 _require(file, reader, store.namespace)
             llm.close()
         with Archive(location, max_bytes=budget, create=True) as archive:
+            _warn_of_a_small_budget(file, archive)
             moved = import_store(reader, archive)
             where = archive.location
     seconds = time.perf_counter() - started
     _report(moved, "imported", seconds, {"file": file, "location": where}, as_json=as_json)
     return FAILED if moved.refused else 0
+
+
+def _warn_of_a_small_budget(file: str, archive: Archive) -> None:
+    """Say before anything is written that not all of a file will fit."""
+    room = archive.max_bytes - archive.used().bytes
+    path = Path(file)
+    if file == STANDARD or not path.is_file() or path.stat().st_size <= room:
+        return
+    with _reading(file) as opened:
+        wanted = missing_bytes(ExportReader(opened, file), archive)
+    if wanted > max(room, 0):
+        _warn(file, wanted, archive, room)
+
+
+def _warn(source: str, wanted: int, archive: Archive, room: int) -> None:
+    say(
+        f"note: {source} has {format_bytes(wanted)} that {archive.location} lacks, which may hold "
+        f"{format_bytes(archive.max_bytes)} and has {format_bytes(max(room, 0))} free: pages will be left out, or "
+        "evicted; pass a larger --max-bytes to keep them all"
+    )
 
 
 def _require(file: str, reader: ExportReader, wanted: Namespace) -> None:
@@ -214,6 +267,10 @@ def copy(
         wanted = {archive.namespace(namespace).key} if namespace is not None else None
         used = archive.used().bytes
         with Archive(target, max_bytes=budget or max(2 * used, DEFAULT_BYTES), create=True) as other:
+            size = sum(page.stored_bytes for page in archive.pages() if wanted is None or page.namespace in wanted)
+            room = other.max_bytes - other.used().bytes
+            if budget is not None and size > other.max_bytes:
+                _warn(archive.location, size, other, room)
             moved = copy_store(archive, other, namespaces=wanted)
             places = {"location": archive.location, "target": other.location}
     _report(moved, "copied", time.perf_counter() - started, places, as_json=as_json)
@@ -236,59 +293,15 @@ def _report(moved: Moved, done: str, seconds: float, places: dict[str, str], *, 
     if as_json and not is_piped:
         emit(places | asdict(moved) | {"seconds": round(seconds, 3)})
         return
-    rate = format_bytes(moved.bytes / seconds) if seconds else "0 B"
+    size = f"{format_bytes(moved.bytes)} at {format_bytes(moved.bytes / seconds)}/s" if moved.bytes else "no bytes"
     more = {
         "already existed": moved.present,
-        "were damaged and left out": moved.damaged,
+        "damaged and left out": moved.damaged,
         "did not fit": moved.refused,
-        "were evicted to make space": moved.evicted,
+        "evicted to make space": moved.evicted,
     }
-    show = say if is_piped else typer.echo
-    show(f"{moved.pages:,} pages {done} from {source} to {target}: {format_bytes(moved.bytes)} at {rate}/s")
+    show = say if is_piped else tell
+    show(f"{counted(moved.pages, 'page')} {done} from {source} to {target}: {size}")
     for what, n in more.items():
         if n:
-            show(f"{n:,} pages {what}")
-
-
-def migrate(
-    location: Location,
-    *,
-    check: Annotated[bool, typer.Option("--check", help="Only report whether the schema is up to date.")] = False,
-    sql: Annotated[bool, typer.Option("--sql", help="Only print the SQL statements.")] = False,
-    as_json: AsJson = False,
-) -> int:
-    """Create a SQL store, or bring its schema up to date.
-
-    Exit code 1 with --check: the schema is not up to date.
-
-    Example: prefixstore migrate postgresql+psycopg://user@host/db --check
-    """
-    require_sql(location)
-    from prefixstore.backends.sql import migrations as schema  # noqa: PLC0415 - the extras for SQL
-
-    if check and sql:
-        raise InvalidParameterError("--check and --sql cannot be combined")
-    if sql:
-        statements = schema.upgrade_sql(location)
-        if as_json:
-            emit({"sql": statements})
-        else:
-            typer.echo(statements, nl=False)
-        return 0
-    before = schema.check(location) if check else schema.upgrade(location)
-    where = without_password(location)
-    if as_json:
-        emit(
-            {
-                "location": where,
-                "revision": before.revision,
-                "head": before.head,
-                "current": before.is_current or not check,
-            }
-        )
-    elif before.is_current:
-        typer.echo(f"{where}: schema {before.revision} is up to date")
-    else:
-        change = f"schema {before.revision or 'none'} -> {before.head}"
-        typer.echo(f"{where}: {change} {'needed' if check else 'done'}")
-    return FAILED if check and not before.is_current else 0
+            show(f"{counted(n, 'page')} {what}")

@@ -77,6 +77,7 @@ class Adaptive(Policy):
     """Pages with the fewest expected hits for their space are evicted first, weighted by the time that a hit saves."""
 
     drifts = True
+    name = "adaptive"
     note = b"policy/adaptive"
 
     def __init__(self) -> None:

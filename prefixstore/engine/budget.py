@@ -10,21 +10,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from prefixstore.backends.base import Backend, Transaction, Used
+from prefixstore.backends.base import CONFLICTS, Backend, ConflictError, Transaction, Used
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
+from prefixstore.engine.evictions import Cause
 from prefixstore.engine.index import Page
 from prefixstore.engine.pending import PackedPage
 from prefixstore.engine.stored_pages import Victim
 from prefixstore.engine.totals import Group, Total
-from prefixstore.errors import CorruptError, FullError, InvalidParameterError
+from prefixstore.errors import CorruptError, FullError, InvalidParameterError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import CHECKSUM_BYTES, Record
-from prefixstore.stats import Counters
+from prefixstore.stats import Counters, Shortage
 from prefixstore.units import parse_bytes
 
-__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evictor", "Quota", "fewer"]
+__all__ = ["NO_LIMIT", "PAGES_AT_ONCE", "Budget", "Evicted", "Evictor", "Quota", "fewer"]
 
 # so large that what a page costs beside its payload does not matter
 MANY_BYTES = 1 << 40
@@ -117,6 +118,43 @@ class Budget:
         return Used(math.floor(self.max_bytes * share), entries)
 
 
+@dataclass(frozen=True)
+class Evicted:
+    """What was evicted, or would have been.
+
+    Attributes
+    ----------
+    pages
+        Keys of the pages, in the order in which they were chosen.
+    bytes
+        By how much the location became smaller, index included.
+    policy
+        The policy that chose them.
+    target_bytes
+        What the location was to hold.
+    bytes_left
+        What it holds now; after a dry run, what it would.
+    dry_run
+        Whether nothing was evicted.
+    """
+
+    pages: tuple[str, ...]
+    bytes: int
+    policy: str
+    target_bytes: int
+    bytes_left: int
+    dry_run: bool
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the target is reached. If not, everything else is pinned, or the index is larger than the target."""
+        return self.bytes_left <= self.target_bytes
+
+
+class _TakenBackError(StorageError):
+    """Ends a transaction that only tries something; what it has changed is undone."""
+
+
 def fewer(backend: Backend, at_once: int, error: FullError) -> int:
     """How many pages to delete in one transaction, after a location had no space to delete `at_once`.
 
@@ -140,6 +178,10 @@ class Evictor:
         What the location may hold.
     counters
         Counts what is deleted.
+    on_evicted
+        Called with the key of each page that was evicted, when its transaction is committed.
+    cause
+        Why it evicts, apart from quotas and from pages that have expired; for the log of evictions.
 
     Attributes
     ----------
@@ -147,10 +189,19 @@ class Evictor:
         What the location held after the last transaction; None before the first.
     """
 
-    def __init__(self, catalog: Catalog, budget: Budget, counters: Counters) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        budget: Budget,
+        counters: Counters,
+        on_evicted: Callable[[bytes], None] | None = None,
+        cause: Cause = Cause.SPACE,
+    ) -> None:
         self._catalog = catalog
+        self._cause = cause
         self._budget = budget
         self._counters = counters
+        self._on_evicted = on_evicted
         self.used: Used | None = None
 
     def needs_table(self, backend: Backend) -> bool:
@@ -264,6 +315,24 @@ class Evictor:
                     reason = DropReason.ADMISSION
         return n, reason
 
+    def shortage(self, transaction: Transaction, one: PackedPage, reason: DropReason, n_pages: int) -> Shortage:
+        """What a page asked for that was refused for this reason, and what there was for it.
+
+        Available is what is free, and what eviction could free; of a page that was not admitted, only what is free.
+        """
+        size = len(one.payload)
+        if reason is DropReason.QUOTA:
+            left = [
+                limit - total.bytes + total.evictable_bytes
+                for group, limit in self._quotas_of(transaction, [one])
+                for total in [self._catalog.total(group)]
+            ]
+            return Shortage(reason.value, n_pages, size, max(min(left, default=0), 0))
+        available = self._budget.max_bytes - transaction.used.bytes
+        if reason is DropReason.BUDGET:
+            available += _most_freed(transaction, self._catalog.total())
+        return Shortage(reason.value, n_pages, transaction.cost(one.record, size), max(available, 0))
+
     def _contest(
         self, transaction: Transaction, chain: Sequence[PackedPage], n: int, bound: _Bound, group: Group
     ) -> int:
@@ -279,7 +348,7 @@ class Evictor:
                 if tail is not None and victim.key == tail.key:
                     victim = victims.next()
                 elif self._catalog.admits(chain[n - 1].pending, victim):
-                    self._delete(transaction, victim, evicting=True)
+                    self._delete(transaction, victim, self._cause if group is None else Cause.QUOTA)
                     victim = victims.next()
                 else:
                     victims.spared()
@@ -359,7 +428,7 @@ class Evictor:
         FullError
             If the location has no space to delete even one page.
         """
-        at_once = PAGES_AT_ONCE
+        at_once, conflicts = PAGES_AT_ONCE, 0
         while True:
             try:
                 self._catalog.load_table(backend)
@@ -367,11 +436,32 @@ class Evictor:
                     enough = max(max_bytes, transaction.used.bytes - BYTES_AT_ONCE)
                     is_left = self._evict(transaction, partial(_holds_more, transaction, enough), at_most=at_once)
                     used = transaction.used.bytes
+            except ConflictError:
+                conflicts += 1
+                if conflicts == CONFLICTS:
+                    raise
+                continue
             except FullError as error:
                 at_once = fewer(backend, at_once, error)
                 continue
             if used <= max_bytes or not is_left:
                 return used
+
+    def trial(self, backend: Backend, max_bytes: int) -> tuple[list[bytes], int]:
+        """What `shrink` would evict, and what the location would hold after it. Nothing is changed.
+
+        It is tried in one transaction, which is taken back; other writers wait meanwhile. Raises `FullError`.
+        """
+        self._catalog.load_table(backend)
+        chosen: list[bytes] = []
+        used = 0
+        try:
+            with self._catalog.update(backend) as transaction:
+                self._evict(transaction, partial(_holds_more, transaction, max_bytes), chosen=chosen)
+                used = transaction.used.bytes
+                raise _TakenBackError
+        except _TakenBackError:
+            return chosen, used
 
     def respect_budget(self, backend: Backend) -> None:
         """If more is stored than the budget allows, as it was larger before, evict that in short transactions.
@@ -417,7 +507,7 @@ class Evictor:
                     return False
                 if page.expires > now:
                     return False
-                self._delete(transaction, page, evicting=False)
+                self._delete(transaction, page, Cause.EXPIRED)
         finally:
             expiring.close()
         return True
@@ -451,11 +541,16 @@ class Evictor:
         group: Group = None,
         *,
         at_most: int | None = None,
+        chosen: list[bytes] | None = None,
     ) -> bool:
-        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left."""
+        """Delete leaves, first victim first, while there is too much, or `at_most` so many; false if none are left.
+
+        Their keys are added to `chosen`.
+        """
         if not exceeded():
             return True
         self._catalog.require_table(transaction)
+        cause = self._cause if group is None else Cause.QUOTA
         victims = self._catalog.victims(group)
         turns = itertools.count() if at_most is None else range(at_most)
         try:
@@ -465,18 +560,31 @@ class Evictor:
                 victim = victims.next()
                 if victim is None:
                     return False
-                self._delete(transaction, victim, evicting=True)
+                if self._delete(transaction, victim, cause) and chosen is not None:
+                    chosen.append(victim.key)
         finally:
             victims.close()
         return True
 
-    def _delete(self, transaction: Transaction, victim: Victim, *, evicting: bool) -> None:
+    def _delete(self, transaction: Transaction, victim: Victim, cause: Cause) -> bool:
         # asked before the catalog's lock is taken: a completion may wait for that
         usage = transaction.usage(victim.key)
         # the index first, so that the page is not matched, nor continued, while it is deleted
-        if self._catalog.remove_victim(victim, usage, evicting=evicting):
-            transaction.delete(victim.key)
-            self._catalog.after_commit(partial(self._counters.count, "evictions" if evicting else "expired"))
+        if not self._catalog.remove_victim(victim, usage, evicting=cause is not Cause.EXPIRED):
+            return False
+        transaction.delete(victim.key)
+        self._catalog.after_commit(partial(self._deleted, victim, time.time_ns(), cause))
+        return True
+
+    def _deleted(self, victim: Victim, now: int, cause: Cause) -> None:
+        """Count and report a page that is deleted, and how long after its last use it is evicted, if that is known."""
+        evicting = cause is not Cause.EXPIRED
+        self._catalog.evictions.add(victim.key, cause, now / 1e9)
+        self._counters.count("evictions" if evicting else "expired", namespace=victim.namespace)
+        if evicting and victim.last_used:
+            self._counters.observe("eviction_age", ((now - victim.last_used) / 1e9,))
+        if evicting and self._on_evicted is not None:
+            self._on_evicted(victim.key)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from prefixstore.backends.base import Backend, Entry, View
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.contents import DropReason, Taken
+from prefixstore.engine.contents import DropReason, Outdated, Taken
+from prefixstore.engine.evictions import EvictionLog
 from prefixstore.engine.index import Index, Page, Path, branches, depth_first, is_same
 from prefixstore.engine.pending import Deferred, PendingPage, Suspicion
 from prefixstore.engine.ram import RamTier
@@ -59,8 +60,10 @@ class Catalog(TableLoader):
 
     def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
         super().__init__(table, counters, ram)
+        self._counters = counters
         # since the start of this process
         self.n_lookups = 0
+        self.evictions = EvictionLog()
 
     # -- looking pages up ---------------------------------------------------------------------------------------------
 
@@ -106,6 +109,12 @@ class Catalog(TableLoader):
         """The page with this key, if it is in the index."""
         with self._lock:
             return self._contents.index.get(key)
+
+    def known_children(self, parent: bytes, namespace: bytes) -> list[Page]:
+        """The pages in the index that follow this one, or the namespace; pending ones too."""
+        with self._lock:
+            index = self._contents.index
+            return list(index.node(parent, namespace).children) if parent == namespace or parent in index else []
 
     def is_current(self, page: Page) -> bool:
         """Whether this node object is in the index."""
@@ -194,7 +203,7 @@ class Catalog(TableLoader):
             older = self._contents.index.superseded_by(new.page)
             if older is not None and older.is_leaf and not self._contents.may_be_stored(older):
                 # not written yet, and not needed any more; a stored one is deleted when the new page is written
-                self._contents.forget(older.key, is_deleted=False)
+                self._contents.give_up(older.key, Outdated.SUPERSEDED)
             return place
 
     def hold(self, pages: Sequence[Page]) -> dict[bytes, PooledBuffer]:
@@ -217,6 +226,7 @@ class Catalog(TableLoader):
 
         Without `is_written`, nothing waits for a commit.
         """
+        fresh: list[int] = []
         with self._lock, self._guard:
             now = self._contents.time_of_use()
             expires = time.time_ns() + ttl_ns if ttl_ns is not None else 0
@@ -227,10 +237,14 @@ class Catalog(TableLoader):
                 if page.expires and page.expires < expires:
                     page.expires = expires
                 self._table.used(page)
+                if not page.hits:
+                    fresh.append(page.created)
                 page.hits += 1
                 if is_written:
                     self._contents.deferred.uses[page.key] = self._contents.deferred.uses.get(page.key, 0) + 1
             self._ram.want([page for page in pages if page.key not in self._contents.pending])
+        if fresh:
+            self._counters.observe("first_reuse", [(now - created) / 1e9 for created in fresh])
 
     def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
         """Give up all but `keep` of the known snapshots along `tokens`, except pinned ones; how many."""
@@ -269,7 +283,7 @@ class Catalog(TableLoader):
         with self._lock, self._guard:
             if page.key in self._contents.pending and page.key not in self._contents.writing:
                 if not page.is_stored:
-                    self._contents.forget(page.key, is_deleted=False)
+                    self._contents.give_up(page.key, Outdated.THINNED)
                     return
                 self._contents.keep_as_stored(page)
             self._contents.deferred.thinned.add(page.key)
@@ -289,9 +303,22 @@ class Catalog(TableLoader):
     # -- committing ---------------------------------------------------------------------------------------------------
 
     @property
+    def pending_counts(self) -> tuple[int, int]:
+        """How many captured pages, and how many snapshots, wait for a commit."""
+        with self._lock:
+            forms = [new.page.form for new in self._contents.pending.values() if new.buffer is not None]
+        n_snapshots = forms.count(SNAPSHOT)
+        return len(forms) - n_snapshots, n_snapshots
+
+    @property
     def has_deferred(self) -> bool:
         """Whether uses, or pages to be deleted, wait for the next commit."""
         return bool(self._contents.deferred)
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether pages wait for a commit."""
+        return bool(self._contents.pending)
 
     @property
     def has_expired(self) -> bool:
@@ -324,8 +351,7 @@ class Catalog(TableLoader):
             if not self._contents.is_pending(new):
                 return None
             if page.is_leaf and self._contents.index.covers(page):
-                del self._contents.pending[page.key]
-                self._contents.forget(page.key, is_deleted=False)
+                self._contents.give_up(page.key, Outdated.SUPERSEDED)
                 return None
             self._contents.writing.add(page.key)
             older = self._contents.index.superseded_by(page)
@@ -481,6 +507,19 @@ class Catalog(TableLoader):
     def _set_pinned(self, page: Page, *, pinned: bool) -> None:
         self._contents.undo(partial(self._contents.set_pinned, page, pinned=page.pinned))
         self._contents.set_pinned(page, pinned=pinned)
+
+    def keep(self, owner: str, keys: Collection[bytes]) -> None:
+        """Have these pages evicted after all others, stored or not yet, and no more those that this owner named before.
+
+        Several owners may name one page. Only this process knows of it, as long as it lives.
+        """
+        with self._lock, self._guard:
+            self._table.keep(owner, keys)
+
+    def keep_nothing(self) -> None:
+        """Undo every `keep`."""
+        with self._lock, self._guard:
+            self._table.keep_nothing()
 
     def pinned_with(self, page: Page, *, pinned: bool) -> list[Page]:
         """What changes when a page is pinned or unpinned: its descendants too, and its ancestors; see `load_all`.

@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import Backend, Transaction, Used
+from prefixstore.backends.base import CONFLICTS, Backend, ConflictError, Transaction, Used
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import Deleter
+from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import Deferred, PackedPage, PendingPage
+from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
 from prefixstore.format.record import Record, Usage, time_of_use
-from prefixstore.stats import Counters
+from prefixstore.stats import Counters, Shortage
 
 __all__ = ["Committer"]
 
@@ -54,10 +56,17 @@ class Committer:
         Packs states.
     counters
         Counts what is evicted, dropped and repaired.
+    keeper
+        Keeps in the location what was counted.
     on_used
         Called after each transaction with what the location holds then.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
+
+    Attributes
+    ----------
+    shortage
+        The last time that a page found no space.
     """
 
     def __init__(
@@ -69,10 +78,12 @@ class Committer:
         budget: Budget,
         encode: Encoder,
         counters: Counters,
+        keeper: HistoryKeeper,
         *,
         on_used: Callable[[Used], None],
         housekeeping: bool,
     ) -> None:
+        self.shortage: Shortage | None = None
         self._backend = backend
         self._catalog = catalog
         self._deleter = deleter
@@ -80,6 +91,7 @@ class Committer:
         self._evictor = Evictor(catalog, budget, counters)
         self._encode = encode
         self._counters = counters
+        self._keeper = keeper
         self._on_used = on_used
         self._housekeeping = housekeeping
 
@@ -109,7 +121,8 @@ class Committer:
                 with suppress(FullError):
                     self._evictor.respect_budget(self._backend)
             return self._write_with_space(packed)
-        except FullError:
+        except FullError as error:
+            self.shortage = Shortage(DropReason.FULL.value, len(batch), error.asked or 0, error.available or 0)
             catalog.drop(batch, DropReason.FULL)
             raise
         except StorageError:
@@ -124,13 +137,26 @@ class Committer:
     def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""
         written: list[PendingPage] = []
-        waiting, at_once, failures = packed, max(len(packed), 1), 0
+        waiting, at_once, failures, conflicts = packed, max(len(packed), 1), 0, 0
+        was_full = False
         while True:
             some = waiting[:at_once]
             try:
-                written += self._write(some)
-            except FullError:
-                failures += 1
+                # figures wait where they may be why it fails; not if this may be the last commit
+                insists = self._keeper.hurries and conflicts < CONFLICTS - 1
+                written += self._write(some, with_figures=not was_full and (not conflicts or insists))
+            except ConflictError:
+                self._keeper.conflicted()
+                conflicts += 1
+                if conflicts == CONFLICTS:
+                    raise
+                continue
+            except FullError as error:
+                was_full = True
+                # fewer pages may fit: only what fails with one of them counts
+                failures += len(some) <= 1
+                if error.asked is None:
+                    error.asked = sum(len(one.payload) for one in some)
                 if failures == ATTEMPTS:
                     raise
                 # What a transaction frees is reusable only by a later one, and each page that it changes takes space.
@@ -144,7 +170,7 @@ class Committer:
                     time.sleep(PAUSE * failures)
                     self._reclaim()
                 continue
-            waiting = waiting[len(some) :]
+            waiting, failures = waiting[len(some) :], 0
             if not waiting:
                 return written
 
@@ -161,12 +187,13 @@ class Committer:
             used = view.used.bytes
         self._evictor.shrink(self._backend, max(used - max(n_bytes, 1), 0))
 
-    def _write(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
+    def _write(self, packed: Sequence[PackedPage], *, with_figures: bool) -> list[PendingPage]:
         catalog = self._catalog
         written: list[PendingPage] = []
         put: set[bytes] = set()
         refused: list[tuple[PendingPage, DropReason]] = []
         deferred, n_damaged = Deferred(), 0
+        shortage: Shortage | None = None
 
         def committed() -> None:
             # Keep states in RAM while their buffers are still here, then tell the catalog.
@@ -174,6 +201,10 @@ class Committer:
                 if new.buffer is not None:
                     self._ram.keep(new.page, new.buffer.view)
             catalog.committed(written, deferred)
+            self._keeper.committed()
+            if shortage is not None:
+                self.shortage = shortage
+                log.info("%s", shortage)
             # children first: with a page, those that depend on it are given up
             for new, reason in reversed(refused):
                 catalog.refuse(new, reason)
@@ -185,6 +216,7 @@ class Committer:
                 n_damaged = self._clean_up(transaction, deferred)
             # Write the pages, parents first, making space for each.
             refused = self._put_all(transaction, packed, written, put)
+            shortage = self._shortage(transaction, packed, refused)
             # Record uses, those of the new pages included.
             self._write_uses(transaction, deferred)
             # Take out pages that were given up meanwhile: their parents may have been evicted for the next one.
@@ -193,9 +225,14 @@ class Committer:
                 if new.page.key in put:
                     catalog.lose(new.page.key)
                     transaction.delete(new.page.key)
+            if written and self._housekeeping:
+                note_policy(transaction, self._catalog.policy_name)
+            n_bytes = sum(one.pending.n_bytes for one in packed)
+            self._keeper.write(transaction, len(packed), n_bytes, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
         self._on_used(used)
         self._counters.count("corrupt", n_damaged)
+        self._counters.count("allocations", len(put))
         return written
 
     def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
@@ -232,6 +269,20 @@ class Committer:
                 reasons[page.key] = reason
                 refused.append((one.pending, reason))
         return refused
+
+    def _shortage(
+        self,
+        transaction: Transaction,
+        packed: Sequence[PackedPage],
+        refused: Sequence[tuple[PendingPage, DropReason]],
+    ) -> Shortage | None:
+        """What the last of the refused pages asked for, and what there was; None if none was refused for its size."""
+        of = {one.pending.page.key: one for one in packed}
+        for new, reason in reversed(refused):
+            if reason in (DropReason.BUDGET, DropReason.QUOTA, DropReason.ADMISSION):
+                n_pages = sum(1 for _, other in refused if other is reason)
+                return self._evictor.shortage(transaction, of[new.page.key], reason, n_pages)
+        return None
 
     def _admit(
         self, transaction: Transaction, packed: Sequence[PackedPage], found: Mapping[bytes, Record | StorageError]
@@ -274,11 +325,8 @@ class Committer:
             transaction.put_namespace(page.namespace, new.settings)
             transaction.put(page.key, record, _usage_of(one), one.payload)
             put.add(page.key)
-        elif tail is not None:
-            transaction.delete(tail.key)
-            usage = transaction.usage(page.key)
-            if tail.pinned and usage is not None and not usage.pinned:
-                transaction.touch(page.key, replace(usage, pinned=True), announce=True)
+        else:
+            self._use_stored(transaction, page, tail)
         stored = found.get(page.key)
         usage = transaction.usage(page.key)
         # An imported page competes with the others at once: it may be the first victim of the next one.
@@ -291,6 +339,17 @@ class Committer:
         self._keep_ancestors(transaction, page)
         written.append(new)
         return None
+
+    def _use_stored(self, transaction: Transaction, page: Page, tail: Page | None) -> None:
+        """A captured page is stored already: it lasts as long as the captured one, and takes the place of the tail."""
+        usage = transaction.usage(page.key)
+        if usage is not None:
+            pinned = usage.pinned or (tail is not None and tail.pinned)
+            expires = max(usage.expires, page.expires) if usage.expires else 0
+            if (pinned, expires) != (usage.pinned, usage.expires):
+                transaction.touch(page.key, replace(usage, pinned=pinned, expires=expires), announce=True)
+        if tail is not None:
+            transaction.delete(tail.key)
 
     def _claim(self, transaction: Transaction, new: PendingPage) -> Claim | None:
         """Mark a page as being written, and take out the tail that it continues, unless something depends on it."""

@@ -27,7 +27,7 @@ from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters
 
-__all__ = ["Contents", "DropReason", "Taken"]
+__all__ = ["Contents", "DropReason", "Outdated", "Taken"]
 
 log = logging.getLogger("prefixstore")
 
@@ -45,6 +45,14 @@ class DropReason(str, Enum):
     UNAVAILABLE = "unavailable"
     ERROR = "error"
     ADMISSION = "admission"
+
+
+class Outdated(str, Enum):
+    """Why a captured page was given up before it was written: the names in ``Stats.outdated``."""
+
+    SUPERSEDED = "superseded"
+    THINNED = "thinned"
+    DELETED = "deleted"
 
 
 class Taken(NamedTuple):
@@ -296,6 +304,15 @@ class Contents:
         if lost:
             self._counters.count(f"dropped:{reason.value}", lost)
 
+    def give_up(self, key: bytes, reason: Outdated) -> None:
+        """Forget a pending page that is not needed any more, and what depends on it, and count them."""
+        self._count_outdated(self.forget(key, is_deleted=False), reason)
+
+    def _count_outdated(self, taken: Iterable[Taken], reason: Outdated) -> None:
+        # imported pages were not captured
+        if lost := sum(1 for one in taken if one.new is not None and one.new.buffer is not None):
+            self._counters.count(f"outdated:{reason.value}", lost)
+
     def keep_as_stored(self, page: Page) -> None:
         """A page that another process has stored is not pending here any more."""
         self.pending.pop(page.key, None)
@@ -329,6 +346,7 @@ class Contents:
     def delete(self, key: bytes, namespace: bytes | None) -> list[Taken]:
         """The open transaction deletes a page: take it out of the index; what was taken."""
         taken = self.forget(key, is_deleted=True)
+        self._count_outdated(taken, Outdated.DELETED)
         self.note_deleted(key, taken[-1].page.namespace if taken else namespace)
         self.undo(partial(self.put_back, taken))
         return taken

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.base import Backend, Entry, Transaction
+from prefixstore.backends.base import CONFLICTS, Backend, ConflictError, Entry, Transaction, retried
 from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
@@ -190,6 +190,7 @@ class Deleter:
     def _select(self, choose: Choice) -> list[Page]:
         return self._catalog.select(self._backend, choose)
 
+    @retried
     def _delete_leaves(self, pages: Sequence[Page]) -> Removed:
         removed = Removed()
         with self._catalog.update(self._backend) as transaction:
@@ -253,7 +254,7 @@ class Deleter:
 
         With `strays_only`, not those that can be found, as what they follow was stored since.
         """
-        removed, at_once = Removed(), PAGES_AT_ONCE
+        removed, at_once, conflicts = Removed(), PAGES_AT_ONCE, 0
         doomed = sorted(keys)
         while doomed:
             try:
@@ -261,6 +262,11 @@ class Deleter:
                     if strays_only:
                         doomed = [key for key in doomed if _is_stray(transaction, key)]
                     deleted, left = self._delete_some(transaction, doomed, at_once)
+            except ConflictError:
+                conflicts += 1
+                if conflicts == CONFLICTS:
+                    raise
+                continue
             except FullError as error:
                 at_once = fewer(self._backend, at_once, error)
                 continue
@@ -318,6 +324,7 @@ class Deleter:
                 break
         return gone
 
+    @retried
     def drop_empty_namespaces(self) -> None:
         """Forget the settings of namespaces that have no pages any more."""
         self._catalog.sweep()

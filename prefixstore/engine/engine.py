@@ -11,39 +11,46 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from prefixstore.backends.base import Backend, Transaction, Used, View
+from prefixstore.backends.base import Backend, Transaction, Used, View, retried
 from prefixstore.backends.forks import ForkLevel, register_at_fork
 from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.bookmark import Bookmark, BookmarkChange
+from prefixstore.engine.bookmarks import Bookmarks
 from prefixstore.engine.breaker import LOCAL_PATIENCE, CircuitBreaker
-from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.engine.budget import Budget, Evicted, Evictor
 from prefixstore.engine.catalog import Catalog, Placement
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Choice, Deleter, Removed, in_common, of_namespaces
-from prefixstore.engine.fetch import Fetcher, States
+from prefixstore.engine.evictions import Cause, Eviction, EvictionNote
+from prefixstore.engine.fetch import Deadline, Fetcher, States
 from prefixstore.engine.follow import Lock, LockT
+from prefixstore.engine.history_keeper import HistoryKeeper
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation, violations
 from prefixstore.engine.pending import Fits, ImportedPage, PendingPage, Suspicion
 from prefixstore.engine.policy import Policy
 from prefixstore.engine.policy_memory import PolicyMemory
-from prefixstore.engine.queue import WriteQueue
+from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
+from prefixstore.engine.relay import Keep, Relays
 from prefixstore.engine.repack import Repacker
 from prefixstore.engine.room import Room
 from prefixstore.engine.stored_pages import StoredPages
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.engine.tap import Tap
+from prefixstore.errors import ClosedError, CorruptError, StorageError
 from prefixstore.format.autocodec import Encoder
-from prefixstore.format.keys import Tokens, page_key
+from prefixstore.format.figures import History
+from prefixstore.format.keys import PAGE, Tokens, page_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, StoredPage, checksum
-from prefixstore.stats import Counters
+from prefixstore.stats import Counters, SessionCounts, Shortage, TierStats
 
 __all__ = ["Engine", "Imported"]
 
@@ -113,6 +120,17 @@ class Engine:
         it is told to.
     clock
         Seconds, by which the circuit breaker tells whether the location is slow.
+
+    Attributes
+    ----------
+    wants_all
+        Whether what is captured now is stored even if the policy finds it worth less than what is evicted for it.
+    keeper
+        Keeps in the location what was counted.
+    tap
+        Is told what is asked, used and captured; None if no one is.
+    token_seconds
+        What computing a token takes, as last measured; None if it is not known.
     """
 
     def __init__(
@@ -145,9 +163,13 @@ class Engine:
         self._read_only = read_only
         self._housekeeping = housekeeping
         self._clock = clock
-        self._used = Used(0, 0)
         self._sizes = (0, 0)
         self._stores_all = 0
+        self.wants_all = False
+        # what counts the sessions of its store; kept by a weak reference
+        self.sessions: Callable[[], Callable[[], SessionCounts] | None] = lambda: None
+        self.tap: Tap | None = None
+        self.token_seconds: float | None = None
         self._closed = False
         self._start()
         register_at_fork(self, ForkLevel.ENGINE)
@@ -162,6 +184,7 @@ class Engine:
         patience = LOCAL_PATIENCE if backend.is_local else 1
         self._breaker = CircuitBreaker(self._probe, counters, patience=patience, clock=self._clock)
         self._fetcher = Fetcher(backend, catalog, self._ram, counters, self._encode.read_rate, self._breaker)
+        self._relays = Relays(self._fetcher)
         self._deleter = Deleter(backend, catalog)
         self._room = Room(
             backend,
@@ -172,6 +195,9 @@ class Engine:
             self._encode,
             is_active=self._write_behind and self._housekeeping and not self._read_only,
         )
+        self.keeper = HistoryKeeper(
+            backend, counters, self._budget, self._waiting, notes_budget=self._housekeeping and not self._read_only
+        )
         self._committer = Committer(
             backend,
             catalog,
@@ -180,10 +206,15 @@ class Engine:
             self._budget,
             self._encode,
             counters,
+            self.keeper,
             on_used=self._room.note,
             housekeeping=self._housekeeping,
         )
         self._memory = PolicyMemory(backend, catalog, Evictor(catalog, self._budget, counters), self._budget)
+        self._evictions = EvictionNote(backend, catalog.evictions, self._budget.max_bytes)
+        self._bookmarks = Bookmarks(
+            backend, Evictor(catalog, self._budget, counters), self._budget, lambda: catalog.has_pending
+        )
         self._queue = WriteQueue(
             self,
             self._queue_bytes,
@@ -204,7 +235,9 @@ class Engine:
         if not self._closed:
             self._backend.after_fork()
             self.counters = self.counters.copy()
+            before = self.keeper
             self._start()
+            self.keeper.succeed(before)
 
     def close(self) -> None:
         """Write what is queued and deferred, make it durable, and release the backend.
@@ -224,9 +257,11 @@ class Engine:
             if self._closed or self._queue.is_on_its_own:
                 return
             try:
+                self.keeper.hurry()
                 self._queue.close()
                 if not self._read_only and not self._queue.is_on_its_own:
                     self._memory.save(closing=True)
+                    self._evictions.save(closing=True)
                     self._room.close()
                     self.sync()
             finally:
@@ -276,8 +311,11 @@ class Engine:
             # waits for the views that are open: a restore that has begun ends first
             self._backend.close()
         finally:
+            self._relays.close()
             self._fetcher.close()
             self._ram.clear()
+            if self.tap is not None:
+                self.tap.close()
 
     @property
     def location(self) -> str:
@@ -289,6 +327,24 @@ class Engine:
         """Whether nothing is ever written."""
         return self._read_only
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine has released the location."""
+        return self._closed
+
+    def n_near(self, pages: Sequence[Page]) -> int:
+        """How many of the first of these pages are in this location, and not in one behind it."""
+        return len(pages)
+
+    @property
+    def late(self) -> int:
+        """Restores that were given up in the middle, and lookups that did not wait for a location behind this one."""
+        return self.counters["late"]
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What came from which location, where there are several."""
+        return ()
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
@@ -299,8 +355,16 @@ class Engine:
         StorageError
             If the location cannot be asked; at once, while the circuit breaker is open.
         """
+        started = time.perf_counter()
         self._load(namespace, tokens, page_tokens)
-        return self._catalog.match(namespace, tokens, page_tokens)
+        path = self._catalog.match(namespace, tokens, page_tokens)
+        self.counters.time("lookup", time.perf_counter() - started)
+        return self._told(namespace, tokens, page_tokens, path)
+
+    def _told(self, namespace: bytes, tokens: Tokens, page_tokens: int, path: Path) -> Path:
+        if self.tap is not None:
+            self.tap.asked(namespace, tokens, page_tokens, path.n_tokens)
+        return path
 
     def match_snapshot(
         self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
@@ -316,8 +380,11 @@ class Engine:
         multiple_of
             The snapshot has to be at a multiple of this.
         """
+        started = time.perf_counter()
         self._load(namespace, tokens[:limit], page_tokens, snapshots=True)
-        return self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
+        path = self._catalog.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of)
+        self.counters.time("lookup", time.perf_counter() - started)
+        return self._told(namespace, tokens, page_tokens, path)
 
     def _load(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, snapshots: bool = False) -> None:
         """Bring the index up to date, and have it know what is stored of a sequence."""
@@ -347,17 +414,34 @@ class Engine:
         along: bool = True,
         look: Look | None = None,
         admit: Admit | None = None,
+        deadline: Deadline | None = None,
+        keep: Keep | None = None,
     ) -> AbstractContextManager[States]:
-        """The verified states of `pages`, in order: see `Fetcher.fetching`."""
-        return self._fetcher.fetching(pages, streamed=streamed, along=along, look=look, admit=admit)
+        """The verified states of `pages`, in order: see `Fetcher.fetching`, and `Relays.fetching` for another machine.
+
+        A `deadline` ends them in the middle of a page if the location is not on this machine, else between two.
+        """
+        if keep is None and (deadline is None or self._backend.is_local):
+            return self._fetcher.fetching(
+                pages, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline
+            )
+        return self._relays.fetching(pages, streamed=streamed, look=look, admit=admit, deadline=deadline, keep=keep)
 
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
         """A prompt began with these pages, none for a miss; it is recorded with the next commit.
 
         With the length of the prompt, a policy can tell how far from its end a page is.
         """
+        self._note_use(namespace, pages, n_tokens)
+        self._tell_use(namespace, pages, n_tokens)
+
+    def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self._read_only)
         self._room.restored(namespace, pages)
+
+    def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
+        if self.tap is not None and n_tokens is not None:
+            self.tap.used(namespace, pages, n_tokens)
 
     @contextmanager
     def view(self) -> Iterator[View]:
@@ -365,6 +449,18 @@ class Engine:
         with self._backend.view() as view:
             self._catalog.refresh(view)
             yield view
+
+    def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
+        """When and why those of these pages were evicted that are remembered. Raises `StorageError`."""
+        with self._backend.view() as view:
+            return self._evictions.find(view, keys)
+
+    def children(self, view: View, parent: bytes, namespace: bytes, at_most: int) -> list[Page]:
+        """Pages that follow this one, or the namespace: some of the stored ones, and those that are known here."""
+        found = view.children([parent], PAGE, at_most)
+        stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
+        # also what was committed since the view was opened
+        return [*stored, *self._catalog.known_children(parent, namespace)]
 
     def load_all(self) -> None:
         """Have the index know all that is stored, for maintenance."""
@@ -386,17 +482,60 @@ class Engine:
     def used(self) -> tuple[Used, int, int]:
         """What the location holds, and the bytes of all payloads as stored and as states."""
         with self.view() as view:
-            self._used, self._sizes = view.used, view.sizes
+            used, self._sizes = view.used, view.sizes
+        self._room.saw(used)
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
         """The last known `used`; does not ask the location."""
-        return self._used, *self._sizes
+        return self._room.last, *self._sizes
+
+    def measure(self) -> bool:
+        """Bring `last_used` up to date, for monitoring; whether the location answered.
+
+        While the circuit is open, the location is not asked, so that no one waits for it. Never raises for its sake.
+        """
+        if self._closed:
+            return False
+        try:
+            with self._breaker.asking(), self._backend.view() as view:
+                used, self._sizes = view.used, view.sizes
+            self._room.saw(used)
+        except (ClosedError, StorageError):
+            return False
+        return True
+
+    @property
+    def budget(self) -> Budget:
+        """What the location may hold."""
+        return self._budget
 
     @property
     def ram_bytes(self) -> int:
         """Bytes of states in RAM."""
         return self._ram.used
+
+    @property
+    def ram_budget(self) -> int:
+        """Bytes of states that may be in RAM."""
+        return self._ram_bytes
+
+    def history(self) -> History:
+        """How the location was used, by all processes; see `History`. Raises `StorageError`."""
+        return self.keeper.read()
+
+    def keep_history(self) -> None:
+        """Write what was counted, for an engine without housekeeping. What cannot be written is lost."""
+        self.keeper.hurry()
+        try:
+            if self.counters.has_unwritten and not self._read_only:
+                with self._catalog.update(self._backend, self.keeper.committed) as transaction:
+                    self.keeper.write(transaction)
+        except StorageError as error:
+            log.warning("figures are not written: %s", error)
+
+    def _waiting(self) -> tuple[int, int]:
+        return sum(self.pending), self.queued_bytes
 
     def namespaces(self) -> list[Namespace]:
         """The namespaces that have pages in the location, except those whose settings are damaged."""
@@ -429,13 +568,55 @@ class Engine:
         with self._backend.view() as view:
             return view.note(name)
 
+    @retried
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
-        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`."""
+        """Replace a note by what `change` makes of it (None for no note), atomically. Raises `StorageError`.
+
+        `change` is called again if another process has changed the note meanwhile.
+        """
         with self._backend.update() as transaction:
             old = transaction.note(name)
             new = change(old)
             if new != old:
                 transaction.put_note(name, new)
+
+    # -- names of sequences -------------------------------------------------------------------------------------------
+
+    def bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
+        """The bookmarks of a namespace, by name, that set last at the end. Raises `StorageError`."""
+        return self._bookmarks.read(namespace)
+
+    def whole_bookmarks(self, namespace: bytes) -> list[str]:
+        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
+        return self._bookmarks.whole(namespace, self._bookmarks.read(namespace))
+
+    def bookmarked(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
+        """The sequence of a bookmark; None if not all of it is stored. Raises `StorageError`."""
+        return self._bookmarks.tokens(namespace, bookmark)
+
+    def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
+        """Name a sequence, with the commit that follows those of its pages; None or `Unset` removes the name."""
+        if self._read_only:
+            return
+        self._bookmarks.set(namespace, name, bookmark)
+        if self._write_behind:
+            self._queue.nudge()
+        else:
+            self._write_bookmarks()
+
+    def _write_bookmarks(self) -> None:
+        try:
+            self._bookmarks.write()
+        except StorageError as error:
+            log.warning("names of stored sequences are not written yet: %s", error)
+
+    def keep(self, owner: str, keys: Collection[bytes]) -> None:
+        """Have these pages evicted after all others; see `Catalog.keep`."""
+        self._catalog.keep(owner, keys)
+
+    def keep_nothing(self) -> None:
+        """Undo every `keep`."""
+        self._catalog.keep_nothing()
 
     # -- capturing ----------------------------------------------------------------------------------------------------
 
@@ -463,9 +644,15 @@ class Engine:
 
     def submit(self, new: PendingPage) -> bool:
         """Have a captured page written; its buffer is the engine's from here on. False if the page is not wanted."""
+        return self._take(new, self.tap)
+
+    def _take(self, new: PendingPage, tap: Tap | None) -> bool:
+        """As `submit`, telling only this tap."""
         try:
             is_wanted = self.announce(new)
             if is_wanted:
+                if tap is not None:
+                    tap.captured(new.page)
                 self._queue.put(new)
             else:
                 new.release()
@@ -477,11 +664,16 @@ class Engine:
 
     def announce(self, new: PendingPage) -> bool:
         """Put a captured page into the index, where it is matched from now on; False if it is not wanted."""
+        return self.place(new) is Placement.ADDED
+
+    def place(self, new: PendingPage) -> Placement:
+        """As `announce`; what became of the page."""
         page = new.page
         page.priority = self._priority
-        new.is_wanted = new.is_wanted or self._stores_all > 0
-        page.expires = page.created + self._ttl_ns if self._ttl_ns is not None else 0
-        return self._catalog.announce(new) is Placement.ADDED
+        new.is_wanted = new.is_wanted or self._stores_all > 0 or self.wants_all
+        # one that comes from another location may have been used, and so renewed, there
+        page.expires = max(page.expires, page.created + self._ttl_ns) if self._ttl_ns is not None else 0
+        return self._catalog.announce(new)
 
     @contextmanager
     def storing_all(self) -> Iterator[None]:
@@ -501,19 +693,21 @@ class Engine:
             How many pages of the batch are stored now. What cannot be written is dropped, counted and logged.
         """
         try:
-            with suppress(StorageError):  # asked again by the next commit
-                self._memory.load()
+            self._load_policy()
             n_written = len(self._committer.commit(batch))
         except StorageError as error:
             log.warning("%d pages are dropped: %s", len(batch), error)
             return 0
+        self._write_bookmarks()
         self._memory.save()
+        self._evictions.save()
         return n_written
 
     @property
     def has_deferred(self) -> bool:
-        """Whether uses, or pages to be deleted, wait for the next commit."""
-        return self._housekeeping and self._catalog.has_deferred
+        """Whether uses, bookmarks, figures, or pages to be deleted wait for the next commit."""
+        is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
+        return is_kept or self._bookmarks.has_pending
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
         """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
@@ -548,18 +742,40 @@ class Engine:
         """Have deferred changes committed soon."""
         self._queue.nudge()
 
-    def drain(self) -> None:
-        """Return when nothing waits any more: all that was submitted is committed, or dropped.
+    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
+        """Return when nothing waits any more: all that was submitted is committed, or dropped; see `WriteQueue.drain`.
 
         Raises
         ------
         UnavailableError
             If the location does not take anything for half a minute.
         """
-        self._queue.drain()
+        drained = self._queue.drain(pages, n_bytes, seconds)
+        return drained._replace(left=sum(self.pending))
+
+    @property
+    def pending(self) -> tuple[int, int]:
+        """How many pages and how many snapshots are captured and not written yet."""
+        return self._catalog.pending_counts
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the location held, as far as this process has seen."""
+        return self._room.peak
+
+    def session_counts(self) -> SessionCounts | None:
+        """What the sessions of its store have done; None if there are none."""
+        counts = self.sessions()
+        return counts() if counts is not None else None
+
+    @property
+    def shortage(self) -> Shortage | None:
+        """The last time that a captured page found no space; None if all have."""
+        return self._committer.shortage
 
     def flush(self) -> None:
         """Return when everything submitted so far is durable. Raises `StorageError`."""
+        self.keeper.hurry()
         self.drain()
         if not self._read_only:
             self.sync()
@@ -567,6 +783,11 @@ class Engine:
     def sync(self) -> None:
         """Return when everything committed so far is durable."""
         self._backend.sync()
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the location has failed, or was too slow, and does not answer well again yet."""
+        return self._breaker.is_open
 
     @property
     def has_idle_work(self) -> bool:
@@ -633,6 +854,7 @@ class Engine:
             If they cannot be written: `FullError` if the disk is full.
         """
         news = [ImportedPage.from_stored(one, settings[one.record.namespace]) for one in batch]
+        self._load_policy()
         try:
             self._load_pages([key for one in batch for key in (one.key, one.record.parent)])
             places = [self._catalog.announce(new) for new in news]
@@ -673,6 +895,7 @@ class Engine:
             self.load_all()
             return self._set_pinned(lambda _: self._catalog.pinned_with(page, pinned=pinned), pinned=pinned)
 
+    @retried
     def _set_pinned(self, choose: Callable[[Transaction], Sequence[Page]], *, pinned: bool) -> int:
         changed = 0
         with self._catalog.update(self._backend) as transaction:
@@ -687,7 +910,9 @@ class Engine:
 
     def delete(self, choices: Sequence[Choice]) -> Removed:
         """Delete the pages that all choices have in common, pinned ones too; see `engine.delete`."""
-        return self._deleter.delete(choices)
+        removed = self._deleter.delete(choices)
+        self._bookmarks.prune()
+        return removed
 
     def delete_strays(
         self, namespaces: Iterable[bytes] | None, before: int | None = None, tokens: bytes | None = None
@@ -715,19 +940,43 @@ class Engine:
         continue a deleted one. Raises `StorageError`; what was deleted until then stays deleted.
         """
         choices = [] if namespace is None else [partial(of_namespaces, namespaces={namespace})]
-        return self._deleter.delete(choices).pages
+        return self.delete(choices).pages
 
     def repair(self, found: Iterable[Violation]) -> Removed:
         """Delete the pages that a check has named, and their descendants; an order of children is built again."""
         return self._deleter.repair(found)
 
+    def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
+        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned.
+
+        A `dry_run` finds out what that would be, and changes nothing. Raises `StorageError`.
+        """
+        self._load_policy()
+        chosen: list[bytes] = []
+        evictor = Evictor(self._catalog, self._budget, self.counters, chosen.append, Cause.ASKED)
+        before = self.used()[0].bytes
+        if dry_run:
+            chosen, left = evictor.trial(self._backend, max_bytes)
+        else:
+            n_before, left = -1, max_bytes + 1
+            # what a location takes is known exactly only after a commit
+            while left > max_bytes and len(chosen) > n_before:
+                n_before = len(chosen)
+                evictor.shrink(self._backend, max_bytes)
+                self._backend.reclaim()
+                left = self.used()[0].bytes
+        keys = tuple(key.hex() for key in chosen)
+        return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
+
     def evict_to(self, max_bytes: int) -> Removed:
-        """Evict in the order of the policy until the location holds `max_bytes`, or only what is pinned."""
-        evictor = Evictor(self._catalog, self._budget, self.counters)
-        before, evicted = self.used()[0].bytes, self.counters["evictions"]
-        used = evictor.shrink(self._backend, max_bytes)
-        self._backend.reclaim()
-        return Removed(self.counters["evictions"] - evicted, max(before - used, 0))
+        """As `evict`; how much was deleted."""
+        evicted = self.evict(max_bytes)
+        return Removed(len(evicted.pages), evicted.bytes)
+
+    def _load_policy(self) -> None:
+        """Have the policy know what was learned before; what cannot be read now is asked for again."""
+        with suppress(StorageError):
+            self._memory.load()
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed. Raises `UnavailableError` if another process still reads it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Callable, Generator, Iterator
 from enum import Enum
 from typing import NamedTuple, TypeAlias
@@ -13,7 +14,7 @@ from prefixstore.engine.adaptive_policy import Adaptive
 from prefixstore.engine.key_table import Slots
 from prefixstore.engine.page_columns import PINNED, SHIFT, VICTIM
 from prefixstore.engine.page_table import MASK, PageTable
-from prefixstore.engine.policy import Policy, by_expiry, lfu, longest_first, lru, priority
+from prefixstore.engine.policy import Policy, Ranks, by_expiry, lfu, longest_first, lru, priority
 from prefixstore.engine.totals import Group
 
 __all__ = ["BUSY", "POLICIES", "Busy", "Candidates", "VictimQueue", "coldest"]
@@ -29,6 +30,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 # a rank, the time of the last use, and the end as a negative number: the deepest first
 Order: TypeAlias = "tuple[float, int, int]"
 LAST: Order = (float("inf"), 0, 0)
+# of pages that are evicted after all others, in the order of their last use
+KEPT = sys.float_info.max
 
 # one in so many leaves is ranked at a time, and so many at least, or at most
 SHARE, FEWEST, MOST = 16, 1024, 32768
@@ -157,8 +160,9 @@ class VictimQueue:
             # one that was offered while the leaves were ranked may be here twice
             if slot in self._given or not self._is_mine(slot):
                 continue
-            # without a use since, it ranks as low, or lower
-            if self._table.blocks[slot >> SHIFT].last_used[slot & MASK] != order[1]:
+            # without a use since, it ranks as low, or lower, unless it is kept from now on
+            is_used = self._table.blocks[slot >> SHIFT].last_used[slot & MASK] != order[1]
+            if is_used or self._is_kept(slot) != (order[0] == KEPT):
                 now = self._order_of(slot)
                 if now > order:
                     if now <= self._limit:
@@ -184,7 +188,7 @@ class VictimQueue:
                 some = at[:: max(len(at) // SAMPLED, 1)]
                 if len(some):
                     columns = table.blocks[block].columns
-                    ranks = self._policy.ranks(columns, some).tolist()
+                    ranks = self._ranks(block, some).tolist()
                     weight = len(at) // len(some) + 1
                     samples += zip(ranks, columns["last_used"][some].tolist(), [weight] * len(some), strict=True)
                 yield
@@ -196,7 +200,7 @@ class VictimQueue:
             at = self._leaves_of(block)
             n_leaves += len(at)
             columns = table.blocks[block].columns
-            ranks = self._policy.ranks(columns, at)
+            ranks = self._ranks(block, at)
             if self._limit != LAST:
                 limit, last_used, _ = self._limit
                 low = (ranks < limit) | ((ranks == limit) & (columns["last_used"][at] <= last_used))
@@ -234,6 +238,17 @@ class VictimQueue:
                 return rank, last_used, 1
         return LAST
 
+    def _ranks(self, block: int, at: Slots) -> Ranks:
+        """The ranks of pages of a block: of those that are kept, the highest."""
+        ranks = self._policy.ranks(self._table.blocks[block].columns, at)
+        kept = [slot & MASK for slot in self._table.kept if slot >> SHIFT == block] if not self._expiring else []
+        if kept:
+            ranks = np.where(np.isin(at, kept), KEPT, ranks)
+        return ranks
+
+    def _is_kept(self, slot: int) -> bool:
+        return slot in self._table.kept and not self._expiring
+
     def _leaves_of(self, block: int) -> Slots:
         at = self._table.victims_of(block)
         columns = self._table.blocks[block].columns
@@ -251,7 +266,8 @@ class VictimQueue:
 
     def _order_of(self, slot: int) -> Order:
         block, at = self._table.blocks[slot >> SHIFT], slot & MASK
-        return self._policy.rank(block, at), block.last_used[at], -block.end[at]
+        rank = KEPT if self._is_kept(slot) else self._policy.rank(block, at)
+        return rank, block.last_used[at], -block.end[at]
 
     def _n_leaves(self) -> int:
         return len({slot for _, slot in self._heap})

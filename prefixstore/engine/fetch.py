@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from typing import Protocol
 
 from prefixstore.backends.base import Backend, View
 from prefixstore.buffers import PooledBuffer
@@ -23,13 +24,43 @@ from prefixstore.engine.readers import (
     ShapeError,
     check_shape,
 )
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.format.autocodec import ReadRate
 from prefixstore.stats import Counters
 
-__all__ = ["Fetcher", "States"]
+__all__ = ["Deadline", "Fetcher", "LateError", "Shifted", "States"]
 
 log = logging.getLogger("prefixstore")
+
+# How far behind its deadline a location on this machine may be: it may be the machine that has paused.
+LOCAL_SECONDS = 0.5
+
+
+class Deadline(Protocol):
+    """How long a caller waits for states."""
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        """Seconds that it still waits for the next state, after so many, if this share of it is there.
+
+        Negative if that is over.
+        """
+
+
+class Shifted:
+    """A deadline for the pages after some others, or if `start` is negative, with some more before its own."""
+
+    def __init__(self, deadline: Deadline, start: int) -> None:
+        self._deadline = deadline
+        self._start = start
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        """As `Deadline.left`."""
+        n = self._start + n_given
+        return self._deadline.left(max(n, 0), arrived if n >= 0 else 0.0)
+
+
+class LateError(UnavailableError):
+    """A state has not come within the deadline of the caller."""
 
 
 class States(Iterator[memoryview]):
@@ -51,6 +82,8 @@ class States(Iterator[memoryview]):
         Whether a state in memory can be used; the reader checks the others.
     refused
         The page whose size the caller does not accept, if there is one: the iteration ends there.
+    deadline
+        How long the caller waits; it is looked at between two pages.
 
     Attributes
     ----------
@@ -69,6 +102,7 @@ class States(Iterator[memoryview]):
         give_up: Callable[[Page, StorageError | None], None],
         look: Look | None = None,
         refused: Page | None = None,
+        deadline: Deadline | None = None,
     ) -> None:
         self._pages = pages
         self._in_memory = in_memory
@@ -77,6 +111,7 @@ class States(Iterator[memoryview]):
         self._give_up = give_up
         self._look = look
         self._refused = refused
+        self._deadline = deadline
         self.n_given = 0
         self.n_verified = 0
         self._ended = False
@@ -95,6 +130,8 @@ class States(Iterator[memoryview]):
             if state is not None:
                 check_shape(self._look, page, state)
             else:
+                if self._deadline is not None and self._deadline.left(self.n_given) < -LOCAL_SECONDS:
+                    raise LateError("the location is slower than computing")
                 with self._breaker.asking(page):
                     state = self._reader.next()
         except StorageError as raised:
@@ -169,6 +206,8 @@ class Fetcher:
         along: bool = True,
         look: Look | None = None,
         admit: Admit | None = None,
+        deadline: Deadline | None = None,
+        opened: Callable[[View], None] | None = None,
     ) -> Iterator[States]:
         """The verified states of `pages`, in order; they end early at a page that is gone or damaged.
 
@@ -188,6 +227,10 @@ class Fetcher:
         admit
             Whether a page may be read, judged by the size of its state; one that may not ends the iteration too. It is
             called before anything is read, in the calling thread.
+        deadline
+            How long the caller waits. A page that is being read is waited for; see `engine.relay`.
+        opened
+            Called with the view before anything is read from it.
 
         Raises
         ------
@@ -201,15 +244,20 @@ class Fetcher:
         held = self._catalog.hold(pages)
         try:
             with self._view() as view:
+                if opened is not None:
+                    with self._breaker.asking():
+                        opened(view)
                 in_memory = self._in_memory(pages, held)
                 refused = next((page for page in pages if admit is not None and not admit(page)), None)
                 admitted = pages if refused is None else pages[: pages.index(refused)]
                 stored = [page for page in admitted if page.key not in in_memory]
-                give_up = partial(self._give_up, view=view)
+                give_up = partial(self.give_up, view=view)
                 # States outlive their iterator: their buffers are released when the block is left.
                 with (
                     closing(self._reader(view, stored, look, streamed=streamed, along=along)) as reader,
-                    closing(States(pages, in_memory, reader, self._breaker, give_up, look, refused)) as states,
+                    closing(
+                        States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
+                    ) as states,
                 ):
                     yield states
         finally:
@@ -246,12 +294,16 @@ class Fetcher:
             return ReadAlong(self._pool, view, pages, self._read_rate, look)
         return ReadAhead(self._pool, view, pages, self._read_rate, look, streamed=streamed)
 
-    def _give_up(self, page: Page, error: StorageError | None, view: View) -> None:
+    def give_up(self, page: Page, error: StorageError | None, view: View | None = None) -> None:
         """Log and count why a page ended a fetch, and have it deleted if it is damaged."""
         if error is None:
             self._counters.count("unreadable:vanished")
-            # no thread reads the view any longer
-            self._catalog.contradict(page, view.generation)
+            if view is not None:
+                # no thread reads the view any longer
+                self._catalog.contradict(page, view.generation)
+        elif isinstance(error, LateError):
+            log.info("a restore goes on without what has not come yet: %s", error)
+            self._counters.count("late")
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias, TypeVar
 
 from prefixstore.backends.base import Backend, Entry, Transaction, View
+from prefixstore.engine.bookmark import note_name
 from prefixstore.engine.contents import Contents
 from prefixstore.engine.index import Page
 from prefixstore.engine.journal import Journal
@@ -72,6 +73,7 @@ class Follower:
         self._lock: Lock = threading.RLock()
         # around each change: what is left in the middle, by an interrupt or a fault, is not used any more
         self._guard: Lock = _Unfinished(self._start_over)
+        self._counters = counters
         self._contents = Contents(counters, ram, table)
         # pages for which there was no space
         self._refused: set[bytes] = set()
@@ -236,12 +238,14 @@ class Follower:
                 self._trusted = False
             if journal is not None and error is None:
                 journal.commit()
+                self._counters.count("frees", len(journal.deleted))
             elif journal is not None:
                 trusted, self._trusted = self._trusted, False
                 # if it was committed in spite of the error, the log of changes says so at the next refresh
                 journal.roll_back()
                 self._trusted = trusted
-            self._table.end_transaction()
+            if not self._table.end_transaction():
+                self._table.unload(new.page for new in self._contents.pending.values())
 
     def _drop_empty_namespaces(self, transaction: Transaction) -> None:
         """Drop the settings of namespaces from which the transaction has deleted the last page."""
@@ -256,6 +260,8 @@ class Follower:
             emptied = set(transaction.namespaces())
         for namespace in emptied - transaction.followed(sorted(emptied)):
             transaction.drop_namespace(namespace)
+            if transaction.note(note_name(namespace)) is not None:
+                transaction.put_note(note_name(namespace), None)
 
     def _swept(self) -> None:
         self._contents.sweeps = False

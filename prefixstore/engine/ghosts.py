@@ -119,6 +119,11 @@ class GhostTable:
                 return Ghost(uses, max(now - (self._age(entry, now) << self._unit), 0))
         return None
 
+    def uses(self) -> npt.NDArray[np.int64]:
+        """The numbers of uses of all evicted pages that are remembered."""
+        found: npt.NDArray[np.int64] = self._table[self._table > 0].astype(np.int64)
+        return found >> USE_SHIFT & MOST_USES
+
     def dump(self, now: int) -> bytes:
         """The newest entries, at most 1 MiB, as pairs of slot and entry after the size of the table.
 

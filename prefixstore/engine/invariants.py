@@ -131,7 +131,7 @@ def violations(view: View, budget: Budget) -> list[Violation]:
             found.append(Violation("record", key.hex(), str(record)))
             continue
         places.add(key, record)
-        if record.namespace not in namespaces:
+        if record.namespace not in namespaces and _lacks_settings(view, key, record):
             found.append(Violation("namespace", key.hex(), f"namespace {record.namespace.hex()} has no settings"))
         if record.parent == record.namespace and record.start != 0:
             found.append(Violation("position", key.hex(), f"a first page starts at {record.start}, not at 0"))
@@ -144,7 +144,9 @@ def violations(view: View, budget: Budget) -> list[Violation]:
     places.finish()
     found += places.violations()
     found += [
-        Violation("orphan", key.hex(), "a payload without a record") for key in places.missing(view.payload_keys())
+        Violation("orphan", key.hex(), "a payload without a record")
+        for key in places.missing(view.payload_keys())
+        if _has_no_record(view, key)
     ]
     used = view.used
     if budget.exceeded(used):
@@ -166,11 +168,24 @@ def _misplaced(page: np.void, parent: np.void | None) -> Iterator[Violation]:
         yield Violation("namespace", key, "its parent is in another namespace")
 
 
+def _lacks_settings(view: View, key: bytes, record: Record) -> bool:
+    """Whether the settings of a page's namespace are missing, also now: a view may see later commits."""
+    return view.namespace(record.namespace) is None and _record_now(view, key, record) == record
+
+
 def _record_now(view: View, key: bytes, record: Record) -> Record | None:
     try:
         return view.record(key)
     except StorageError:
         return record
+
+
+def _has_no_record(view: View, key: bytes) -> bool:
+    """Whether there is none now: a view may see what was stored after its records were read."""
+    try:
+        return view.record(key) is None
+    except StorageError:
+        return True
 
 
 def _damage_now(view: View, record: Record) -> str | None:

@@ -8,7 +8,8 @@ Used under the lock of the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,9 +88,14 @@ class PageTable:
         Called with the slot of each page that has become a leaf, or may be evicted from now on.
     filling
         While the table is filled (see `TableFill`): the keys of pages that have come, or gone, since that began.
+    kept
+        Slots of the pages that are evicted after all others, those here of `keep`.
     """
 
     def __init__(self) -> None:
+        self.kept: set[int] = set()
+        # how often each page is to be kept, here or not
+        self._kept_keys: Counter[bytes] = Counter()
         self.blocks: list[Block] = []
         self.keys = _Keys(self.blocks)
         self.totals = Totals()
@@ -181,6 +187,8 @@ class PageTable:
         flags = PINNED * pinned | STORED * is_stored | VICTIM * may_be_victim | SNAPSHOT_FORM * (form == SNAPSHOT)
         block.flags[at] = flags | min(codec, MAX_CODEC) << CODEC_SHIFT
         self.keys.insert(key, slot)
+        if key in self._kept_keys:
+            self.kept.add(slot)
         if parent != namespace:
             self._attach(slot, parent)
         self._count(slot, 1)
@@ -207,6 +215,7 @@ class PageTable:
         was_fixed, parent = self.is_fixed(slot), block.parent[at] - 1
         self._count(slot, -1)
         self.keys.delete(key, slot)
+        self.kept.discard(slot)
         if block.flags[at] & STRAY:
             self._stop_waiting(slot)
         block.flags[at] = block.parent[at] = 0
@@ -267,6 +276,28 @@ class PageTable:
             block, at = self.blocks[slot >> SHIFT], slot & MASK
             block.last_used[at] = max(block.last_used[at], last_used)
         return slot
+
+    def keep(self, keys: Iterable[bytes]) -> None:
+        """Have these pages evicted after all others, once they are here; as often as this is called for one."""
+        for key in keys:
+            self._kept_keys[key] += 1
+            if (slot := self.keys.find(key)) >= 0:
+                self.kept.add(slot)
+
+    def stop_keeping(self, keys: Iterable[bytes]) -> None:
+        """Undo one `keep` of each of these pages."""
+        for key in keys:
+            self._kept_keys[key] -= 1
+            if self._kept_keys[key] > 0:
+                continue
+            del self._kept_keys[key]
+            if (slot := self.keys.find(key)) >= 0:
+                self.kept.discard(slot)
+                self._offer(slot)
+
+    def find_kept(self) -> None:
+        """The table was filled: pages to keep may have come."""
+        self.kept = {slot for key in self._kept_keys if (slot := self.keys.find(key)) >= 0}
 
     def entry(self, slot: int) -> TableEntry:
         """What the table knows of the page in a slot."""

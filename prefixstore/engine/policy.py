@@ -64,6 +64,9 @@ class PageFacts(Protocol):
 class Policy:
     """The order of eviction, and what it is told so that it can learn one. By default it learns nothing."""
 
+    name = ""
+    """As in ``policy=``."""
+
     drifts = False
     """Whether ranks change without a use, so that leaves have to be ranked again from time to time."""
 
@@ -175,7 +178,10 @@ class Policy:
 class Ordering(Policy):
     """A policy that only ranks, by a function of columns."""
 
-    def __init__(self, many: Callable[[Columns, Slots], Column], one: Callable[[Block, int], float]) -> None:
+    def __init__(
+        self, many: Callable[[Columns, Slots], Column], one: Callable[[Block, int], float], *, name: str = ""
+    ) -> None:
+        self.name = name
         self._many = many
         self._one = one
 
@@ -192,7 +198,7 @@ class Counting(Ordering):
     note = b"policy/lfu"
 
     def __init__(self) -> None:
-        super().__init__(lambda columns, at: columns["uses"][at], lambda block, at: block.uses[at])
+        super().__init__(lambda columns, at: columns["uses"][at], lambda block, at: block.uses[at], name="lfu")
         self._ghosts = GhostTable()
 
     def added(self, table: PageTable, namespace: bytes, page: PageFacts) -> None:
@@ -226,7 +232,7 @@ def add_use(table: PageTable, key: bytes) -> None:
 
 def lru() -> Policy:
     """Least recently used first; among pages used together, the deepest first."""
-    return Ordering(lambda _, at: np.zeros(len(at)), lambda *_: 0.0)
+    return Ordering(lambda _, at: np.zeros(len(at)), lambda *_: 0.0, name="lru")
 
 
 def lfu() -> Policy:
@@ -236,12 +242,16 @@ def lfu() -> Policy:
 
 def longest_first() -> Policy:
     """The end of the longest prompt first, which keeps the beginnings of many prompts."""
-    return Ordering(lambda columns, at: -columns["end"][at].astype(np.float64), lambda block, at: -block.end[at])
+    return Ordering(
+        lambda columns, at: -columns["end"][at].astype(np.float64),
+        lambda block, at: -block.end[at],
+        name="longest_first",
+    )
 
 
 def priority() -> Policy:
     """Lowest priority first; among those, the least recently used."""
-    return Ordering(lambda columns, at: columns["priority"][at], lambda block, at: block.priority[at])
+    return Ordering(lambda columns, at: columns["priority"][at], lambda block, at: block.priority[at], name="priority")
 
 
 def by_expiry() -> Policy:

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.base import Backend, Transaction, View
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog
 from prefixstore.errors import StorageError
 from prefixstore.format.saved_state import pack_state
 
-__all__ = ["PolicyMemory"]
+__all__ = ["POLICY_NOTE", "PolicyMemory", "note_policy", "noted_policy"]
 
 log = logging.getLogger("prefixstore")
 
@@ -21,6 +21,22 @@ SAVE_SECONDS = 600.0
 SAVE_LOOKUPS = 50
 # and only if it takes at most this part of the budget
 PART_OF_BUDGET = 1 / 256
+
+
+# the name of the policy by which pages are evicted
+POLICY_NOTE = b"policy"
+
+
+def note_policy(transaction: Transaction, name: str) -> None:
+    """Leave the name of the policy in a location, for those who open it without the parameters of its stores."""
+    if name and transaction.note(POLICY_NOTE) != name.encode():
+        transaction.put_note(POLICY_NOTE, name.encode())
+
+
+def noted_policy(view: View) -> str | None:
+    """The policy of the store that was the last to begin writing; None if that is not known."""
+    note = view.note(POLICY_NOTE)
+    return note.decode("ascii", "replace") if note is not None else None
 
 
 class PolicyMemory:

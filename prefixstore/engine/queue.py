@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.contents import DropReason
@@ -16,7 +16,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import PrefixStoreError, UnavailableError
 from prefixstore.stats import Counters
 
-__all__ = ["Work", "WriteQueue"]
+__all__ = ["Drained", "Work", "WriteQueue"]
 
 log = logging.getLogger("prefixstore")
 
@@ -29,8 +29,28 @@ DEFERRED_SECONDS = 2.0
 NO_PROGRESS_SECONDS = 30.0
 
 
+class Drained(NamedTuple):
+    """What has left the queue while a caller waited for it, and what waits still.
+
+    Attributes
+    ----------
+    pages, bytes
+        Pages and snapshots that were committed or dropped meanwhile, and the bytes of their states.
+    left
+        Pages and snapshots that are captured and not written yet.
+    """
+
+    pages: int
+    bytes: int
+    left: int = 0
+
+
 class Work(Protocol):
     """What the queue needs from the engine."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes captured and not yet written."""
 
     @property
     def has_deferred(self) -> bool:
@@ -99,6 +119,8 @@ class WriteQueue:
         # the thread should commit now; and how many steps it has finished
         self._flush_requested = False
         self._steps = 0
+        # pages that have left the queue, and the bytes of their states
+        self._done, self._done_bytes = 0, 0
         # no caller waits for the thread any more
         self.is_on_its_own = False
         self._thread: threading.Thread | None = None
@@ -123,10 +145,10 @@ class WriteQueue:
                     self._queue.append(new)
                     self._wake.notify_all()
             if not taken:
-                taken = True
                 self._commit([new])
         except BaseException:
             if not taken:
+                # again, if that was interrupted after it had done so
                 new.release()
             raise
 
@@ -152,8 +174,15 @@ class WriteQueue:
                 raise
         return self._thread is not None
 
-    def drain(self) -> None:
-        """Return when nothing waits any more: all that was put is committed, or dropped.
+    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
+        """Return when nothing waits any more: all that was put is committed, or dropped. With a limit, perhaps earlier.
+
+        Parameters
+        ----------
+        pages, n_bytes
+            Return as soon as so much has left the queue since this call. What is committed together leaves together.
+        seconds
+            Return after this time at the latest.
 
         Raises
         ------
@@ -166,27 +195,42 @@ class WriteQueue:
                     self._start()
                 self._flush_requested = self._thread is not None
                 self._wake.notify_all()
-            if not self._wait_until_idle():
+            before = self._done, self._done_bytes
+
+            def is_enough() -> bool:
+                return (pages is not None and self._done - before[0] >= pages) or (
+                    n_bytes is not None and self._done_bytes - before[1] >= n_bytes
+                )
+
+            until = time.monotonic() + seconds if seconds is not None else None
+            if not self._wait_until_idle(is_enough, until):
                 raise UnavailableError(
-                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self.n_bytes:,} bytes are waiting: "
-                    "the location does not answer, or another process holds its lock"
+                    f"nothing was written for {NO_PROGRESS_SECONDS:.0f} s, and {self._work.queued_bytes:,} bytes are "
+                    "waiting: the location does not answer, or another process holds its lock"
                 )
         if self._thread is None and self._has_deferred:
             self._commit([])
+        with self._lock:
+            return Drained(self._done - before[0], self._done_bytes - before[1])
 
     @property
     def _has_deferred(self) -> bool:
         return self._work.has_deferred and not self._read_only
 
-    def _wait_until_idle(self) -> bool:
+    def _wait_until_idle(self, is_enough: Callable[[], bool] = lambda: False, until: float | None = None) -> bool:
         """Wait, holding the lock, until the thread has nothing to write; false if it makes no progress for too long.
 
-        While the queue closes: until the thread has nothing to do at all.
+        While the queue closes: until the thread has nothing to do at all. The wait ends early if `is_enough`, or at the
+        time `until`.
         """
         while self._queue or self._busy or self._flush_requested or (self._closing and self._idling):
-            before = self._steps
-            if not self._wake.wait_for(partial(self._has_progressed, before), NO_PROGRESS_SECONDS):
-                return False
+            if is_enough():
+                break
+            before, wait = self._steps, NO_PROGRESS_SECONDS
+            if until is not None:
+                wait = min(wait, max(until - time.monotonic(), 0.0))
+            if not self._wake.wait_for(partial(self._has_progressed, before), wait):
+                return until is not None and time.monotonic() >= until
         return True
 
     def _has_progressed(self, before: int) -> bool:
@@ -301,7 +345,9 @@ class WriteQueue:
         return None
 
     def _commit(self, batch: Sequence[PendingPage]) -> None:
+        size = 0
         try:
+            size = sum(new.n_bytes for new in batch)
             self._work.commit(batch)
         except PrefixStoreError as error:
             log.warning("a batch of %d pages is dropped: %s", len(batch), error)
@@ -311,3 +357,5 @@ class WriteQueue:
         finally:
             for new in batch:
                 new.release()
+            with self._lock:
+                self._done, self._done_bytes = self._done + len(batch), self._done_bytes + size

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -77,11 +77,34 @@ def _fetch(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer]
     yield from view.fetch(keys)
 
 
+class _IdleThreads:
+    """Counts the idle threads of an executor, as its semaphore does.
+
+    A Ctrl-C may end a method of a semaphore while that holds the semaphore's lock: the next restore would wait forever.
+    """
+
+    def __init__(self) -> None:
+        self._idle: SimpleQueue[None] = SimpleQueue()
+
+    def acquire(self, *, timeout: float = 0.0) -> bool:
+        """Whether one was idle, which is no longer."""
+        try:
+            self._idle.get(timeout=timeout) if timeout else self._idle.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Note one more."""
+        self._idle.put(None)
+
+
 class ReaderPool:
     """The threads of all readers of an engine, and the buffers that pages are decoded into."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
+        self._threads._idle_semaphore = _IdleThreads()  # type: ignore[assignment]  # noqa: SLF001
         self._closed = False
         # without a limit of its own: each reader bounds what it uses
         self.buffers = BufferPool(limit=None)
@@ -371,7 +394,7 @@ class ReadAlong(Reader):
         return coming.view
 
     def wait_verified(self) -> None:
-        # The job is forgotten only when its state is verified: whoever is interrupted here, or asks again after an
+        # The job is forgotten only when its state is verified: a caller who is interrupted here, or asks again after an
         # error, must not take the state for a good one, nor leave the view to the thread.
         if self._job is not None:
             self._coming = self._job.result()

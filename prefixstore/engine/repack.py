@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -119,12 +119,7 @@ class Repacker:
     def pack(self, found: Iterable[Found]) -> list[Replacement]:
         """The packed forms of raw pages, of those that get smaller."""
         packed: list[Replacement] = []
-        for one in found:
-            try:
-                state = decode(one.record, one.payload)
-            except (CorruptError, IncompatibleError) as error:
-                self._refuse(one.record.key, error)
-                continue
+        for one, state in self._decoded(found):
             codec, payload = self._encode.smallest(one.record.namespace, state)
             if codec == RAW or len(payload) > (1 - MIN_SAVING) * len(state):
                 self._keep_raw(one.record.key)
@@ -191,12 +186,7 @@ class Repacker:
     def unpack(self, found: Iterable[Found]) -> list[Replacement]:
         """The raw forms of packed pages, of those that would be raw if they were captured now."""
         unpacked: list[Replacement] = []
-        for one in found:
-            try:
-                state = decode(one.record, one.payload)
-            except (CorruptError, IncompatibleError) as error:
-                self._refuse(one.record.key, error)
-                continue
+        for one, state in self._decoded(found):
             if self._encode(one.record.namespace, state)[0] == RAW:
                 unpacked.append(Replacement(one.record, _record(one.record, RAW, state), state))
         return unpacked
@@ -241,6 +231,16 @@ class Repacker:
         except (CorruptError, IncompatibleError) as error:
             self._refuse(key, error)
         return None
+
+    def _decoded(self, found: Iterable[Found]) -> Iterator[tuple[Found, Buffer]]:
+        """Pages with their states, of those that can be decoded."""
+        for one in found:
+            try:
+                state = decode(one.record, one.payload)
+            except (CorruptError, IncompatibleError) as error:
+                self._refuse(one.record.key, error)
+            else:
+                yield one, state
 
     def _refuse(self, key: bytes, error: StorageError) -> None:
         """A page cannot be read; a damaged one is deleted with the next commit."""

@@ -56,6 +56,13 @@ class Room:
         Whether this engine makes room at all: one that reads only, or writes in the foreground only, does not.
     clock
         Seconds.
+
+    Attributes
+    ----------
+    peak
+        The most bytes that the location was seen to hold.
+    last
+        What it held when that was last known.
     """
 
     def __init__(
@@ -89,11 +96,14 @@ class Room:
         self._has_space_to_pack = True
         self._looks_for_expired = False
         self._n_failures = 0
+        self.peak = 0
+        self.last = Used(0, 0)
 
     # -- what there is to do ------------------------------------------------------------------------------------------
 
     def note(self, used: Used) -> None:
         """A transaction has left so much in the location."""
+        self.saw(used)
         if used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
         if self._is_active and (used.bytes > self._high.bytes or used.entries > self._high.entries):
@@ -103,6 +113,11 @@ class Room:
                 self._low.bytes if used.bytes > self._high.bytes else self._wanted.bytes,
                 self._low.entries if used.entries > self._high.entries else self._wanted.entries,
             )
+
+    def saw(self, used: Used) -> None:
+        """The location holds so much."""
+        self.last = used
+        self.peak = max(self.peak, used.bytes)
 
     def restored(self, namespace: bytes, pages: Sequence[Page]) -> None:
         """A prompt began with these pages; packed ones among them are unpacked when there is room."""
@@ -187,6 +202,8 @@ class Room:
                 if not self._lease.take(transaction):
                     return
                 self._repacker.replace(transaction, replacements, self._low.bytes)
+                used = transaction.used
+            self.saw(used)
         except FullError as error:
             log.info("no space to pack %d pages at once: %s", len(replacements), error)
             # fewer at a time; if there is no space even for one, evict first

@@ -7,7 +7,7 @@ once it was filled. From then on it follows every change.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.base import Entry, Facts
@@ -57,6 +57,8 @@ class StoredPages:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._fill: TableFill | None = None
+        # pages to keep, by who wants that
+        self._kept: dict[str, Collection[bytes]] = {}
         # pages that the open transaction has deleted
         self._removed: dict[bytes, _Row] = {}
         self.unload(())
@@ -68,7 +70,10 @@ class StoredPages:
         self.is_loaded = False
         self._fill = None
         self._removed = {}
+        self._lacks_pages = False
         self.table = PageTable()
+        for keys in self._kept.values():
+            self.table.keep(keys)
         self._candidates = Candidates(self.table, self.policy)
         for page in pending:
             self._add(page, 0, is_stored=page.is_stored, may_be_victim=False)
@@ -171,9 +176,25 @@ class StoredPages:
     def restore(self, key: bytes) -> None:
         """A page was not deleted after all."""
         row = self._removed.pop(key, None)
-        if row is None or self.table.find(key) >= 0:
+        slot = self.table.find(key)
+        if row is None:
+            # if it is not back already, it was deleted before the table was filled with what was left
+            self._lacks_pages = self._lacks_pages or slot < 0
             return
         entry = row.entry
+        if slot >= 0:
+            # captured again meanwhile
+            if entry.is_stored:
+                self.table.change(
+                    key,
+                    n_bytes=entry.n_bytes,
+                    pinned=entry.pinned,
+                    expires=entry.expires,
+                    priority=entry.priority,
+                    codec=entry.codec,
+                    is_stored=True,
+                )
+            return
         slot = self.table.add(
             key,
             row.parent,
@@ -194,9 +215,11 @@ class StoredPages:
         block, at = self.table.blocks[slot >> SHIFT], slot & MASK
         block.clock[at], block.page_class[at] = row.clock, row.page_class
 
-    def end_transaction(self) -> None:
-        """What was deleted is gone, or was restored."""
+    def end_transaction(self) -> bool:
+        """What was deleted is gone, or restored; false if the table lacks a page now, and has to be filled again."""
         self._removed = {}
+        lacks_pages, self._lacks_pages = self._lacks_pages, False
+        return not lacks_pages or not (self.is_loaded or self.is_loading)
 
     def follow(self, key: bytes, entry: Entry | None, *, is_pending: bool) -> None:
         """Another process has changed a page: what is stored of it now, None for nothing."""
@@ -215,6 +238,19 @@ class StoredPages:
         elif self.is_loaded or self.is_loading:
             slot = self._add(page, entry.record.codec, is_stored=True, may_be_victim=not is_pending)
             self.policy.found(self.table, slot, page)
+
+    def keep(self, owner: str, keys: Collection[bytes]) -> None:
+        """Have these pages evicted after all others, and no more those that this owner has named before."""
+        before = self._kept.pop(owner, ())
+        if keys:
+            self._kept[owner] = keys
+        self.table.keep(keys)
+        self.table.stop_keeping(before)
+
+    def keep_nothing(self) -> None:
+        """Undo every `keep`."""
+        for owner in list(self._kept):
+            self.keep(owner, ())
 
     def set_pinned(self, key: bytes, *, pinned: bool) -> None:
         """A page is pinned now, or not any more."""

@@ -16,6 +16,7 @@ from prefixstore.engine.page_columns import (
     CODEC_SHIFT,
     MAX_CODEC,
     PINNED,
+    SHIFT,
     SNAPSHOT_FORM,
     STORED,
     VICTIM,
@@ -33,7 +34,7 @@ Describe: TypeAlias = Callable[[Facts, int], Mapping[str, Column]]
 class TableFill:
     """One filling of a table, from slices of `View.facts` in the order of the keys.
 
-    Between the slices the lock may be released: pages that are added, changed or removed meanwhile stay as they are.
+    Between the slices the lock may be released: pages that are added or changed meanwhile stay as they are.
 
     Parameters
     ----------
@@ -54,11 +55,14 @@ class TableFill:
         table.filling = {table.key(slot) for slot in table}
 
     def add(self, facts: Facts) -> None:
-        """Add a slice. Those that cannot be read are left out, and those that the table knows better."""
+        """Add a slice of what is stored now. Those that cannot be read are left out."""
         facts = facts[facts["is_readable"]]
         if self._table.filling:
             known = self._table.filling
-            facts = facts[[key not in known for key in facts["key"].tolist()]]
+            is_known = np.fromiter((key in known for key in facts["key"].tolist()), np.bool_, count=len(facts))
+            for i in np.flatnonzero(is_known).tolist():
+                self._add_known(facts[i : i + 1])
+            facts = facts[~is_known]
         if not len(facts):
             return
         keys, parents = _bytes(facts["key"]), _bytes(facts["parent"])
@@ -74,6 +78,41 @@ class TableFill:
         order = np.argsort(parents[:, 0], kind="stable")
         starts = np.searchsorted(parents[order, 0], np.arange(SHARDS + 1)).tolist()
         self._parents.append((_mapped(slots[order]), _mapped(parents[order]), starts))
+
+    def _add_known(self, fact: Facts) -> None:
+        """Add one page that has come, or gone, since the filling began; one that is here as stored is known better."""
+        table, row = self._table, fact[0]
+        key = bytes(row["key"])
+        n_bytes = int(row["stored_bytes"]) + int(row["n_tokens"]) * TOKEN_BYTES
+        slot = table.find(key)
+        if slot < 0:
+            slot = table.add(
+                key,
+                bytes(row["parent"]),
+                bytes(row["namespace"]),
+                end=int(row["start"]) + int(row["n_tokens"]),
+                n_bytes=n_bytes,
+                last_used=min(int(row["last_used"]), self._now),
+                expires=int(row["expires"]),
+                priority=int(row["priority"]),
+                codec=int(row["codec"]),
+                form=int(row["form"]),
+                pinned=bool(row["pinned"]),
+            )
+            block, at = table.blocks[slot >> SHIFT], slot & (BLOCK - 1)
+            for name, value in self._describe(fact, self._now).items():
+                block.columns[name][at] = value[0]
+        elif not table.entry(slot).is_stored:
+            # captured here, and stored by another process
+            table.change(
+                key,
+                n_bytes=n_bytes,
+                pinned=bool(row["pinned"]),
+                expires=int(row["expires"]),
+                priority=int(row["priority"]),
+                codec=int(row["codec"]),
+                is_stored=True,
+            )
 
     def _write(self, facts: Facts, keys: Keys, numbers: npt.NDArray[np.int64], first: int) -> None:
         n_bytes = facts["stored_bytes"] + facts["n_tokens"].astype(np.uint64) * TOKEN_BYTES
@@ -148,6 +187,7 @@ class TableFill:
             yield
         self._parents = []
         table.filling = None
+        table.find_kept()
 
 
 def _mapped(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

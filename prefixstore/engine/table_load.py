@@ -26,10 +26,11 @@ __all__ = ["TableLoader", "Victims"]
 
 # pages of which facts are read at a time: the lock is held while they are entered into the table
 FACTS_AT_ONCE = 4_000
-# Seconds between two steps: a lock is not passed on to the thread that waits for it if it is taken again at once.
-PAUSE = 1e-4
 # and at least so many, where others commit all the time
 FEWEST_FACTS = 64
+# Seconds between two steps. A lock is not passed on to the thread that waits for it if it is taken again at once: with
+# a tenth of this, a lookup waited for several steps.
+PAUSE = 1e-3
 
 
 class Victims:
@@ -100,14 +101,14 @@ class TableLoader(Loader):
                 with self._lock, self._guard:
                     if fill is not self._table.fill:
                         continue
-                    is_news = self._may_learn(generation, epoch)
-                    if is_news and len(facts):
+                    may_learn = self._may_learn(generation, epoch)
+                    if may_learn and len(facts):
                         after = self._enter(facts, damaged)
                         at_once = min(at_once * 2, FACTS_AT_ONCE)
                         continue
-                    if is_news:
+                    if may_learn:
                         steps = self._table.finish()
-                if is_news:
+                if may_learn:
                     self._finish_table(steps, fill)
                 else:
                     # where much is committed meanwhile, fewer pages are read before the next commit
@@ -210,6 +211,7 @@ class TableLoader(Loader):
                     next(search)
                 except StopIteration as end:
                     return [self._table.table.entry(slot) for slot in end.value]
+            time.sleep(PAUSE)
 
     def put_back(self, key: bytes) -> None:
         """A victim was passed over."""
@@ -225,6 +227,11 @@ class TableLoader(Loader):
     def policy_note(self) -> bytes | None:
         """The name of the note with what the policy has learned; None if it learns nothing."""
         return self._table.policy.note
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the policy, as in ``policy=``."""
+        return self._table.policy.name
 
     def learned(self) -> dict[str, bytes]:
         """What the policy has learned."""

@@ -180,7 +180,7 @@ def _content_size(frame: memoryview) -> int:
 def _decompress(frame: memoryview, out: memoryview) -> None:
     """Decompress into `out`; zstd never writes past its end, whatever the frame holds."""
     try:
-        # a frame also says how much memory it needs to be unpacked: no frame of ours needs more
+        # a frame also says how much memory it needs to be unpacked: no frame that is written here needs more
         with zstandard.ZstdDecompressor(max_window_size=1 << WINDOW_LOG).stream_reader(frame) as reader:
             n = reader.readinto(out) if len(out) else 0
     except zstandard.ZstdError as error:

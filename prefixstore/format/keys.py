@@ -1,8 +1,8 @@
 """Keys: chained hashes of the namespace and of all tokens up to the end of a page.
 
-They must be collision resistant: whoever can make two prompts with one key can have the state of one stored under the
-key of the other, and everyone in that namespace restores it. So they are BLAKE2b, which is also faster than SHA-256.
-Checksums are not keys: they find accidents, and are xxh3.
+They must be collision resistant: an attacker who can make two prompts with one key can have the state of one stored
+under the key of the other, and everyone in that namespace restores it. So they are BLAKE2b, which is also faster than
+SHA-256. Checksums are not keys: they find accidents, and are xxh3.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def as_tokens(tokens: TokenSequence) -> Tokens:
         return np.ascontiguousarray(tokens)
     try:
         wide = np.asarray(tokens)
-        if wide.size == 0 and wide.ndim == 1:
-            return np.empty(0, dtype="<i4")
-        if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise InvalidParameterError(
-                f"tokens must be a flat sequence of integers, not {type(tokens).__name__} of shape {wide.shape} and "
-                f"type {wide.dtype}; tokenize text first, with llm.tokenize(text)"
-            )
     except (ValueError, OverflowError) as error:
         raise InvalidParameterError(f"tokens must be a flat sequence of integers: {error}") from error
+    if wide.size == 0 and wide.ndim == 1:
+        return np.empty(0, dtype="<i4")
+    if wide.ndim != 1 or wide.dtype.kind not in "iu":
+        raise InvalidParameterError(
+            f"tokens must be a flat sequence of integers, not {type(tokens).__name__} of shape {wide.shape} and "
+            f"type {wide.dtype}; tokenize text first, with llm.tokenize(text)"
+        )
     if wide.min() < -(2**31) or wide.max() >= 2**31:
         raise InvalidParameterError(
             f"tokens must be 32-bit integers, as llama.cpp's token ids are; these are {wide.min()} to {wide.max()}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import llama_cpp
 
-from prefixstore.errors import MisuseError
+from prefixstore.errors import MisuseError, PrefixStoreError
 from prefixstore.llama.context import Context
 from prefixstore.llama.kv_memory import ContextMemory
 from prefixstore.llama.watch import Watch
@@ -84,6 +85,7 @@ class Attachment:
                         "it may be llm.cache"
                     )
                 found.attachment.remove()
+                found.attachment.give_methods_back()
         try:
             # the watch first: from then on, a method that is not replaced yet is noticed
             context.watch = Watch(llm, context.lineage, context.memory, context.settle)
@@ -97,10 +99,23 @@ class Attachment:
             raise
 
     def remove(self) -> None:
-        """Restore the methods of the ``Llama``; does nothing the second time."""
+        """Restore the methods of the ``Llama``; does nothing the second time.
+
+        This may be any thread, so nothing of llama.cpp is called. If other sequences wait in the context, the replaced
+        methods stay until one of them is called, and frees their cells.
+        """
         if self._is_installed:
             self.hook.context.disown_unscored()
         self._is_installed = False
+        residents = self.hook.context.memory.residents
+        residents.forget_all()
+        if not residents.has_tags:
+            self.give_methods_back()
+        if self.hook.context.watch is not None:
+            self.hook.context.watch.stop()
+
+    def give_methods_back(self) -> None:
+        """Restore the methods of the ``Llama``."""
         llm = self._llm()
         methods = llm.__dict__ if llm is not None else {}
         for name, original in self._originals.items():
@@ -109,8 +124,6 @@ class Attachment:
                     del methods[name]
                 else:
                     methods[name] = original
-        if self.hook.context.watch is not None:
-            self.hook.context.watch.stop()
 
     def original(self, name: str) -> Callable[..., Any]:
         """The method of the ``Llama`` that was replaced. Raises `MisuseError` if the ``Llama`` is gone."""
@@ -121,6 +134,9 @@ class Attachment:
         """The replaced method, after everything that is left of this attachment was removed."""
         original = self.original(name)
         self.remove()
+        with contextlib.suppress(PrefixStoreError):  # the Llama is closed
+            self.hook.context.memory.drop_residents()
+        self.give_methods_back()
         return original
 
 

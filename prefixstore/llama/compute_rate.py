@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["ComputeRate"]
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from prefixstore.engine.index import Page
+
+__all__ = ["ComputeRate", "RestoreDeadline"]
 
 WEIGHT = 0.3
 # batches of fewer tokens say nothing about the rate of a prefill
@@ -12,12 +19,26 @@ SMALLEST_BATCH = 32
 MAX_SLOWDOWN = 1.2
 RETRY_EVERY = 8
 MAX_RETRY_EVERY = 4096
+# A restore that is given up in the middle has cost no more than this share of computing the whole, its lookup included.
+# It is a little less than the 5 % that are promised, for what giving up takes.
+MAX_SHARE = 0.04
+# a page that is on its way is waited for if it will be there in time even if its rest takes longer by this factor
+SLACK = 1.1
+# how slow a restore that was given up counts as, relative to computing
+LATE_SLOWDOWN = 2.0
 
 
 class ComputeRate:
-    """Seconds for each token computed and for each page restored; decides whether a restore is worth it."""
+    """Seconds for each token computed and for each page restored; decides whether a restore is worth it.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    max_delay
+        What a restore may take beyond computing; None for no limit. See `deadline`.
+    """
+
+    def __init__(self, max_delay: float | None = None) -> None:
+        self._max_delay = max_delay
         self.token_seconds: float | None = None
         self.page_seconds: float | None = None
         self._skipped = 0
@@ -32,6 +53,13 @@ class ComputeRate:
         """Note that pages were restored."""
         self.page_seconds = _mean(self.page_seconds, seconds / n_pages)
 
+    def late(self, pages: Sequence[Page], seconds: float) -> None:
+        """Note that these pages were given up after so many seconds. Once may be a pause; twice in a row is slow."""
+        if self.token_seconds is not None:
+            seconds = self.token_seconds * sum(page.n_tokens for page in pages)
+            seconds *= 1.0 if self.page_seconds is None else LATE_SLOWDOWN
+        self.restored(len(pages), seconds)
+
     def is_worth(self, n_tokens: int, n_pages: int) -> bool:
         """Whether restoring `n_pages` is expected to be faster than computing the `n_tokens` they save."""
         if self.token_seconds is None or self.page_seconds is None:
@@ -45,9 +73,83 @@ class ComputeRate:
         self._skipped, self._retry_after = 0, min(2 * self._retry_after, MAX_RETRY_EVERY)
         return True
 
+    def seconds_of(self, pages: Sequence[Page], live: int, end: int) -> list[float]:
+        """Seconds to compute what each of some pages holds of the tokens from `live` up to `end`.
+
+        As measured here; before anything was, as noted when the pages were captured, and 0 where that is not known.
+        """
+        if self.token_seconds is not None:
+            return [self.token_seconds * max(min(page.end, end) - max(page.start, live), 0) for page in pages]
+        return [page.compute_us / 1e6 for page in pages]
+
+    def deadline(
+        self, pages: Sequence[Page], live: int, end: int, *, whole: int | None = None, looked_up: float = 0.0
+    ) -> RestoreDeadline | None:
+        """How long a restore of pages may take, of the tokens from `live` up to `end`; None for as long as it takes.
+
+        With `whole`, nothing can be used before so many states have come. The lookup has taken `looked_up` seconds.
+        """
+        if self._max_delay is None:
+            return None
+        seconds = self.seconds_of(pages, live, end)
+        if not sum(seconds):
+            return None
+        return RestoreDeadline(seconds, self._max_delay, whole=whole, looked_up=looked_up)
+
     def compute_us(self, n_tokens: int) -> int:
         """Microseconds that computing so many tokens takes here; 0 until something was computed."""
         return round(self.token_seconds * n_tokens * 1e6) if self.token_seconds is not None else 0
+
+
+class RestoreDeadline:
+    """When to give up a restore, so that it and computing the rest take little longer than computing everything.
+
+    After `n` pages it has to have taken no longer than computing these would have, and an allowance: `max_delay`, or
+    `MAX_SHARE` of computing all if that is more. Whenever it is given up, that is the most that was lost. It goes on in
+    the middle of a page if it will keep to that with this page, as far as one can tell from what has come of it.
+
+    Parameters
+    ----------
+    seconds
+        What computing the tokens of each page takes.
+    max_delay
+        What a restore may take in any case.
+    looked_up
+        What the lookup has taken, which counts, too.
+    whole
+        How many states there are, if none is of use without the others: they may take as long as computing, and each
+        its share of that. None if pages can be used as they come.
+    clock
+        Seconds.
+    """
+
+    def __init__(
+        self,
+        seconds: Sequence[float],
+        max_delay: float,
+        *,
+        whole: int | None = None,
+        looked_up: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._started = clock()
+        total = math.fsum(seconds)
+        allowed = max(max_delay, MAX_SHARE * total - looked_up)
+        if whole is None:
+            self._until = [allowed, *(allowed + computed for computed in accumulate(seconds))]
+        else:
+            self._until = [allowed + total * n / whole for n in range(1, whole + 1)]
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        """Seconds that the page after so many is waited for, if this share of it has arrived."""
+        now, last = self._clock() - self._started, len(self._until) - 1
+        until = self._until[min(n_given, last)]
+        if arrived > 0:
+            expected = SLACK * now * (n_given + 1) / (n_given + arrived)
+            if expected <= self._until[min(n_given + 1, last)]:
+                until = max(until, expected)
+        return until - now
 
 
 def _mean(old: float | None, new: float) -> float:

@@ -17,6 +17,8 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import PAGE, Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
+from prefixstore.last_prompt import PromptMeter
+from prefixstore.llama.bypass import BYPASSED, Bypass
 from prefixstore.llama.compute_rate import ComputeRate
 from prefixstore.llama.kv_memory import ContextMemory, is_closed, kind_of, pointer_of
 from prefixstore.llama.lineage import Lineage, Unknown
@@ -56,8 +58,14 @@ class Context(Generic[M_co]):
         The tokens that are known to be in it.
     rate
         How fast it computes, and how fast pages are restored.
+    far_rate
+        How fast pages are restored from a location behind the nearest one.
     watch
         Notices what else reaches the context; None unless the store is attached.
+    bypass
+        Whether the running code goes past the store.
+    prompt
+        Counts what happens to the prompt that was looked up last.
     """
 
     def __init__(
@@ -70,8 +78,11 @@ class Context(Generic[M_co]):
         self.memory = memory
         self.kind: Kind = kind_of(llm)
         self.lineage = Lineage(namespace.key, parameters.page_tokens, llm.n_ctx())
-        self.rate = ComputeRate()
+        self.rate = ComputeRate(parameters.max_delay)
+        self.far_rate = ComputeRate()
         self.watch: Watch | None = None
+        self.bypass = Bypass()
+        self.prompt = PromptMeter()
         self._settings = namespace.canonical
 
     @property
@@ -102,6 +113,28 @@ class Context(Generic[M_co]):
         if reason is None and self.memory.is_shared():
             reason = "sequence_in_use"
         return reason
+
+    def skip_reason(self) -> str | None:
+        """Why this request is neither looked up nor captured: `bypass_reason`, or the caller goes past the store."""
+        return self.bypass_reason() or (BYPASSED if self.bypass.is_active else None)
+
+    def lookup(self, name: str) -> str:
+        """The count of how a lookup ends, such as ``"hits"``; of a session that is resumed, another than of prompts."""
+        return name if self.prompt.is_prompt else f"resume:{name}"
+
+    def count_lookup(self, name: str) -> None:
+        """Count how a lookup has ended, such as ``"hits"``."""
+        self.engine.counters.count(self.lookup(name), namespace=self.lineage.namespace)
+
+    def count_miss(self, name: str) -> None:
+        """Count a miss of what is looked up, such as ``"miss:not_found"``."""
+        self.count_lookup(name)
+        self.note_miss(name)
+
+    def note_miss(self, name: str | None) -> None:
+        """Note a miss that is counted already; None if there was none."""
+        if name is not None:
+            self.prompt.miss = name.rpartition(":")[2]
 
     def catch_up(self, *, compare: bool = True) -> bool:
         """Let the lineage follow a context that was rewound; whether everything that it holds is known.
@@ -211,15 +244,24 @@ class Context(Generic[M_co]):
         llm._requires_eval = True
         self.lineage.restored(prompt)
 
-    def count_restore(self, n_pages: int, gained: int, seconds: float, timed: Sequence[Page]) -> None:
-        """Count a hit: pages read, tokens gained, and the pages whose compute time is known."""
-        counters = self.engine.counters
-        self.rate.restored(n_pages, seconds)
-        counters.count("hits")
-        counters.count("tokens_restored", gained)
-        counters.time("restore", seconds)
+    def is_worth(self, pages: Sequence[Page], n_tokens: int) -> bool:
+        """Whether restoring pages is expected to be faster than computing the `n_tokens` that they save."""
+        if self.engine.n_near(pages) == len(pages):
+            return self.rate.is_worth(n_tokens, len(pages))
+        self.far_rate.token_seconds = self.rate.token_seconds
+        return self.far_rate.is_worth(n_tokens, len(pages))
+
+    def count_restore(
+        self, n_pages: int, gained: int, seconds: float, timed: Sequence[Page], *, is_far: bool = False
+    ) -> None:
+        """Count a hit: pages read, tokens gained, the pages whose compute time is known, and whether any was far."""
+        self.prompt.restored += gained
+        self.prompt.restore_seconds += seconds
+        (self.far_rate if is_far else self.rate).restored(n_pages, seconds)
         share = gained / (sum(page.n_tokens for page in timed) or 1)
-        counters.time("saved", sum(page.compute_us for page in timed) * share / 1e6 - seconds)
+        saved = sum(page.compute_us for page in timed) * share / 1e6 - seconds
+        name, namespace = self.lookup("hits"), self.lineage.namespace
+        self.engine.counters.restored(gained, seconds, saved, name=name, namespace=namespace)
 
 
 def is_multimodal(llm: llama_cpp.Llama) -> bool:

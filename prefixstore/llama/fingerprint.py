@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
-import logging
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import llama_cpp
 
-from prefixstore.backends.location import cache_directory
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.kv_memory import kind_of, streams_of
 from prefixstore.llama.loaded_file import Loaded, adapter_is_from, changed_since_start, model_is_from
+from prefixstore.llama.model_file import file_digest, file_identity, model_parts
 from prefixstore.stats import Kind
 
-__all__ = ["file_digest", "llama_cpp_build", "namespace_of"]
+__all__ = ["CONTEXT_SETTINGS", "llama_cpp_build", "namespace_of"]
 
-log = logging.getLogger("prefixstore")
-
-BLOCK = 8 << 20
 # by Llama: what its files were when it was first seen
 _KNOWN: WeakKeyDictionary[llama_cpp.Llama, tuple[str, str | None]] = WeakKeyDictionary()
-SPLIT = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf")
 
 # Fields of llama_context_params that change the content or the layout of a state. Embeddings and pooling are not among
 # them: they decide what is computed from the last layer. How tokens see each other is `attention_type`.
@@ -155,7 +146,7 @@ def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
     """
     known = _KNOWN.get(llm)
     if known is None:
-        parts = _parts(llm.model_path)
+        parts = model_parts(llm.model_path)
         model = "+".join(
             _digest_of_loaded(part, partial(model_is_from, llm, is_first=part == parts[0])) for part in parts
         )
@@ -168,11 +159,11 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], Loaded]) -> str:
     """The digest of a file, if it is the one that was loaded."""
     try:
         real = Path(path).resolve(strict=True)
-        before = _identity(real.stat())
+        before = file_identity(real.stat())
         found = is_loaded(real)  # before gigabytes are read in vain
         is_same = found is Loaded.SAME or (found is Loaded.UNKNOWN and not changed_since_start(path))
         digest = file_digest(real) if is_same else ""
-        is_same = is_same and _identity(real.stat()) == before
+        is_same = is_same and file_identity(real.stat()) == before
     except OSError as error:
         raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
     if not is_same:
@@ -186,75 +177,3 @@ def _digest_of_loaded(path: str, is_loaded: Callable[[Path], Loaded]) -> str:
             "Load the model again, by an absolute path, and attach the store right after"
         )
     return digest
-
-
-def _parts(model_path: str) -> list[str]:
-    """All files of a model, in order."""
-    split = SPLIT.fullmatch(model_path)
-    if split is None:
-        return [model_path]
-    n = int(split["parts"])
-    return [f"{split['stem']}-{i:05d}-of-{n:05d}.gguf" for i in range(1, n + 1)]
-
-
-def file_digest(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's whole content, as 64 hexadecimal digits: what Hugging Face shows for it.
-
-    It is cached in the user's cache directory by path, device, inode, size and times, so that a file is read once and
-    not at every start.
-
-    Raises
-    ------
-    ContextError
-        If the file cannot be read.
-    """
-    try:
-        real = Path(path).resolve(strict=True)
-        with real.open("rb", buffering=0) as file:
-            identity = _identity(os.fstat(file.fileno()))
-            known = _remembered().get(str(real))
-            if isinstance(known, dict) and known.get("identity") == identity and isinstance(known.get("sha256"), str):
-                return str(known["sha256"])
-            log.info("reading %s for its fingerprint", real)
-            digest = _hash(file)
-            if _identity(os.fstat(file.fileno())) == identity:
-                _remember(str(real), identity, digest)
-    except OSError as error:
-        raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
-    return digest
-
-
-def _hash(file: Any) -> str:
-    hasher = hashlib.sha256()
-    buffer = memoryview(bytearray(BLOCK))
-    while n := file.readinto(buffer):
-        hasher.update(buffer[:n])
-    return hasher.hexdigest()
-
-
-def _identity(stat: os.stat_result) -> list[int]:
-    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-
-
-def _memory_file() -> Path:
-    return cache_directory() / "fingerprints.json"
-
-
-def _remembered() -> dict[str, Any]:
-    try:
-        known = json.loads(_memory_file().read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _remember(path: str, identity: list[int], digest: str) -> None:
-    """Replace the file as a whole; if another process does so at the same time, a model is read once more later."""
-    target = _memory_file()
-    known = _remembered() | {path: {"identity": identity, "sha256": digest}}
-    with contextlib.suppress(OSError):
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(known, file)
-        Path(temporary).replace(target)

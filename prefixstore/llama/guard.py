@@ -24,12 +24,23 @@ class Guard:
         The count of an exception.
     unavailable
         The count of a `StorageError`, where one is to be expected.
+    namespace
+        Key of the namespace for which it is counted, if that is known.
+
+    Attributes
+    ----------
+    counted
+        What was counted; None without an exception.
     """
 
-    def __init__(self, counters: Counters, fault: str, unavailable: str | None = None) -> None:
+    def __init__(
+        self, counters: Counters, fault: str, unavailable: str | None = None, namespace: bytes | None = None
+    ) -> None:
         self._counters = counters
         self._fault = fault
         self._unavailable = unavailable
+        self._namespace = namespace
+        self.counted: str | None = None
 
     def __enter__(self) -> None:
         pass
@@ -40,10 +51,12 @@ class Guard:
         if not isinstance(error, Exception):
             return False
         if self._unavailable is not None and isinstance(error, StorageError):
-            self._counters.count(self._unavailable)
+            self.counted = self._unavailable
+            self._counters.count(self._unavailable, namespace=self._namespace)
             log.warning("a lookup failed: %s", error)
             return True
-        self._counters.count(self._fault)
+        self.counted = self._fault
+        self._counters.count(self._fault, namespace=self._namespace)
         log.warning(
             "the completion continues without the store: %s",
             error,

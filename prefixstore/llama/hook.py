@@ -29,19 +29,26 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from prefixstore.engine.engine import Engine
 from prefixstore.errors import ContextError, MisuseError, PrefixStoreError
-from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
+from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, common_prefix
 from prefixstore.format.namespace import Namespace
+from prefixstore.last_prompt import PromptMeter
 from prefixstore.llama.attachment import Attachment, own_method
-from prefixstore.llama.context import live_prefix_length
+from prefixstore.llama.bypass import BYPASSED, Bypass
+from prefixstore.llama.context import live_prefix_length, reusable_prefix
+from prefixstore.llama.gguf import model_names
 from prefixstore.llama.guard import Guard
 from prefixstore.llama.inactivity import Inactivity
 from prefixstore.llama.kv_memory import is_closed
 from prefixstore.llama.lineage import Unknown
+from prefixstore.llama.paged_memory import PagedMemory
 from prefixstore.llama.strategy import strategy_for
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
 __all__ = ["Hook", "calling_completion", "register_cache"]
+
+# what llama-cpp-python raises when llama.cpp finds no free cells for a batch
+NO_CELLS = "llama_decode returned 1"
 
 COMPLETION = llama_cpp.Llama._create_completion.__code__
 
@@ -85,6 +92,8 @@ class Hook:
         Of the store.
     parameters
         The store's parameters.
+    bypass
+        Whether the running code goes past the store.
 
     Attributes
     ----------
@@ -92,6 +101,10 @@ class Hook:
         How this context is stored.
     context
         The context.
+    reads
+        Whether prompts are restored from the store; a session can turn that off.
+    writes
+        Whether anything is captured.
 
     Raises
     ------
@@ -99,9 +112,17 @@ class Hook:
         If a file of the model cannot be read, or is not the one that was loaded.
     """
 
-    def __init__(self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> None:
+    def __init__(
+        self, llm: llama_cpp.Llama, engine: Engine, parameters: Parameters, bypass: Bypass | None = None
+    ) -> None:
         self.strategy = strategy_for(llm, engine, parameters)
         self.context = self.strategy.context
+        namespace = self.context.namespace
+        engine.keeper.describe(namespace, model_names(llm.metadata, namespace.settings))
+        if bypass is not None:
+            self.context.bypass = bypass
+        self.reads = True
+        self.writes = True
         # a lookup asked for logprobs: the batches must be the same as without a store
         self._exact = False
         self._attachment: Attachment | None = None
@@ -134,6 +155,12 @@ class Hook:
         return self.context.parameters.page_tokens
 
     @property
+    def n_live(self) -> int:
+        """How many tokens the context holds; 0 if the ``Llama`` is gone."""
+        llm = self.context.llm_or_none
+        return llm.n_tokens if llm is not None else 0
+
+    @property
     def overwrites_window(self) -> bool:
         """Whether rows that have left the sliding window are overwritten, so that pages must be captured in time."""
         return self.context.memory.overwrites_window
@@ -150,11 +177,17 @@ class Hook:
         """
         self._attachment = Attachment(self, cache)
         self._attachment.install()
+        # those that a store has left which was dropped
+        self.context.memory.drop_residents()
 
-    def detach(self, cache: object) -> None:
-        """Restore the Llama's own methods, and remove `cache` if the Llama uses it."""
+    def detach(self, cache: object, *, settles: bool = True) -> None:
+        """Restore the Llama's own methods, and remove `cache` if the Llama uses it.
+
+        Without `settles`, nothing is done to the context: another thread uses it.
+        """
         with contextlib.suppress(PrefixStoreError):  # a Llama that is closed or gone: there is nothing to undo
-            self.context.settle()
+            if settles:
+                self.context.settle()
         if self._attachment is not None:
             self._attachment.remove()
         llm = self.context.llm_or_none
@@ -162,7 +195,8 @@ class Hook:
             llm.set_cache(None)
 
     @property
-    def _is_attached(self) -> bool:
+    def is_attached(self) -> bool:
+        """Whether the methods of the ``Llama`` are replaced by the hook's."""
         return self._attachment is not None and self._attachment.is_alive
 
     def _original(self, name: str) -> Callable[..., Any]:
@@ -186,26 +220,32 @@ class Hook:
             return
         self._note_evaluated_prompt(len(tokens))
         original = self._original("eval")
-        bypassed = context.bypass_reason()
+        bypassed = context.skip_reason()
+        if bypassed == BYPASSED and lineage.unknown is None:
+            # what was evaluated before the caller went past the store
+            self._before_leaving()
         known = bypassed is None and context.catch_up(compare=len(tokens) > 1)
         if bypassed is not None:
-            lineage.lose(Unknown.CHANGED)
+            lineage.lose(Unknown.BYPASSED if bypassed == BYPASSED else Unknown.CHANGED)
         # with a draft model, logits are asked for by their place in a batch: the batches are those of `Llama.eval`
         is_drafted = llm.draft_model is not None
         is_exact = self._exact or len(unscored) > 0
         step = llm.n_batch if is_drafted else self._step
         stops = self._stops(tokens, step, keep_batches=is_exact or is_drafted) if known else []
         start = llm.n_tokens
+        context.prompt.begun(start)
         for batch in _batches(tokens, [stop - lineage.n for stop in stops], step):
             started = time.perf_counter()
             known = self._evaluate(original, batch)
-            context.rate.computed(len(batch), time.perf_counter() - started)
-            counters.count("tokens_computed", len(batch))
+            seconds = time.perf_counter() - started
+            context.rate.computed(len(batch), seconds)
+            context.prompt.evaluated(len(batch), seconds)
+            counters.count("tokens_computed", len(batch), namespace=lineage.namespace)
             if known and self.strategy.is_due(lineage.n - len(batch), stops):
                 self._note_decoded()
                 self._capture(tail=False)
         self._note_decoded()
-        if known and len(tokens) > 1:
+        if known and len(tokens) > 1 and self.writes:
             with self._guard("dropped:error"):
                 self.strategy.prompt_evaluated()
         if not known and bypassed is None:
@@ -229,13 +269,28 @@ class Hook:
         before = lineage.begin()
         # if this is interrupted, the logits may be those of a token that does not count; generate() would sample them
         llm._requires_eval = True
-        original(batch)
+        self._decode(original, batch)
         if before is None:
             lineage.extend(batch)
             if not lineage.agrees(llm, self.context.memory, len(batch)):
                 before = Unknown.CHANGED
         lineage.end(before)
         return before is None
+
+    def _decode(self, original: Callable[[Sequence[int]], None], batch: Sequence[int]) -> None:
+        """Evaluate a batch; residents go, one by one, as long as there are too few cells for it."""
+        llm, memory = self.context.llm, self.context.memory
+        if memory.residents.has_tags:
+            memory.make_room(llm.input_ids[: llm.n_tokens], len(batch))
+        while True:
+            try:
+                original(batch)
+            except RuntimeError as error:
+                # then llama.cpp has changed nothing
+                if str(error) != NO_CELLS or not memory.drop_oldest():
+                    raise
+            else:
+                return
 
     def _note_decoded(self) -> None:
         """What was decoded up to now was decoded by the store."""
@@ -245,9 +300,14 @@ class Hook:
 
     def _note_evaluated_prompt(self, n: int) -> None:
         """Count a prompt that was not looked up before."""
-        if n >= max(self.context.parameters.min_tokens, 2) and not self._is_looked_up:
+        is_prompt = n >= max(self.context.parameters.min_tokens, 2) and not self._is_looked_up
+        if is_prompt and not self.context.bypass.is_active:
             self._inactivity.prompt(is_looked_up=False)
         self._is_looked_up = False
+
+    def continues_prompt(self) -> None:
+        """What is evaluated next is no new prompt that should have been looked up."""
+        self._is_looked_up = True
 
     def _count_unknown(self, n_pages: int) -> None:
         """Count pages that are not stored because it is not known what the context holds."""
@@ -257,7 +317,7 @@ class Hook:
 
     def _stops(self, tokens: Sequence[int], step: int, *, keep_batches: bool) -> list[int]:
         """Where to stop while these tokens are evaluated; only between batches if these must stay as they are."""
-        if self.context.parameters.read_only:
+        if not self._is_written:
             return []
         with self._guard("dropped:error"):
             start, stops = self.context.lineage.n, self.strategy.stops(tokens)
@@ -282,6 +342,8 @@ class Hook:
         self.context.settle()
         if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
             return self._live_state()
+        # a state holds their cells, too, and nobody's after it is loaded
+        self.context.memory.drop_residents()
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
             lineage = self.context.lineage
@@ -308,6 +370,7 @@ class Hook:
             return
         self._before_leaving()
         saved = self._saved.get(state)
+        context.memory.drop_residents()
         context.lineage.begin()
         with context.loading():
             self._original("load_state")(state)
@@ -345,7 +408,9 @@ class Hook:
 
     # -- what the store calls -----------------------------------------------------------------------------------------
 
-    def lookup(self, prompt: TokenSequence, completion: FrameType | None) -> LlamaState | None:
+    def lookup(
+        self, prompt: TokenSequence, completion: FrameType | None, meter: PromptMeter | None = None
+    ) -> LlamaState | None:
         """Restore what is stored of a prompt.
 
         Parameters
@@ -354,14 +419,24 @@ class Hook:
             The tokens.
         completion
             The frame of the completion that asks, if one does.
+        meter
+            Counts what happens to the prompt.
 
         Returns
         -------
         LlamaState or None
             Stands for what is live now; None for a miss.
         """
+        started = time.perf_counter()
         llm = self.llm
         tokens = as_tokens(prompt)
+        self.context.prompt = meter or PromptMeter()
+        try:
+            return self._lookup(llm, tokens, completion)
+        finally:
+            self._looked_up(len(tokens), live_prefix_length(llm, tokens), started)
+
+    def _lookup(self, llm: llama_cpp.Llama, tokens: Tokens, completion: FrameType | None) -> LlamaState | None:
         if not is_closed(llm):
             self.context.settle()
         limit, multiple_of = len(tokens) - 1, 1
@@ -374,17 +449,34 @@ class Hook:
                 lineage = self.context.lineage
                 if (lineage.unscored or lineage.unknown is not None) and not self.context.has_placeholders(tokens):
                     llm.reset()
-                self.context.engine.counters.count("miss:logprobs")
+                self.context.count_miss("miss:logprobs")
                 return None
             # the same batches as without a store give the same logits, bit by bit
             multiple_of = llm.n_batch
         return self._live_state() if self._restore(tokens, limit, multiple_of=multiple_of) else None
 
-    def restore(self, tokens: Tokens, *, always: bool = False) -> int:
+    def restore(self, tokens: Tokens, *, always: bool = False, meter: PromptMeter | None = None) -> int:
         """Restore for a caller who continues with ``eval`` or ``generate``; the number of tokens that are live."""
+        started = time.perf_counter()
+        self.context.prompt = meter or PromptMeter()
+        live = 0
+        try:
+            live = self._restore_for_caller(tokens, always=always)
+        finally:
+            self._looked_up(len(tokens), live, started)
+        return live
+
+    def _looked_up(self, n: int, reused: int, started: float) -> None:
+        """Count a prompt of `n` tokens that was looked up, of which the context now holds `reused`."""
+        context, prompt = self.context, self.context.prompt
+        source = "store" if prompt.restored else prompt.miss or "live"
+        context.engine.counters.asked(context.lineage.namespace, n, prompt.restored, source)
+        prompt.looked_up(n, reused, time.perf_counter() - started)
+
+    def _restore_for_caller(self, tokens: Tokens, *, always: bool) -> int:
         llm = self.llm
         self.context.settle()
-        if not self._is_attached:
+        if not self.is_attached:
             # nothing is captured here: what llama-cpp-python would reuse is kept
             self.context.adopt()
         self._note_prompt(len(tokens))
@@ -405,6 +497,129 @@ class Hook:
             llm._requires_eval = True
         return live
 
+    def resume(self, tokens: Tokens, *, uses_live: bool, uses_store: bool) -> tuple[int, int]:
+        """Prepare the context to continue a sequence after its last token.
+
+        Parameters
+        ----------
+        tokens
+            The sequence.
+        uses_live
+            Whether what the context holds may be used; if not, it is emptied.
+        uses_store
+            Whether what is stored may be.
+
+        Returns
+        -------
+        int
+            How many of the tokens the context had, and could continue from.
+        int
+            How many more were restored.
+        """
+        started = time.perf_counter()
+        context = self.context
+        context.settle()
+        # what is restored is counted, but no lookup: a prompt follows
+        context.prompt = PromptMeter(is_prompt=False)
+        if not uses_live:
+            self._before_leaving()
+            context.empty()
+        n_live = self.continued(tokens)
+        if uses_store and n_live < len(tokens):
+            self._restore(tokens, len(tokens))
+        n = self.continued(tokens)
+        context.prompt.looked_up(len(tokens), n, time.perf_counter() - started)
+        return n_live, max(n - n_live, 0)
+
+    def rewind(self, tokens: Tokens) -> int:
+        """Cut the context to what it can continue from of a sequence, for ``eval`` of the rest; how much that is."""
+        context = self.context
+        context.settle()
+        if context.bypass_reason() is not None:
+            raise ContextError("it is not known what the context holds; evaluate a whole prompt instead")
+        n, llm = self.continued(tokens), context.llm
+        if n < llm.n_tokens or context.lineage.unknown is not None:
+            self._before_leaving()
+            if n == 0:
+                context.empty()
+            llm.n_tokens = n
+            llm._requires_eval = True
+        return n
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether anything is captured."""
+        return self.writes and not self.context.parameters.read_only
+
+    def shift(self, keep: int, drop: int) -> None:
+        """Drop `drop` tokens after the first `keep`, and move the others to their places; see `llama.moving_window`.
+
+        From here on it is not known what the context holds, and no prompt continues what was moved.
+        """
+        context = self.context
+        context.settle()
+        llm, memory = context.llm, context.memory
+        if not isinstance(memory, PagedMemory):
+            raise ContextError("this context cannot be shifted")
+        n = llm.n_tokens
+        # a cell has one position, however many share it
+        memory.drop_residents()
+        context.lineage.lose(Unknown.SHIFTED)
+        with context.loading():
+            # first the names: a prompt never seems to begin with what was moved
+            llm.input_ids[keep:n] = -1
+            memory.shift(keep, drop)
+            llm.n_tokens = n - drop
+
+    def forget_context(self) -> None:
+        """Make the context empty."""
+        if not is_closed(self.context.llm):
+            self.context.settle()
+            self.context.empty()
+
+    def known_tokens(self) -> Tokens | None:
+        """A copy of what the context holds; None if that is not known, or not stored (`Context.bypass_reason`)."""
+        self.context.settle()
+        if self.context.bypass_reason() is not None or not self.context.catch_up():
+            return None
+        tokens: Tokens = self.context.lineage.tokens.copy()
+        return tokens
+
+    def keys(self) -> list[bytes]:
+        """The keys of the full pages of what the context is known to hold."""
+        return list(self.context.lineage.keys())
+
+    def bring(self, tokens: Tokens, take: Callable[[], bool]) -> bool:
+        """Have rows that wait in the context live, which are those of these tokens; if that fails, it is empty.
+
+        Parameters
+        ----------
+        tokens
+            The tokens.
+        take
+            Makes the rows those of the live sequence; whether that has worked.
+        """
+        context = self.context
+        self._before_leaving()
+        context.lineage.begin()
+        # first the count, as in `ContextMemory.discard`
+        context.llm.n_tokens = 0
+        context.llm._requires_eval = True
+        is_live = take()
+        if is_live:
+            context.set_live(tokens)
+        else:
+            context.empty()
+        return is_live
+
+    def continued(self, tokens: Tokens) -> int:
+        """How many tokens of a sequence the context is known to hold, and can continue from."""
+        context = self.context
+        if context.bypass_reason() is not None or not context.catch_up():
+            return 0
+        n = common_prefix(context.lineage.tokens, tokens)
+        return n if n == context.llm.n_tokens or context.memory.holds(n) else 0
+
     def completed(self) -> None:
         """Capture the tail of a completion that has ended."""
         if not is_closed(self.llm):
@@ -413,41 +628,62 @@ class Hook:
         self.context.lineage.is_fresh = False
         self._capture(tail=True)
 
-    def capture(self) -> int:
-        """Capture all of the context that is not stored, waiting for space in the queue; the number of pages."""
+    def capture(self, *, wait: bool = True) -> int:
+        """Capture all of the context that is not stored, by default waiting for space in the queue; how many pages."""
         self.context.settle()
-        if self.context.parameters.read_only or self.context.bypass_reason() is not None:
+        if not self._is_written or self.context.skip_reason() is not None:
             return 0
-        if not self._is_attached:
+        if not self.is_attached:
             # not attached: the store never saw these tokens, so the caller vouches for them
             self.context.adopt()
         elif not self.context.catch_up():
             self._count_unknown(1)
             return 0
-        return self.strategy.capture(tail=True, wait=True)
+        return self.strategy.capture(tail=True, wait=wait)
 
     # -- guarded ------------------------------------------------------------------------------------------------------
 
     def _guard(self, fault: str, unavailable: str | None = None) -> Guard:
-        return Guard(self.context.engine.counters, fault, unavailable)
+        return Guard(self.context.engine.counters, fault, unavailable, self.context.lineage.namespace)
 
     def _restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        context, counters = self.context, self.context.engine.counters
-        reason = context.bypass_reason()
+        context = self.context
+        reason = context.skip_reason()
         if reason is not None:
-            counters.count(f"miss:{reason}")
+            context.count_miss(f"miss:{reason}")
+            if reason == BYPASSED:
+                self._prepare_bypassed(tokens)
             return False
         self._before_leaving()
         # of a prompt that is longer than the context, the next token needs a place
         limit = min(limit, len(self.llm.input_ids) - 1)
-        with self._guard("miss:error", "miss:unavailable"):
+        guard = self._guard(context.lookup("miss:error"), context.lookup("miss:unavailable"))
+        with guard:
             context.catch_up()
             unknown = context.lineage.unknown
             if unknown is not None and self._is_kept(unknown, tokens, limit):
-                counters.count(f"miss:{unknown.value}")
+                context.count_miss(f"miss:{unknown.value}")
+                return False
+            if not self.reads:
+                context.count_miss("miss:session")
+                # a context that cannot step back to what it shares with the prompt is emptied
+                self.strategy.live_prefix(tokens)
                 return False
             return self.strategy.restore(tokens, limit, always=always, multiple_of=multiple_of)
+        context.note_miss(guard.counted)
         return False
+
+    def _prepare_bypassed(self, tokens: Tokens) -> None:
+        """Leave llama-cpp-python a context from which it can continue this prompt, or an empty one."""
+        context = self.context
+        # what was evaluated before the caller went past the store
+        self._before_leaving()
+        with self._guard("dropped:error"):
+            context.catch_up()
+            if context.lineage.unknown in (Unknown.INTERRUPTED, Unknown.STEPPED_BACK):
+                context.empty()
+            else:
+                reusable_prefix(context.llm, context.memory, tokens, context.empty)
 
     def _is_kept(self, unknown: Unknown, tokens: Tokens, limit: int) -> bool:
         """Whether an unknown context stays for this prompt; if not, it is emptied.
@@ -492,11 +728,11 @@ class Hook:
 
     def _note_prompt(self, n: int) -> None:
         self._is_looked_up = True
-        if n >= self.context.parameters.min_tokens:
+        if n >= self.context.parameters.min_tokens and not self.context.bypass.is_active:
             self._inactivity.prompt(is_looked_up=True)
 
     def _capture(self, *, tail: bool) -> None:
-        if not self.context.parameters.read_only and self.context.bypass_reason() is None:
+        if self._is_written and self.context.skip_reason() is None:
             with self._guard("dropped:error"):
                 if self.context.catch_up():
                     self.strategy.capture(tail=tail)
@@ -505,7 +741,7 @@ class Hook:
 
     def _before_leaving(self) -> None:
         """Capture what the context still has, before it moves to other tokens."""
-        is_stored = self._is_attached and not self.context.parameters.read_only
+        is_stored = self.is_attached and self._is_written
         if is_stored and self.context.bypass_reason() is None:
             with self._guard("dropped:error"):
                 self.strategy.before_leaving()

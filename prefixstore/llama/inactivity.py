@@ -14,7 +14,7 @@ log = logging.getLogger("prefixstore")
 PROMPTS = 10
 
 # any of these says that the store works
-ACTIVITY = ("hits", "live_hits", "pages_captured", "snapshots_captured", "miss:slow")
+ACTIVITY = ("hits", "live_hits", "resume:hits", "pages_captured", "snapshots_captured", "miss:slow")
 # of the captured ones, what was given up later
 GIVEN_UP = ("dropped:budget", "dropped:quota", "dropped:full", "dropped:unavailable")
 

@@ -19,16 +19,15 @@ import numpy as np
 
 from prefixstore.buffers import PooledBuffer
 from prefixstore.errors import ContextError, CorruptError
+from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Buffer
+from prefixstore.llama.residents import END, SCRATCH, SEQUENCE, Residents
 from prefixstore.llama.size_limit import size_limit
 from prefixstore.llama.state.shape import StateShape, shape_of, shape_of_sequence
 from prefixstore.llama.state.view import StateView
 from prefixstore.stats import Kind
 
 __all__ = [
-    "END",
-    "SCRATCH",
-    "SEQUENCE",
     "Acquire",
     "ContextMemory",
     "Unfinished",
@@ -40,10 +39,6 @@ __all__ = [
 ]
 
 SHORT_PAGE = 64
-
-SEQUENCE = 0  # the sequence in which Llama computes
-SCRATCH = 1
-END = -1
 
 Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
 """Supplies a buffer of so many bytes, or None if there is none."""
@@ -134,7 +129,9 @@ class Unfinished:
         return self.lent or self.scratch or self.unverified
 
 
+# of the Llama, since the store may be gone before it
 _unfinished: weakref.WeakKeyDictionary[llama_cpp.Llama, Unfinished] = weakref.WeakKeyDictionary()
+_residents: weakref.WeakKeyDictionary[llama_cpp.Llama, Residents] = weakref.WeakKeyDictionary()
 
 
 class ContextMemory(ABC):
@@ -153,11 +150,14 @@ class ContextMemory(ABC):
     unverified
         Whether a restore is not finished: bytes may be in the context that are not verified, or not those of the
         tokens that its Llama names. `discard` is the way back.
+    residents
+        Other sequences that wait in the context.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
         self.unfinished = _unfinished.setdefault(llm, Unfinished())
+        self.residents = _residents.setdefault(llm, Residents())
         self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
         self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
         self.shape: StateShape | None = None
@@ -192,7 +192,9 @@ class ContextMemory(ABC):
         """Remove everything from sequence 0; whether it is empty."""
         ctx, mem = self._pointers()
         others = range(SCRATCH, max(llama_cpp.llama_n_seq_max(ctx), SCRATCH + 1))
-        if all(llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others):
+        if not self.residents.has_tags and all(
+            llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others
+        ):
             # a shift of positions that llama.cpp has not carried out yet goes with it
             llama_cpp.llama_memory_clear(mem, False)
         else:
@@ -212,6 +214,7 @@ class ContextMemory(ABC):
         llm.n_tokens = 0
         llm._requires_eval = True
         llama_cpp.llama_memory_clear(mem, True)
+        self.residents.lost()
         self.unverified = False
 
     def is_shared(self) -> bool:
@@ -272,6 +275,7 @@ class ContextMemory(ABC):
             taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
             ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
             llama_cpp.llama_memory_clear(mem, True)
+            self.residents.lost()
         return bool(taken == len(state) and ends_at_n)
 
     def _accepts(self, page: bytes) -> bool:
@@ -281,9 +285,53 @@ class ContextMemory(ABC):
             return False
         source = (ctypes.c_uint8 * len(page)).from_buffer_copy(page)
         with self._noted("scratch"):
-            taken = llama_cpp.llama_state_seq_set_data(ctx, source, len(page), SCRATCH)
+            is_taken = self._load_beside(ctx, source, len(page))
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        return bool(taken == len(page))
+        return is_taken
+
+    def _load_beside(self, ctx: Any, source: Any, size: int) -> bool:
+        """Load a state as sequence 1; false if llama.cpp refuses it. It may do so for want of cells: residents go."""
+        while llama_cpp.llama_state_seq_set_data(ctx, source, size, SCRATCH) != size:
+            if not self.drop_oldest():
+                return False
+        return True
+
+    # -- residents ----------------------------------------------------------------------------------------------------
+
+    def park(self, name: str, tokens: Tokens) -> bool:
+        """Have the first tokens of sequence 0 wait under a name; false if no sequence is free."""
+        return self.residents.add(self._pointers()[1], name, tokens)
+
+    def longest_resident(self, tokens: Tokens, preferred: str) -> tuple[str, int]:
+        """As `Residents.longest`."""
+        return self.residents.longest(self._pointers()[1], tokens, preferred)
+
+    def bring(self, name: str, n: int, *, keep: bool) -> bool:
+        """As `Residents.bring`."""
+        return self.residents.bring(self._pointers()[1], name, n, keep=keep)
+
+    def make_room(self, live: Tokens, need: int) -> None:
+        """Drop residents, as long as so many more cells cannot be free beside them and these live tokens.
+
+        Where that is not certain, llama.cpp says it: then `drop_oldest`.
+        """
+        if self.residents.has_tags:
+            ctx, mem = self._pointers()
+            self.residents.make_room(mem, live, need, llama_cpp.llama_n_ctx(ctx))
+
+    def drop_oldest(self) -> bool:
+        """Free the cells of the resident that waits longest; false if there is none."""
+        return self.residents.has_tags and self.residents.drop_oldest(self._pointers()[1])
+
+    def sweep(self) -> None:
+        """Free the cells of residents that were forgotten. Raises `ContextError` if the ``Llama`` is closed."""
+        if self.residents.has_tags:
+            self.residents.sweep(self._pointers()[1])
+
+    def drop_residents(self) -> None:
+        """Free the cells of all residents: something else may reach them now. Raises `ContextError`, as `sweep`."""
+        self.residents.forget_all()
+        self.sweep()
 
     @contextmanager
     def _noted(self, name: str) -> Iterator[None]:

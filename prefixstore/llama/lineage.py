@@ -25,8 +25,12 @@ class Unknown(str, Enum):
     """Something other than the store reached the context."""
     INTERRUPTED = "interrupted"
     """An evaluation, a load or a restore did not come to its end."""
+    BYPASSED = "bypassed"
+    """Something was evaluated in a block of `PrefixStore.bypass`; nothing of it may be stored."""
     STEPPED_BACK = "stepped_back"
     """The context was rewound to a position from which it cannot continue."""
+    SHIFTED = "shifted"
+    """Tokens were dropped from its middle, and the others moved."""
 
     @property
     def is_deliberate(self) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 __all__ = ["Loaded", "adapter_is_from", "changed_since_start", "model_is_from"]
 
 SAMPLE = 4096
-# Buffers whose bytes can be read, and are those of the file. Others are packed anew for a kind of processor.
+# Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor.
 READABLE = re.compile(r"CPU|CPU_Mapped|\w+_Host|(CUDA|ROCm|MUSA|Vulkan|SYCL|MTL)\d+(_Mapped|_Private)?|Metal(_Mapped)?")
 IMPORTED = time.time()
 
@@ -201,7 +201,7 @@ def _compare(call: dict[str, Any], file: int, path: Path, find: Any, sample_byte
             name, size = call["gguf_get_tensor_name"](file, i), call["gguf_get_tensor_size"](file, i)
             tensor = find(name)
             if tensor and call["ggml_get_name"](tensor) != name:
-                return Loaded.UNKNOWN  # a build that is not as we know it
+                return Loaded.UNKNOWN  # an unknown kind of build
             # the second field of a ggml_tensor; it has no function
             buffer = c_void_p.from_address(tensor + 8).value if tensor else None
             if not tensor or not buffer or not size:

@@ -22,7 +22,8 @@ import numpy as np
 
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.llama.kv_memory import END, SCRATCH, SEQUENCE, Acquire, ContextMemory, u8_p
+from prefixstore.llama.kv_memory import Acquire, ContextMemory, u8_p
+from prefixstore.llama.residents import END, SCRATCH, SEQUENCE
 from prefixstore.llama.state.shape import StateShape, complete_cells, shape_of_sequence
 from prefixstore.llama.state.view import U32
 
@@ -65,6 +66,16 @@ class PagedMemory(ContextMemory):
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, n, END):
             raise ContextError(f"llama.cpp cannot cut this context at position {n}")
 
+    def shift(self, keep: int, drop: int) -> None:
+        """Drop `drop` tokens after the first `keep`, and move the others to the positions after these.
+
+        Only for contexts of which `llama.moving_window` says that they can: others end the process.
+        """
+        _, mem = self._pointers()
+        if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, keep, keep + drop):
+            raise ContextError(f"llama.cpp cannot drop tokens {keep} to {keep + drop} from this context")
+        llama_cpp.llama_memory_seq_add(mem, SEQUENCE, keep + drop, END, -drop)
+
     def load(self, state: memoryview) -> bool:
         """Append a page that `fits`, without copying it first; whether llama.cpp accepted it.
 
@@ -73,7 +84,7 @@ class PagedMemory(ContextMemory):
         """
         ctx, mem = self._pointers()
         source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
-        if llama_cpp.llama_state_seq_set_data(ctx, source, len(state), SCRATCH) != len(state):
+        if not self._load_beside(ctx, source, len(state)):
             return False
         llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
         return True

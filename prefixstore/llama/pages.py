@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from prefixstore.buffers import PooledBuffer
-from prefixstore.engine.engine import Engine
 from prefixstore.engine.fetch import States
 from prefixstore.engine.index import Page
+from prefixstore.engine.missing import missing_ranges
 from prefixstore.errors import ClosedError, StorageError
 from prefixstore.format.keys import Tokens
+from prefixstore.llama.compute_rate import RestoreDeadline
 from prefixstore.llama.context import Context, live_prefix_length, reusable_prefix
 from prefixstore.llama.paged_memory import Missing, MissingPage, PagedMemory
 from prefixstore.stats import Kind
 
-__all__ = ["PageStrategy", "missing_ranges"]
+__all__ = ["PageStrategy"]
 
 log = logging.getLogger("prefixstore")
 
@@ -104,28 +105,35 @@ class PageStrategy:
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
         """Restore the longest stored prefix of a prompt; see `Strategy`. Raises `StorageError`."""
         context, lineage = self.context, self.context.lineage
-        counters = context.engine.counters
         limit -= limit % multiple_of
         known = context.catch_up()
         live = self._reusable(tokens, known)
+        context.engine.token_seconds = context.rate.token_seconds
+        asked = time.perf_counter()
         path = context.engine.match(lineage.namespace, tokens, lineage.page_tokens)
+        looked_up = time.perf_counter() - asked
         n = min(path.n_tokens, limit)
         if n < context.parameters.min_tokens:
             context.note_use((), len(tokens))
-            counters.count("miss:short" if path.n_tokens else "miss:not_found")
+            context.count_miss("miss:short" if path.n_tokens else "miss:not_found")
             return False
         # pages inside the live prefix are used as well: they are kept for it
         used = path.pages[: -(-n // lineage.page_tokens)]
         if n <= live:
             context.note_use(used, len(tokens))
-            counters.count("live_hits")
+            context.count_lookup("live_hits")
             return True
         # reload the whole page in which the live prefix ends; if the context is not fully known, reload everything
         first = live // lineage.page_tokens if known else 0
-        if not always and not context.rate.is_worth(n - live, len(used) - first):
-            counters.count("miss:slow")
-            return False
-        if not self._load(tokens[:n], live, used, first):
+        if not always and not context.is_worth(used[first:], n - live):
+            # what is near may be worth it all the same
+            n_near = context.engine.n_near(used)
+            n = min(used[n_near - 1].end, n) if first < n_near < len(used) else 0
+            used = used[:n_near]
+            if n < context.parameters.min_tokens or n <= live or not context.is_worth(used[first:], n - live):
+                context.count_miss("miss:slow")
+                return False
+        if not self._load(tokens[:n], live, used, first, waits=always, looked_up=looked_up):
             return False
         context.note_use(used, len(tokens))
         return True
@@ -145,28 +153,50 @@ class PageStrategy:
             return live_prefix_length(context.llm, tokens)
         return reusable_prefix(context.llm, context.memory, tokens, context.empty)
 
-    def _load(self, prompt: Tokens, live: int, path: Sequence[Page], first: int) -> bool:
+    def _load(
+        self,
+        prompt: Tokens,
+        live: int,
+        path: Sequence[Page],
+        first: int,
+        *,
+        waits: bool = False,
+        looked_up: float = 0.0,
+    ) -> bool:
         """Load the pages of a prompt from number `first` on; whether any was loaded.
 
-        `live` tokens of the prompt are in the context.
+        `live` tokens of the prompt are in the context. With `waits`, it takes as long as it takes. The lookup has
+        taken `looked_up` seconds.
         """
         started = time.perf_counter()
         context = self.context
         pages = path[first:]
-        n_good, is_kept = self._copy(prompt, pages)
+        n_near = context.engine.n_near(pages)
+        deadline = None if waits else context.rate.deadline(pages, live, len(prompt), looked_up=looked_up)
+        n_good, is_kept = self._copy(prompt, pages, deadline)
+        is_late = deadline is not None and n_good < len(pages) and deadline.left(n_good) <= 0
+        if is_late and is_kept:
+            rate = context.far_rate if n_good >= n_near else context.rate
+            rate.late(pages[n_good : n_good + 1], (time.perf_counter() - started) / (n_good + 1))
+        elif n_good <= n_near < len(pages) and is_kept:
+            # the first of the pages that are far has not come
+            context.far_rate.restored(1, time.perf_counter() - started)
         if not is_kept and first + n_good:
             # the live prefix went with what was rejected: load it too, and verify each page before it is copied
             pages = path[: first + n_good]
             n_good, is_kept = self._copy(prompt, pages, along=False)
         if not (n_good and is_kept):
-            context.engine.counters.count("miss:unreadable")
+            context.count_miss("miss:unreadable")
             return False
         loaded = pages[:n_good]
         gained = max(min(loaded[-1].end, len(prompt)) - live, 0)
-        context.count_restore(len(loaded), gained, time.perf_counter() - started, loaded)
+        seconds = time.perf_counter() - started
+        context.count_restore(len(loaded), gained, seconds, loaded, is_far=n_near < n_good)
         return True
 
-    def _copy(self, prompt: Tokens, pages: Sequence[Page], *, along: bool = True) -> tuple[int, bool]:
+    def _copy(
+        self, prompt: Tokens, pages: Sequence[Page], deadline: RestoreDeadline | None = None, *, along: bool = True
+    ) -> tuple[int, bool]:
         """Copy pages of a prompt into the context, and cut off what it held from the first of them on.
 
         Whatever happens, the context then holds verified pages and what was there before them, or nothing: what cannot
@@ -178,6 +208,8 @@ class PageStrategy:
             The tokens that the pages hold, and those before them; the last page may reach beyond it.
         pages
             The pages.
+        deadline
+            When to go on without the rest of them.
         along
             Whether to copy pages while they are verified, instead of afterwards.
 
@@ -193,7 +225,7 @@ class PageStrategy:
         is_refused = False
         try:
             with context.engine.fetching(
-                pages, streamed=True, along=along, look=self._fits, admit=self._admits
+                pages, streamed=True, along=along, look=self._fits, admit=self._admits, deadline=deadline
             ) as states:
                 for page, state in zip(pages, states, strict=False):
                     if not memory.unverified:
@@ -201,6 +233,7 @@ class PageStrategy:
                         memory.unverified = True
                         context.set_live(prompt[: page.start])
                         memory.cut(page.start)
+                        memory.make_room(prompt[: page.start], pages[-1].end - page.start)
                     if not memory.load(state):
                         log.warning("llama.cpp refused page %s", page.key.hex())
                         context.engine.counters.count("unreadable:refused")
@@ -249,34 +282,3 @@ class PageStrategy:
         if not fits and memory.shape_is_own and memory.shape is not None:
             self.context.engine.condemn(page, memory.shape.fits)
         return fits
-
-
-def missing_ranges(
-    engine: Engine, namespace: bytes, keys: Sequence[bytes], tokens: Tokens, page_tokens: int, *, tail: bool
-) -> list[tuple[int, int]]:
-    """First position and boundary of each page of a sequence that is not stored.
-
-    Parameters
-    ----------
-    engine
-        Knows what is stored.
-    namespace
-        Key of the namespace.
-    keys
-        The keys of all full pages.
-    tokens
-        The sequence.
-    page_tokens
-        Length of a page.
-    tail
-        Whether the tokens after the last full page are one, too.
-    """
-    missing = engine.missing(namespace, keys, tokens, page_tokens)
-    ranges = [(i * page_tokens, (i + 1) * page_tokens) for i in missing]
-    start = len(keys) * page_tokens
-    if tail and start < len(tokens):
-        # a page that is taken now has no children yet, so nothing can cover the tail
-        parent = keys[-1] if keys else namespace
-        if missing or engine.wants(namespace, parent, tokens[start:].tobytes()):
-            ranges.append((start, len(tokens)))
-    return ranges

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import llama_cpp
@@ -148,8 +149,16 @@ class Vocabulary:
             raise ContextError(f"llama.cpp cannot load {path}: {error}") from error
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Tokens as text, special ones by name; bytes that are not valid UTF-8 are replaced."""
-        return self._llm.detokenize(list(tokens), special=True).decode("utf-8", "replace")
+        """Tokens as text, special ones by name; bytes that are not valid UTF-8, and unknown tokens, are replaced."""
+        n = self._llm.n_vocab()
+        pieces: list[str] = []
+        # of an unknown one, llama.cpp would end the process
+        for is_known, some in groupby(tokens, lambda token: 0 <= token < n):
+            known = list(some)
+            pieces.append(
+                self._llm.detokenize(known, special=True).decode("utf-8", "replace") if is_known else "�" * len(known)
+            )
+        return "".join(pieces)
 
     def tokens(self, text: str) -> list[int]:
         """The tokens of a prompt, as in a completion."""

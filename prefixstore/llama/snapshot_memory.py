@@ -14,7 +14,8 @@ import numpy as np
 
 from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
 from prefixstore.errors import ContextError
-from prefixstore.llama.kv_memory import SEQUENCE, Acquire, ContextMemory, u8_p
+from prefixstore.llama.kv_memory import Acquire, ContextMemory, u8_p
+from prefixstore.llama.residents import SEQUENCE
 
 __all__ = ["PARTIAL", "WHOLE", "SnapshotMemory"]
 

@@ -42,37 +42,50 @@ def resume(
     `live` is how much of the prompt the context holds and can continue from. Raises `StorageError`.
     """
     engine, lineage = context.engine, context.lineage
-    counters = engine.counters
+    engine.token_seconds = context.rate.token_seconds
     for _ in range(ATTEMPTS):
         path = engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit, multiple_of)
         n = path.n_tokens
         if n < context.parameters.min_tokens:
             context.note_use((), len(tokens))
-            counters.count("miss:short" if n else "miss:not_found")
+            context.count_miss("miss:short" if n else "miss:not_found")
             return False
         if n <= live:
             context.note_use(path.pages, len(tokens))
-            counters.count("live_hits")
+            context.count_lookup("live_hits")
             return True
-        if not always and not context.rate.is_worth(n - live, len(_with_bytes(path))):
-            counters.count("miss:slow")
+        if not always and not context.is_worth(_with_bytes(path), n - live):
+            context.count_miss("miss:slow")
             return False
-        if _load(context, tokens, live, path):
+        is_loaded = _load(context, tokens, live, path, waits=always)
+        if is_loaded:
             context.note_use(path.pages, len(tokens))
             return True
+        if is_loaded is None:
+            # an earlier one would be another wait
+            break
         limit, live = n - 1, min(live, context.llm.n_tokens)
-    counters.count("miss:unreadable")
+    context.count_miss("miss:unreadable")
     return False
 
 
-def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Path) -> bool:
+def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Path, *, waits: bool) -> bool | None:
+    """Whether the snapshot was loaded; None if it was given up because it was late."""
     started = time.perf_counter()
     pages = _with_bytes(path)
     n = path.n_tokens
     memory = context.memory
-    with context.engine.fetching(pages, admit=lambda page: page.raw_bytes <= memory.largest(page.end)) as fetched:
+    is_far = context.engine.n_near(pages) < len(pages)
+    # the pages of a snapshot are of no use without it
+    deadline = None if waits else context.rate.deadline(path.pages, live, n, whole=len(pages))
+    with context.engine.fetching(
+        pages, admit=lambda page: page.raw_bytes <= memory.largest(page.end), deadline=deadline
+    ) as fetched:
         states = list(fetched)
         if len(states) < len(pages):
+            if deadline is not None and deadline.left(len(states)) <= 0:
+                (context.far_rate if is_far else context.rate).late(pages, time.perf_counter() - started)
+                return None
             return False
         try:
             unfit = _put(memory, states, n)
@@ -90,7 +103,7 @@ def _load(context: Context[SnapshotMemory], prompt: Tokens, live: int, path: Pat
             context.catch_up()
             return False
     # a snapshot's compute_us is the cost of losing it, not that of its tokens
-    context.count_restore(len(pages), n - live, time.perf_counter() - started, path.pages[:-1])
+    context.count_restore(len(pages), n - live, time.perf_counter() - started, path.pages[:-1], is_far=is_far)
     return True
 
 

@@ -1,7 +1,7 @@
 """Notices whatever reaches a llama.cpp context other than through the store.
 
 Everything that llama.cpp does with a context it is asked to do with a pointer to it, and Python code reads that pointer
-from the ``LlamaContext`` of the ``Llama``. So there is one thing to watch instead of a list of methods: **whoever reads
+from the ``LlamaContext`` of the ``Llama``. So there is one thing to watch instead of a list of methods: **what reads
 the pointer makes the context unknown, before it can use it.** Unknown is the default. Exempt are the functions of
 llama-cpp-python that are known to read only (`READERS`), and the store itself.
 
@@ -58,7 +58,7 @@ def _codes() -> frozenset[CodeType]:
 
 
 _READING = _codes()
-# a property that hands the pointer on: whoever reads the property counts
+# a property that hands the pointer on: the code that reads the property counts
 _PASSING_ON = llama_cpp.Llama.ctx.fget.__code__  # type: ignore[attr-defined] # a property
 
 
@@ -172,11 +172,17 @@ class Watch:
         """The context is about to be changed."""
         with contextlib.suppress(PrefixStoreError):  # it is being closed: there is nothing to undo
             self._settle()
+            self._memory.drop_residents()
         self._lineage.lose(Unknown.CHANGED)
 
     def replaced(self) -> None:
         """A pointer is set, as ``close()`` does; the context may be freed, so nothing can be undone in it."""
         self._lineage.lose(Unknown.CHANGED)
+
+    @property
+    def has_residents(self) -> bool:
+        """Whether other sequences wait in the context."""
+        return self._memory.residents.has_tags
 
     # -- calls with a known meaning -----------------------------------------------------------------------------------
 
@@ -209,6 +215,7 @@ class Watch:
         self._settle()
         self._lineage.begin()
         clear()
+        self._memory.residents.lost()
         self._lineage.replace(())
 
     def reset_timings(self, reset: Callable[[], None]) -> None:
@@ -248,7 +255,10 @@ def _watched(base: type[LlamaContext], watch: Watch) -> type[LlamaContext]:
         def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:
             if seq_id > 0 or p1 >= 0 or p0 < 0:
                 return bool(super().kv_cache_seq_rm(seq_id, p0, p1))
-            return watch.truncate(p0, lambda: super(Watched, self).kv_cache_seq_rm(seq_id, p0, p1))
+            # -1 means all sequences, those of residents too
+            return watch.truncate(
+                p0, lambda: super(Watched, self).kv_cache_seq_rm(0 if watch.has_residents else seq_id, p0, p1)
+            )
 
         def kv_cache_clear(self) -> None:
             watch.clear(super().kv_cache_clear)

@@ -6,29 +6,31 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from prefixstore.backends import is_persistent, open_backend
+from prefixstore.backends import agreed_bytes, is_persistent, open_backend
 from prefixstore.backends.base import Backend, Used, View
-from prefixstore.engine.budget import Budget
+from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
-from prefixstore.engine.policy import lru
+from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.codec import decode
+from prefixstore.format.figures import History
 from prefixstore.format.keys import TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.parameters import Parameters
-from prefixstore.stats import Counters
-from prefixstore.units import parse_bytes, parse_seconds, shown
+from prefixstore.stats import Counters, Purpose
+from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,6 +93,9 @@ class Archive:
         Whether to create a store where there is none.
     read_only
         Whether nothing may be written.
+    policy
+        In which order pages are evicted through this archive, as for `prefixstore.PrefixStore`; by default in that of
+        the store which was the last to begin writing to the location, and ``"lru"`` if that is not known.
 
     Attributes
     ----------
@@ -98,6 +103,10 @@ class Archive:
         Holds the pages.
     backend
         Holds the bytes; for measurements.
+    policy
+        The name of the policy.
+    max_bytes
+        What the location may hold when pages are written.
 
     Raises
     ------
@@ -121,30 +130,38 @@ class Archive:
         max_bytes: int | None = None,
         create: bool = False,
         read_only: bool = False,
+        policy: str | None = None,
     ) -> None:
+        if policy is not None and policy not in POLICIES:
+            raise InvalidParameterError(
+                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
+            )
         if not create and not read_only and is_persistent(location):
             # opening for writing would create a store at a mistyped path
             open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
-        size = max_bytes or DEFAULT_BYTES
+        size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
         backend = open_backend(location, max_bytes=size, read_only=read_only)
         try:
             with backend.view() as view:
-                used = view.used.bytes
+                used, noted = view.used.bytes, noted_policy(view)
         except BaseException:
             backend.close()
             raise
-        if max_bytes is None and used > 0.9 * DEFAULT_BYTES:
+        if max_bytes is None and used > 0.9 * DEFAULT_BYTES and is_persistent(location):
             # even deleting needs some free space
             backend.close()
             size = used + (used >> 3)
             backend = open_backend(location, max_bytes=size, read_only=read_only)
         self.backend: Backend = backend
+        self.policy = policy or (noted if noted in POLICIES else "lru")
+        self.max_bytes = size
+        self._max_bytes = max_bytes
         self.engine = Engine(
             backend,
             Budget(size),
-            lru(),
+            POLICIES[self.policy](),
             FixedCodec("raw"),
             Counters(),
             write_behind=False,
@@ -180,6 +197,21 @@ class Archive:
         with self.backend.view() as view:
             return view.used
 
+    def history(self) -> History:
+        """How the location was used, by all its processes: by hour for a week, and by day for a year.
+
+        Raises
+        ------
+        StorageError
+            If the location fails.
+
+        Examples
+        --------
+        >>> history = archive.history()  # doctest: +SKIP
+        >>> {history.describe(one.namespace).title: one.figures.hits for one in history.days}  # doctest: +SKIP
+        """
+        return self.engine.history()
+
     def holdings(self) -> list[Holding]:
         """What the location holds of each namespace, the most recently used first."""
         with self.view() as view:
@@ -205,7 +237,7 @@ class Archive:
             if holding.key.hex().startswith(name.lower())
             or (holding.namespace is not None and holding.namespace.settings.get("label") == name)
         ]
-        return _only(found, "namespace", name, [holding.key.hex() for holding in found])
+        return self._only(found, "namespace", name, [holding.key.hex() for holding in found])
 
     def pages(self, namespace: bytes | None = None) -> list[Page]:
         """The pages of a namespace, or of all, parents before their children."""
@@ -221,7 +253,19 @@ class Archive:
         """
         digits = _string(digits, "page")
         found = [page for page in self.pages() if page.key.hex().startswith(digits.lower())]
-        return _only(found, "page", digits, [page.key.hex() for page in found])
+        return self._only(found, "page", digits, [page.key.hex() for page in found])
+
+    def _only(self, found: Sequence[_T], kind: str, wanted: str, matches: Sequence[str]) -> _T:
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            command = "ls" if kind == "namespace" else "tree"
+            raise InvalidParameterError(
+                f"{self.location}: no {kind} begins with {wanted!r}; prefixstore {command} lists them"
+            )
+        raise InvalidParameterError(
+            f"{kind} {wanted!r} is ambiguous; it matches {', '.join(match[:12] for match in matches[:4])}"
+        )
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one."""
@@ -281,9 +325,31 @@ class Archive:
         """
         return self.engine.pin_page(page, pinned=pinned)
 
+    def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
+        """Evict in the order of `policy` until the location holds `to`, or only what is pinned.
+
+        Parameters
+        ----------
+        to
+            A size (an int, or ``"5GiB"``), or a share of `max_bytes` if that was given: 0.8, or ``"80%"``.
+        dry_run
+            Find out what would be evicted, and evict nothing.
+
+        Raises
+        ------
+        InvalidParameterError
+            If `to` is not valid, or a share of what was not given.
+        """
+        target = parse_target(to, self._max_bytes, "to")
+        with self.engine.counters.counting(Purpose.MAINTENANCE):
+            evicted = self.engine.evict(target, dry_run=dry_run)
+        self.engine.keep_history()
+        return evicted
+
     def evict_to(self, max_bytes: int) -> Removed:
-        """Evict, least recently used first, until the location holds `max_bytes`, or only what is pinned."""
-        return self.engine.evict_to(parse_bytes(max_bytes, "max_bytes"))
+        """As `evict`; how much was deleted."""
+        evicted = self.evict(parse_bytes(max_bytes, "max_bytes"))
+        return Removed(len(evicted.pages), evicted.bytes)
 
     def purge(
         self,
@@ -294,6 +360,7 @@ class Archive:
         tokens: TokenSequence | None = None,
         page: str | None = None,
         everything: bool = False,
+        dry_run: bool = False,
     ) -> Removed:
         """Delete pages, pinned ones too. What was deleted can be read from the files until `scrub` is called.
 
@@ -314,6 +381,8 @@ class Archive:
             The page with this key and its descendants; see `find`.
         everything
             All pages, unreadable ones too.
+        dry_run
+            Count the pages that match, and delete nothing. Damaged ones are not counted.
 
         Raises
         ------
@@ -337,7 +406,11 @@ class Archive:
         if namespace is not None or salt is not None:
             among = [self.namespace(namespace)] if namespace is not None else self.holdings()
             namespaces = {one.key for one in among if salt is None or (one.namespace and one.namespace.salt == salt)}
-            if salt is not None and (unknown := [one for one in among if one.namespace is None and one.pages]):
+            if (
+                not dry_run
+                and salt is not None
+                and (unknown := [one for one in among if one.namespace is None and one.pages])
+            ):
                 log.warning(
                     "%s: %d pages may be of this tenant or of another, since the settings of their namespaces are "
                     "missing or damaged; purge them with namespace=%r",
@@ -345,6 +418,9 @@ class Archive:
                 )  # fmt: skip
         before = time.time_ns() - round(older_than * 1e9) if older_than is not None else None
         choices = self._choices(namespaces, before, tokens, page)
+        if dry_run:
+            keys = set(self.engine.select(choices))
+            return Removed(len(keys), sum(one.stored_bytes for one in self.pages() if one.key in keys))
         # first: a page that such a one follows could not be deleted
         removed = self.engine.delete_damaged_strays()
         removed += self.engine.delete(choices)
@@ -352,6 +428,8 @@ class Archive:
             wanted = as_tokens(tokens).tobytes() if tokens is not None else None
             removed += self.engine.delete_strays(namespaces, before, wanted)
         self.engine.drop_empty_namespaces()
+        if older_than is None and tokens is None and page is None:
+            self.engine.keeper.forget(namespaces, salt)
         if n_left := self.n_newer:
             log.warning(
                 "%s: %d pages were written by a newer prefixstore, and are not deleted, although they may match; purge "
@@ -417,16 +495,6 @@ class Archive:
             If it cannot be done at present.
         """
         return self.engine.compact()
-
-
-def _only(found: Sequence[_T], kind: str, wanted: str, matches: Iterable[str]) -> _T:
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise InvalidParameterError(f"no {kind} begins with {wanted!r}")
-    raise InvalidParameterError(
-        f"{kind} {wanted!r} is ambiguous; it matches {', '.join(match[:12] for match in list(matches)[:4])}"
-    )
 
 
 def _string(value: object, parameter: str) -> str:

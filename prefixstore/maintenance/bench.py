@@ -21,7 +21,7 @@ from prefixstore.store import PrefixStore
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["BreakEven", "Rates", "measure_break_even", "measure_rates"]
+__all__ = ["BreakEven", "Rates", "measure_break_even", "measure_rates", "measure_read_rate"]
 
 # size of the pages that are written, if there are none to take the size from
 PAGE_BYTES = 8 << 20
@@ -48,7 +48,7 @@ def measure_rates(archive: Archive) -> Rates:
     settings = Namespace({"label": f"bench-{uuid.uuid4().hex}", "salt": None})
     try:
         written = _write(archive, settings, min(max(size, 1), SCRATCH_BYTES))
-        read = _read(archive)
+        read = measure_read_rate(archive)
     finally:
         _forget(archive, settings)
     return Rates(read, written)
@@ -77,8 +77,8 @@ def _write(archive: Archive, settings: Namespace, size: int) -> float | None:
     return n * size / (time.perf_counter() - started)
 
 
-def _read(archive: Archive) -> float | None:
-    """Read the most recently used pages first, as a server would."""
+def measure_read_rate(archive: Archive) -> float | None:
+    """Bytes of states per second, read and unpacked, those used last first; None if nothing can be read."""
     pages = sorted(archive.pages(), key=lambda page: -page.last_used)
     size = 0
     started = time.perf_counter()

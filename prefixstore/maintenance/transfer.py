@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -11,15 +12,18 @@ from prefixstore.engine.engine import Imported
 from prefixstore.engine.index import is_same
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.export import ExportReader, ExportWriter
+from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Record, StoredPage, checksum
 from prefixstore.maintenance.archive import Archive
 
-__all__ = ["Moved", "copy_store", "export_store", "import_store"]
+__all__ = ["Moved", "copy_store", "export_store", "import_store", "missing_bytes"]
 
 # A view is closed after this many bytes: as long as it is open, pages that others delete keep their space.
 VIEW_BYTES = 64 << 20
 # Size of a commit. Each one costs one flush of the disk, for which nothing else can be done in LMDB.
 BATCH_BYTES = 64 << 20
+# Pages that are asked for in one view.
+KEYS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -29,15 +33,16 @@ class Moved:
     Attributes
     ----------
     namespaces, pages, bytes
-        How many namespaces and pages, and the size of the payloads.
+        How many namespaces and pages, and the size of the payloads. Pages that were evicted again for later ones are
+        not counted.
     present
         Pages that were already there.
     damaged
         Pages that could not be read. Their descendants are left out as well, but not counted.
     refused
-        Pages for which there was no space, whose key another page has, or whose parent was refused.
+        Pages for which there was no space in the end, whose key another page has, or whose parent was refused.
     evicted
-        Pages that were evicted to make space.
+        Pages that were there before, and were evicted to make space.
     """
 
     namespaces: int = 0
@@ -101,6 +106,8 @@ class _Target:
         self._archive = archive
         self._settings = settings
         self._evicted_before = archive.engine.counters["evictions"]
+        self._entries_before = archive.used().entries
+        self._written = bytearray()
         self._done = Imported()
         self._skipped = 0
         # pages whose keys other pages have here, and their descendants
@@ -123,11 +130,16 @@ class _Target:
         known = [page for page in batch if page.record.namespace in self._settings]
         if known:
             self._done = self._done.plus(self._archive.engine.import_pages(known, self._settings))
+            self._written += b"".join(page.key for page in known)
 
     def finish(self, damaged: int = 0) -> Moved:
         """Make everything durable; what was done."""
         self._archive.engine.sync()
-        done = self._done
+        done, evicted = self._done, 0
+        if self._archive.engine.counters["evictions"] > self._evicted_before:
+            pages, size = self._left()
+            done = done._replace(pages=pages, bytes=size, refused=done.refused + done.pages - pages)
+            evicted = max(0, self._entries_before + pages - self._archive.used().entries)
         return Moved(
             namespaces=len(self._settings),
             pages=done.pages,
@@ -135,8 +147,19 @@ class _Target:
             present=done.present + self._skipped,
             damaged=damaged,
             refused=done.refused + len(self._displaced),
-            evicted=self._archive.engine.counters["evictions"] - self._evicted_before,
+            evicted=evicted,
         )
+
+    def _left(self) -> tuple[int, int]:
+        """How many of the written pages are still there, and the size of their payloads."""
+        pages = size = 0
+        for at in range(0, len(self._written), KEYS_AT_ONCE * KEY_BYTES):
+            part = bytes(self._written[at : at + KEYS_AT_ONCE * KEY_BYTES])
+            with self._archive.backend.view() as view:
+                found = view.records([part[i : i + KEY_BYTES] for i in range(0, len(part), KEY_BYTES)])
+            records = [record for record, _ in found.values() if isinstance(record, Record)]
+            pages, size = pages + len(records), size + sum(record.stored_bytes for record in records)
+        return pages, size
 
 
 def _batches(pages: Iterable[StoredPage | None]) -> Iterator[list[StoredPage]]:
@@ -214,6 +237,25 @@ def export_store(
         writer.write(page)
     writer.finish()
     return Moved(namespaces=len(pages.settings), pages=writer.pages, bytes=writer.bytes, damaged=pages.damaged)
+
+
+def missing_bytes(reader: ExportReader, target: Archive) -> int:
+    """The size of the payloads that an import of this file would add, if there is space; reads no payloads.
+
+    Of a damaged file, those before that place count.
+    """
+    into = _Target(target, reader.namespaces)
+    size = 0
+
+    def count(record: Record) -> bool:
+        nonlocal size
+        size += record.stored_bytes if into.wants(record) else 0
+        return False
+
+    with suppress(CorruptError):
+        for _ in reader.entries(count):
+            pass
+    return size
 
 
 def import_store(reader: ExportReader, target: Archive, *, namespaces: Collection[bytes] | None = None) -> Moved:

@@ -11,6 +11,7 @@ import numpy as np
 
 from prefixstore.engine.index import Page
 from prefixstore.maintenance.archive import Archive
+from prefixstore.stats import Purpose
 from prefixstore.store import PrefixStore
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: in
         stored = b"".join(one.tokens for one in archive.path(page))
         tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
         llm.reset()
-        restored = store.restore(tokens, llm, always=True)
+        with store.engine.counters.counting(Purpose.MAINTENANCE):
+            restored = store.restore(tokens, llm, always=True)
         warm = logits_after(llm, tokens[restored:])
         llm.reset()
         llm.eval(tokens[:-1])

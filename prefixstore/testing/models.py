@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from prefixstore.errors import MissingExtraError
+
 __all__ = ["DEMO", "TINY", "write_model"]
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -136,7 +138,7 @@ def write_model(path: str | os.PathLike[str], shape: Shape, *, seed: int = 0, **
 
     Raises
     ------
-    ImportError
+    MissingExtraError
         If ``gguf`` or ``tokenizers`` is not installed.
     ValueError
         If llama.cpp cannot load a model of this shape.
@@ -168,9 +170,10 @@ def _extra(name: str) -> Any:
     """Import a package of the ``demo`` extra."""
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        message = f'writing synthetic models needs {name!r}: pip install "prefixstore[demo]"'
-        raise ImportError(message, name=name) from error
+    except ImportError:
+        message = f'a model with random weights is written with {name}; pip install "prefixstore[demo]"'
+        # the first traceback would tell no more
+        raise MissingExtraError(message) from None
 
 
 def _check(shape: Shape) -> None:

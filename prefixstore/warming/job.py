@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from prefixstore.errors import MisuseError
 from prefixstore.format.keys import Tokens
+from prefixstore.stats import Purpose
 from prefixstore.store import PrefixStore
 from prefixstore.warming.leases import SECONDS, Leases
 from prefixstore.warming.prompt_trie import Part, PromptTrie
@@ -191,7 +192,13 @@ class Job:
         last = -1
         self._show()
         engine = self.store.engine
-        with engine.storing_all(), Leases(engine, seconds=lease_seconds) as leases, ThreadPoolExecutor(1) as thread:
+        counting = engine.counters.counting(Purpose.WARMING)
+        with (
+            counting,
+            engine.storing_all(),
+            Leases(engine, seconds=lease_seconds) as leases,
+            ThreadPoolExecutor(1) as thread,
+        ):
             keeping: Future[None] | None = None
             try:
                 while left and not self._is_stopped():

@@ -6,6 +6,7 @@ prompt shares with any earlier prompt, it shares with the one just before it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -142,7 +143,7 @@ class PromptTrie:
         """Divide the work into parts; jobs with the same list get the same parts.
 
         A part is a run of prompts. A prefix that the last prompt of one run shares with the first of the next is a part
-        of its own, a stem, which both need: nothing is computed in two parts.
+        of its own, a stem, which both need, and so is what two stems share: nothing is computed in two parts.
         """
         if not len(self):
             return []
@@ -174,8 +175,12 @@ class PromptTrie:
             held += self.length(i) - self.shared[i]
 
     def _stems(self, starts: list[int], longer_by: int) -> list[bytes]:
-        """The prefixes that prompts at these indices share with the prompt before, shortest first."""
+        """What prompts at these indices share with the prompt before, and what that has in common, shortest first."""
         found = {self._keys[i][: self.shared[i] * TOKEN_BYTES] for i in starts}
+        for one, other in itertools.pairwise(starts):
+            # two runs may begin in the middle of what shares more than their prefixes have in common
+            n = min(self.shared[one : other + 1])
+            found.add(self._keys[other][: n * TOKEN_BYTES])
         stems: list[bytes] = []
         for stem in sorted(found, key=len):
             before = max((len(other) for other in stems if stem.startswith(other)), default=0)

@@ -45,10 +45,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt or file that cannot be used: its origin, and the reason."""
+    """A prompt or file that cannot be used: its origin, and the reason; if it is too long, also its length."""
 
     where: str
     reason: str
+    tokens: int | None = None
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
@@ -56,6 +57,14 @@ class Problem:
 
 PromptLike: TypeAlias = str | TokenSequence | Mapping[str, Any] | Path | Prompt | Problem
 """Text, token ids, a mapping as in a line of JSONL, the path of a file or folder, or a result of `read`."""
+
+
+class _TooLongError(InvalidParameterError):
+    """A prompt has more tokens than its context can hold."""
+
+    def __init__(self, n_tokens: int, message: str) -> None:
+        super().__init__(message)
+        self.n_tokens = n_tokens
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -122,6 +131,10 @@ def _lines(file: BinaryIO, name: str) -> Iterator[Prompt | Problem]:
             where = f"{name}:{number}"
             try:
                 content = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except json.JSONDecodeError as error:
+                # its own text names a line of its own, which is always the first
+                yield Problem(where, f"not valid JSON at character {error.pos + 1}: {error.msg}")
+                continue
             except (ValueError, RecursionError) as error:
                 yield Problem(where, f"not valid JSON: {error}")
                 continue
@@ -166,6 +179,8 @@ def tokenized(
             continue
         try:
             yield encode(llm, prompt.content, generation_prompt=generation_prompt, trained=trained), prompt.where
+        except _TooLongError as error:
+            problems.append(Problem(prompt.where, str(error), error.n_tokens))
         except InvalidParameterError as error:
             problems.append(Problem(prompt.where, str(error)))
 
@@ -222,14 +237,16 @@ def encode(
     # one position is needed for the answer
     # llama.cpp rounds n_ctx up; llama-cpp-python has input_ids for the n_ctx that was asked for
     if trained is None and len(tokens) >= (n_ctx := min(llm.n_ctx(), len(llm.input_ids))):
-        raise InvalidParameterError(
+        raise _TooLongError(
+            len(tokens),
             f"{len(tokens):,} tokens do not fit the context (n_ctx={n_ctx}), which must hold the prompt and one "
-            "token more; set a larger n_ctx"
+            "token more; set a larger n_ctx",
         )
     if trained is not None and len(tokens) >= trained:
-        raise InvalidParameterError(
+        raise _TooLongError(
+            len(tokens),
             f"{len(tokens):,} tokens do not fit the context of {trained:,} tokens that the model was trained with; "
-            "shorten the prompt, or set n_ctx to use a longer context"
+            "shorten the prompt, or set n_ctx to use a longer context",
         )
     return tokens
 

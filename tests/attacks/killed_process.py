@@ -41,13 +41,50 @@ def _points_at_statements(point: Points) -> None:
     event.listen(SQLEngine, "before_cursor_execute", happens)
 
 
+def _points_at_commands(point: Points) -> None:
+    """Before and after each command that is sent to a Valkey server."""
+    from prefixstore.backends.valkey.connections import Connections
+
+    real = Connections._use
+
+    def use(self: Any, connection: Any, work: Any) -> Any:
+        point()
+        answer = real(self, connection, work)
+        point()
+        return answer
+
+    Connections._use = use
+
+
+def _points_at_requests(point: Points) -> None:
+    """Before and after each request to an object store."""
+    from prefixstore.backends.objects.client import Client
+
+    for name in ("_get", "create", "replace", "delete"):
+        real = getattr(Client, name)
+
+        def use(*arguments: Any, real: Any = real) -> Any:
+            point()
+            answer = real(*arguments)
+            point()
+            return answer
+
+        setattr(Client, name, use)
+
+
 def _obey(order: dict[str, Any]) -> None:
     """In a child of its own."""
     die_at, level = order.pop("die_at", 0), order.pop("level", "operations")
+    # credentials of a server that was started after this process
+    os.environ.update(order.pop("environment", {}))
     journal, below = order.pop("journal", None), order.pop("below", None)
     point = Points(die_at if level == "operations" else 0)
     if level == "statements":
         _points_at_statements(Points(die_at))
+    if level == "commands":
+        _points_at_commands(Points(die_at))
+    if level == "requests":
+        _points_at_requests(Points(die_at))
     say = Report(order.pop("report"))
     if journal is not None:
         start = ctypes.CDLL(None).power_start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import valkey
 from sqlalchemy import Engine, event
 
 from prefixstore.backends import open_backend
@@ -62,6 +64,22 @@ def lines(report: Path) -> list[str]:
     return report.read_text().splitlines() if report.exists() else []
 
 
+# where a process is killed, in the test that kills it at each step
+LEVELS = {"lmdb": "operations", "valkey": "commands", "s3": "requests"}
+
+
+def forget_lock(location: str) -> None:
+    """As the server does after some seconds: nobody renews the lock of a process that was killed."""
+    url, _, name = location.partition("?name=")
+    with valkey.Valkey.from_url(url) as client:
+        client.delete(f"{{{name}}}:lock")
+
+
+def _credentials() -> dict[str, str]:
+    """Those of the object store, which a process that was started before it does not have."""
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+
 class Life:
     """One location through many kills."""
 
@@ -83,6 +101,7 @@ class Life:
     def begins(self, task: str, **order) -> None:
         self._report.unlink(missing_ok=True)
         order |= {"location": self.location, "pack": self._pack, "report": str(self._report)}
+        order["environment"] = _credentials()
         self._killable.begin(task, **order)
 
     def ends(self) -> bool:
@@ -90,6 +109,8 @@ class Life:
         self.deaths += killed
         if self.deaths % 4 == 0 and self.is_whole_unwritten:
             look_without_writing(self.location)
+        if self.location.startswith("unix"):
+            forget_lock(self.location)
         found = look_at(self.location)
         assert found in allowed(self.report, self._holds), self.report[-3:]
         self._holds = found
@@ -103,9 +124,9 @@ class Life:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
-    level = "operations" if scheme == "lmdb" else "statements"
+    level = LEVELS.get(scheme, "statements")
     # at length, each statement
-    step = 1 if EACH else {"lmdb": 1, "sqlite": 2, "postgresql": 8}[scheme]
+    step = 1 if EACH else {"lmdb": 1, "sqlite": 2, "postgresql": 8, "valkey": 40, "s3": 200}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("work", seed=seed, die_at=die_at, level=level):
             break
@@ -117,8 +138,8 @@ def test_a_store_is_sound_after_a_kill_while_tables_and_indexes_are_built(killab
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     # the order of children is built in several transactions
     life.is_whole_unwritten = scheme != "lmdb"
-    level = "operations" if scheme == "lmdb" else "statements"
-    step = 1 if EACH else {"lmdb": 7, "sqlite": 9, "postgresql": 23}[scheme]
+    level = LEVELS.get(scheme, "statements")
+    step = 1 if EACH else {"lmdb": 7, "sqlite": 9, "postgresql": 23, "valkey": 60, "s3": 400}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("maintain", seed=seed, die_at=die_at, level=level):
             break
@@ -153,7 +174,7 @@ def test_others_continue_when_one_process_is_killed(killable, others, tmp_path, 
     empty(location)
     survivor, victim, enough = tmp_path / "survivor", tmp_path / "victim", tmp_path / "enough"
     deaths = 3 * TORTURE if EACH else 2
-    order = {"location": location, "pack": pack()}
+    order = {"location": location, "pack": pack(), "environment": _credentials()}
     others.begin("work_forever", seed=1, report=str(survivor), kill_when=str(enough), **order)
     for n in range(deaths):
         assert killable.run("work_forever", seed=n, report=str(victim), kill_after=rng.uniform(0.05, 0.3), **order)

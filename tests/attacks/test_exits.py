@@ -16,7 +16,7 @@ from tests.support.signals import default_signals
 
 SCRIPT = """
 import atexit, gc, os, signal, sys, threading
-import prefixstore.store
+import prefixstore.opening
 from prefixstore import PrefixStore
 from prefixstore.engine import queue
 from tests.attacks.flaky_backend import FlakyBackend
@@ -25,11 +25,11 @@ from tests.support.timeouts import disable_timeouts
 disable_timeouts()
 queue.NO_PROGRESS_SECONDS = 2.0
 model, location, speed, end, llm_is = sys.argv[1:]
-real, made = prefixstore.store.open_backend, []
+real, made = prefixstore.opening.open_backend, []
 def opened(*arguments, **options):
     made.append(FlakyBackend(real(*arguments, **options)))
     return made[-1]
-prefixstore.store.open_backend = opened
+prefixstore.opening.open_backend = opened
 llm = load(model)
 store = PrefixStore(location, llm)
 llm.set_cache(store)

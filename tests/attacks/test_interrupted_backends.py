@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 
 from prefixstore.backends import open_backend
+from prefixstore.backends.valkey import transaction
 from tests.support import in_thread, keys_of, python
 from tests.support.interrupts import interrupted_at, moments_of
 from tests.support.models import TORTURE_OF_LONG
@@ -55,13 +56,15 @@ class Worker:
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*was deleted while still open:ResourceWarning")
 @pytest.mark.parametrize("kind", ["view", "update"])
-@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite", "postgresql"])
+@pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite", "postgresql", "valkey"])
 def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes(  # noqa: C901
     scheme, kind, tmp_path, request, monkeypatch
 ):
     # an interrupt in a weak reference's callback is only reported
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
+    # an interrupt may keep a transaction from giving its lock back
+    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.2)
     worker = Worker()
     backend = open_backend(location, max_bytes=64 * MIB)
     other = python(OTHER_PROCESS, location) if scheme != "memory" else None
@@ -75,15 +78,15 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes( 
     def update():
         nonlocal number
         number += 1
-        with backend.update() as transaction:
-            transaction.put_note(b"one", str(number).encode())
-            transaction.put_note(b"two", str(number).encode())
+        with backend.update() as opened:
+            opened.put_note(b"one", str(number).encode())
+            opened.put_note(b"two", str(number).encode())
 
     def others():
         with backend.view() as opened:
             assert opened.note(b"one") == opened.note(b"two")
-        with backend.update() as transaction:
-            transaction.put_note(b"thread", b"x")
+        with backend.update() as opened:
+            opened.put_note(b"thread", b"x")
 
     work = view if kind == "view" else update
     try:

@@ -15,9 +15,10 @@ from pathlib import Path
 import lmdb
 import psycopg
 import pytest
+import valkey
 from sqlalchemy import make_url
 
-import prefixstore.store
+import prefixstore.opening
 from prefixstore import LocationError, PrefixStore, UnavailableError
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.backends.sql.postgresql import CONNECT_SECONDS
@@ -25,7 +26,7 @@ from prefixstore.engine import queue
 from tests.attacks.flaky_backend import FlakyBackend
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
-from tests.support.places import SCHEMES, place
+from tests.support.places import LOCKING, SCHEMES, place
 from tests.support.proxy import Proxy
 from tests.support.timeouts import wait_for
 
@@ -34,13 +35,13 @@ from tests.support.timeouts import wait_for
 def flaky(monkeypatch):
     """The location of the store that is opened next, which can be made to fail."""
     made = []
-    real = prefixstore.store.open_backend
+    real = prefixstore.opening.open_backend
 
     def opened(*arguments, **options):
         made.append(FlakyBackend(real(*arguments, **options)))
         return made[-1]
 
-    monkeypatch.setattr(prefixstore.store, "open_backend", opened)
+    monkeypatch.setattr(prefixstore.opening, "open_backend", opened)
     return lambda: made[-1]
 
 
@@ -252,6 +253,12 @@ def locked(scheme, location):
             holder.execute("BEGIN IMMEDIATE")
             yield
             holder.execute("ROLLBACK")
+    elif scheme == "valkey":
+        url, _, name = location.partition("?name=")
+        with valkey.Valkey.from_url(url) as holder:
+            holder.set(f"{{{name}}}:lock", b"somebody else")
+            yield
+            holder.delete(f"{{{name}}}:lock")
     else:
         url = make_url(location).set(drivername="postgresql").render_as_string(hide_password=False)
         with psycopg.connect(url) as holder:
@@ -260,7 +267,7 @@ def locked(scheme, location):
             holder.rollback()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", LOCKING)
 def test_a_held_write_lock_delays_no_completion_and_lookups_find_what_is_stored(scheme, llama, tmp_path, request):
     location = place(scheme, tmp_path, request)
     with serving(llama(), location, 0, 1) as server:
@@ -277,7 +284,7 @@ def test_a_held_write_lock_delays_no_completion_and_lookups_find_what_is_stored(
         server.recovers(1)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", LOCKING)
 def test_a_process_ends_in_time_while_another_holds_the_write_lock(scheme, models, tmp_path, request):
     location = place(scheme, tmp_path, request)
     script = [sys.executable, "-c", EXIT, str(models("llama")), location]
@@ -372,7 +379,7 @@ def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, flaky, 
             server.ask(seed)
             server.store.flush()
         memory = flaky()._backend
-        empty = prefixstore.store.open_backend("memory:", max_bytes=10 << 30)
+        empty = prefixstore.opening.open_backend("memory:", max_bytes=10 << 30)
         monkeypatch.setattr(server.store._engine._backend, "_backend", empty._backend)
         server.ask(0)
         server.store.flush()

@@ -16,11 +16,11 @@ from prefixstore.errors import StorageError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import StoredPage
 from tests.attacks.killed_process import KillableProcess
-from tests.attacks.test_crash import Life
+from tests.attacks.test_crash import LEVELS, Life
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, P, Store, compressible, rest
 from tests.support.models import TORTURE, TORTURE_OF_LONG
-from tests.support.places import SCHEMES, place
+from tests.support.places import LOCKING, SCHEMES, place
 
 SIZE = 24_000
 MAX_BYTES = 2 * MIB
@@ -162,11 +162,11 @@ def killable(tmp_path_factory) -> Iterator[KillableProcess]:
         yield started
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", LOCKING)
 def test_a_store_is_sound_after_a_kill_at_each_write_while_room_is_made(killable, tmp_path, request, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
-    level = "operations" if scheme == "lmdb" else "statements"
-    step = 1 if TORTURE > 1 else {"lmdb": 10, "sqlite": 25, "postgresql": 50}[scheme]
+    level = LEVELS.get(scheme, "statements")
+    step = 1 if TORTURE > 1 else {"lmdb": 10, "sqlite": 25, "postgresql": 30, "valkey": 50}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("make_room", seed=seed, die_at=die_at, level=level):
             break

@@ -163,7 +163,9 @@ def test_a_location_names_its_backend(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("location", ["", " ", "http://x", "lmdb:///x?y=1", "memory:/x", b"x", "redis://h"])
+@pytest.mark.parametrize(
+    "location", ["", " ", "http://x", "lmdb:///x?y=1", "memory:/x", b"x", "valkey://h/x", "redis+x:"]
+)
 def test_a_location_without_a_known_backend_is_refused(location):
     with pytest.raises(InvalidParameterError, match="location"):
         open_backend(location, max_bytes=MIB)

@@ -120,3 +120,13 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows
             assert store.engine.check() == []
     assert size_of_file(tmp_path) <= before + FILE_EXTRA
     assert size_of_file(tmp_path) <= FILE_FACTOR * 6 * MIB + FILE_EXTRA
+
+
+def test_a_full_file_says_what_to_raise_and_nothing_of_lmdb(tmp_path):
+    backend = LMDBBackend(tmp_path, MIB)
+    n = until_full(lambda number: fill(backend, number))
+    with pytest.raises(FullError, match=r"the limit that follows from max_bytes.*; raise max_bytes") as caught:
+        fill(backend, n)
+    assert "MDB_" not in str(caught.value)
+    assert caught.value.available == 0
+    backend.close()

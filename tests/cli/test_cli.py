@@ -21,15 +21,18 @@ from prefixstore import PrefixStore
 from prefixstore.cli import main
 from prefixstore.format.record import checksum
 from prefixstore.maintenance.archive import Archive
+from prefixstore.units import counted
 from tests.support.models import answer, load, prompt
 from tests.support.places import contents, fill, space
 from tests.support.signals import default_signals
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    *("stats", "ls", "tree", "show", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
-    *("export", "import", "copy", "migrate", "bench", "demo", "warm"),
+    *("stats", "top", "ls", "tree", "show", "report", "check", "verify", "evict", "purge", "pin", "unpin", "compact"),
+    *("clear", "export", "import", "copy", "migrate", "bench", "demo", "init", "warm", "explain", "doctor"),
 )
+OF_SLOTS = ("slots status", "slots save", "slots restore", "slots erase")
+OF_TRACE = ("trace replay", "trace simulate")
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
 MINE, YOURS = space("mine"), space("yours")
 
@@ -91,9 +94,9 @@ def process(*arguments, **options):
 # -- every command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, *OF_SLOTS, *OF_TRACE])
 def test_every_command_has_help_with_an_example_and_json(run, command):
-    code, out, _ = run(command, "--help")
+    code, out, _ = run(*command.split(), "--help")
     assert code == 0
     assert f"Example: prefixstore {command} " in " ".join(out.split())
     assert "--json" in out
@@ -102,7 +105,7 @@ def test_every_command_has_help_with_an_example_and_json(run, command):
 def test_all_commands_are_listed_and_can_be_completed(run):
     code, out, _ = run("--help")
     assert code == 0
-    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted(COMMANDS)
+    assert sorted(re.findall(r"^  (\w+)  ", out, re.MULTILINE)) == sorted([*COMMANDS, "serve", "slots", "trace"])
     assert "--install-completion" in out
     assert run("--version")[1].strip() == __import__("prefixstore").__version__
 
@@ -111,7 +114,7 @@ def test_all_commands_are_listed_and_can_be_completed(run):
     ("code", "arguments"),
     [
         (2, ["no-such-command"]),
-        (2, ["stats"]),
+        (2, ["show", "{store}"]),
         (2, ["stats", "x", "--no-such-option"]),
         (2, ["stats", "nonsense://x"]),
         (2, ["evict", "{store}", "--to", "many"]),
@@ -125,6 +128,8 @@ def test_all_commands_are_listed_and_can_be_completed(run):
         (3, ["purge", "{folder}/none", "--everything"]),
         (3, ["export", "{folder}/none", "--out", "{folder}/f"]),
         (3, ["export", "{store}", "--out", "{folder}/no/f"]),
+        (3, ["report", "{folder}/none", "--out", "{folder}/f"]),
+        (3, ["report", "{store}", "--out", "{folder}/no/f"]),
         (3, ["import", "{store}", "{folder}/none"]),
         (3, ["import", "{store}", __file__]),
         (2, ["tree", "{store}", "--model", "{folder}/none.gguf"]),
@@ -238,8 +243,36 @@ def test_tree_and_show_list_pages(store, run, as_json):
     code, out, _ = run("tree", store, "--namespace", MINE.key.hex())
     # one line for the first page, and one for each of its branches
     assert [line.count("  ") - 1 for line in out.splitlines()[1:]].count(2) >= 1
-    assert len(out.splitlines()) == 1 + 5
+    assert len(out.splitlines()) == 1 + 5 + 1
     assert run("show", store, branch["page"])[0] == 0
+
+
+def test_a_report_is_a_page_of_its_own_and_replaces_no_file_unasked(store, tmp_path, run, as_json):
+    out = tmp_path / "r.html"
+    code, printed, said = run("report", store, "--out", out, "--max-bytes", "1GiB")
+    assert (code, printed) == (0, "")
+    assert str(out) in said
+    assert "9 pages" in said
+    assert out.read_text().startswith("<!doctype html>")
+    code, _, said = run("report", store, "--out", out)
+    assert code == 3
+    assert "--force" in said
+    code, found = as_json("report", store, "--out", out, "--force")
+    assert (code, found["pages"], found["labels"], found["max_bytes"]) == (0, 9, "tokens", None)
+    assert {one["tenant"] for one in found["spaces"]} == {"mine", "yours"}
+    assert sorted(path.name for path in tmp_path.iterdir() if "html" in path.name) == ["r.html"]
+
+
+def test_a_report_has_text_only_with_a_model(served, tmp_path, run):
+    model, location = served
+    texts = []
+    for options in ((), ("--model", model)):
+        assert run("report", location, "--out", tmp_path / "r.html", "--force", *options)[0] == 0
+        texts.append((tmp_path / "r.html").read_text())
+    data = [re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1] for text in texts]
+    ids, words = ("".join(json.loads(each)["runs"]["labels"]) for each in data)
+    assert re.fullmatch(r"[\d …]+", ids)
+    assert re.search("[a-z]{3}", words)
 
 
 def test_with_a_model_text_is_shown_and_found(served, run, as_json):
@@ -328,10 +361,27 @@ def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_
     assert found["beyond"] == 2
 
 
+def test_stats_show_what_is_left_of_a_limit(store, as_json, run):
+    code, found = as_json("stats", store, "--max-bytes", "1GiB")
+    assert (code, found["capacity_bytes"], found["policy"]) == (0, 1 << 30, "lru")
+    assert found["free_bytes"] == (1 << 30) - found["used_bytes"]
+    assert found["utilization"] == round(found["used_bytes"] / (1 << 30), 4)
+    assert re.search(r" of 1\.0 GiB used \(0\.\d %\)", run("stats", store, "--max-bytes", "1GiB")[1])
+    assert "capacity_bytes" not in as_json("stats", store)[1]
+
+
 def test_evict_pin_and_unpin(store, as_json, run):
     keys = [page["page"] for page in as_json("tree", store)[1] if page["namespace"] == MINE.key.hex()]
     code, found = as_json("pin", store, keys[1])
     assert (code, found["changed"]) == (0, 2)
+    code, found = as_json("evict", store, "--to", "1", "--dry-run")
+    assert (code, found["pages"], found["removed"]["pages"], found["dry_run"]) == (1, 2, 7, True)
+    assert found["policy"] == "lru"
+    assert (
+        "7 pages would be evicted (policy priority)"
+        in run("evict", store, "--to", "0%", "--max-bytes", "1GiB", "--policy", "priority", "--dry-run")[1]
+    )
+    assert run("evict", store, "--to", "80%")[0] == run("evict", store, "--to", "1", "--policy", "x")[0] == 2
     code, found = as_json("evict", store, "--to", "1")
     assert (code, found["pages"], found["removed"]["pages"]) == (1, 2, 7)
     assert as_json("unpin", store, keys[1])[1]["changed"] == 2
@@ -378,8 +428,8 @@ def test_a_purge_leaves_nothing_of_a_tenant_whose_record_is_damaged_or_says_what
             record[-8:] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(record[:-8])))
         txn.put(key, bytes(record), db=records)
     found, out, err = run("purge", location, "--salt", "mine")
-    assert (found, f"{pages} pages deleted and overwritten" in out) == (code, True)
-    assert ("newer prefixstore are left" in err) == is_newer
+    assert (found, f"{counted(pages, 'page')} deleted and overwritten" in out) == (code, True)
+    assert ("left: 1 page of a newer prefixstore" in err) == is_newer
     with Archive(location) as archive, archive.backend.view() as view:
         assert set(view.payload_keys()) == ({key} if is_newer else set())
 
@@ -435,6 +485,24 @@ def test_an_export_replaces_an_export_and_nothing_else(store, tmp_path, run):
         assert run("export", store, "--out", str(tmp_path / "f.pstore"))[0] == 0
 
 
+def test_an_export_neither_replaces_a_device_nor_waits_for_a_pipe(store, tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+    code, _, err = run("export", store, "--out", tmp_path / "pipe", "--yes")
+    assert (code, "is no file" in err) == (3, True)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_an_export_is_not_written_to_what_another_user_has_put_there(store, tmp_path, run):
+    target, other = tmp_path / "pages.pstore", tmp_path / "other"
+    other.write_bytes(b"of another user")
+    other.chmod(0o666)
+    target.with_name("pages.pstore.part").symlink_to(other)
+    assert run("export", store, "--out", target)[0] == 0
+    assert other.read_bytes() == b"of another user"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert sorted(path.name for path in tmp_path.glob("*pages.pstore*")) == ["pages.pstore", "pages.pstore.part"]
+
+
 def test_export_and_import_work_through_a_pipe(store, tmp_path, as_json):
     with process("export", store, "--out", "-") as one:
         command = [sys.executable, "-m", "prefixstore", "import", str(tmp_path / "other"), "-", "--json"]
@@ -477,7 +545,7 @@ def test_a_mistyped_location_does_not_exist_and_is_not_created(tmp_path, run, sc
 def test_a_directory_without_a_store_is_said_to_hold_none(tmp_path, run):
     code, _, err = run("ls", tmp_path)
     assert code == 3
-    assert f"{tmp_path} holds no store yet" in err
+    assert f"{tmp_path} exists, and holds no store yet" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -485,7 +553,10 @@ def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    for location, says in ((tmp_path / "kv", "is not a SQL database"), ("sqlite:///x.db", "prefixstore[sql]")):
+    for location, says in (
+        (tmp_path / "kv", "is not a SQL database, and others need no migration"),
+        ("sqlite:///x.db", "prefixstore[sql]"),
+    ):
         command = [sys.executable, "-c", code, "migrate", str(location)]
         done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
         assert done.returncode == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 from prefixstore import PrefixStore
 from prefixstore.cli import progress as shown_module
 from prefixstore.cli.progress import shown
+from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.report import Progress
 from tests.support.models import load, prompt
+from tests.support.places import MIB
 from tests.support.signals import default_signals
 from tests.support.warming import app, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
@@ -55,6 +58,43 @@ def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
 
 
+def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
+    result = warm(file, "--store", f"lmdb://{tmp_path / 'far'}", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'far'}"
+    for name in ("kv", "far"):
+        with PrefixStore(tmp_path / name, load(models("llama"))) as store:
+            assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
+    told = json.loads(warm(file, "--store", f"lmdb://{tmp_path / 'none'}", "--dry-run", "--json").stdout)
+    assert told["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'none'}"
+    assert told["missing_tokens"] == 0
+
+
+def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
+    far = f"lmdb://{tmp_path / 'far'}"
+    result = warm(file, "--far", far, "--far-max-bytes", "1MiB", "--max-bytes", "1GiB", "--json")
+    assert json.loads(result.stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
+    with Archive(far, read_only=True) as archive, Archive(tmp_path / "kv", read_only=True) as near:
+        assert archive.used().bytes <= MIB < near.used().bytes
+    # behind the location of a file
+    config = tmp_path / "warm.toml"
+    config.write_text(f'[store]\nlocation = "{tmp_path / "kv"}"\n')
+    given = ["--model", models("llama"), "--config", config, file, "--far", far, "--dry-run", "--json"]
+    assert json.loads(warm(*given, defaults=False).stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, {far}"
+    assert warm(file, "--store", far, "--far", far).exit_code == 2
+
+
+def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file, tmp_path):
+    given = [file, "--store", f"lmdb://{tmp_path / 'far'}"]
+    assert warm(*given).exit_code == 0
+    shutil.rmtree(tmp_path / "kv")
+    result = warm(*given, "--dry-run", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["missing_tokens"]) == (0, 0)
+    assert f"note: lmdb://{tmp_path / 'kv'} is treated as empty" in result.stderr
+    assert warm(*given, "--check").exit_code == 0
+    assert not (tmp_path / "kv").exists()
+
+
 def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
     result = warm(file)
     assert result.exit_code == 0
@@ -70,13 +110,15 @@ def test_problems_are_reported_with_file_and_line_and_the_rest_is_warmed(warm, t
     bad.write_text("no json\n" + "".join(json.dumps(line) + "\n" for line in lines))
     result = warm(bad, tmp_path / "nowhere.txt", "--json")
     assert result.exit_code == 1
-    assert f"{bad}:1: not valid JSON" in result.stderr
+    assert f"{bad}:1: not valid JSON at character 1: Expecting value\n" in result.stderr
     assert f"{bad}:2: the prompt has no tokens" in result.stderr
     assert f"{bad}:3: 4,096 tokens do not fit the context" in result.stderr
     assert f"{tmp_path / 'nowhere.txt'}: file not found" in result.stderr
     told = json.loads(result.stdout)
     assert (told["prompts"], told["evaluated_tokens"], len(told["problems"])) == (1, 300, 4)
     assert "problems" in warm(bad).stdout
+    rows = dict(" ".join(line.split()).rsplit(" ", 1) for line in warm(bad, "--dry-run").stdout.splitlines() if line)
+    assert rows["problems"] == "3"
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])
@@ -106,7 +148,7 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
 
 
 def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.cli.warm.original_context", lambda _: 1024)
+    monkeypatch.setattr("prefixstore.cli.warm_model.original_context", lambda _: 1024)
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])
     given = ["--model", models("llama"), "--store", tmp_path / "kv", "--threads", 1]
     note = "pages for n_ctx=1,536 are found only by servers with an n_ctx above 1,024"
@@ -271,4 +313,4 @@ def test_without_a_terminal_progress_is_a_line_from_time_to_time(monkeypatch, ca
             show(Progress(phase, missing_tokens=4000, done_tokens=400, seconds=1.0))
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in told] == ["reading prompts", "evaluating", "evaluating", "waiting"]
-    assert "400 of 4,000 tokens, 400 tokens/s, 0:00:09 left" in told[1]
+    assert "400 of 4,000 tokens, 400 tokens/s, 9 s left" in told[1]

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from prefixstore.backends import open_backend
+from prefixstore.engine import follow, table_load
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import beginning_with
@@ -54,7 +55,9 @@ engines = st.integers(0, ENGINES - 1)
 # at which call of the backend's operations, and what happens there
 interruptions = st.lists(
     st.tuples(
-        st.sampled_from(["view", "update", "generation", "records", "usage", "cost", "delete", "put", "commit", "end"]),
+        st.sampled_from(
+            ["view", "update", "generation", "records", "facts", "usage", "cost", "delete", "put", "commit", "end"]
+        ),
         st.integers(0, 2),
         st.sampled_from(
             ["match", "capture", "thin", "abandon", "drop", "suspect", "vanish", "look_back", "others", "fail"]
@@ -149,6 +152,11 @@ class Interleaving(RuleBasedStateMachine):
         self.clock = time.time_ns()
         patch = self.opened.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("time.time_ns", self.now)
+        # so that the table of pages is filled in several slices, between which something happens
+        patch.setattr(table_load, "FACTS_AT_ONCE", 2)
+        patch.setattr(table_load, "FEWEST_FACTS", 1)
+        # what is waited for happens only when the one thread goes on
+        patch.setattr(follow, "LONGEST_END", 1e-3)
         url = self.location(directory)
         self.members = []
         for which in range(ENGINES):
@@ -391,6 +399,7 @@ def interleave(machine, examples, steps=30):
     )
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize(("scheme", "examples"), [("lmdb", 60), ("sqlite", 20), ("postgresql", 3)])
 def test_engines_whose_steps_are_interleaved_leave_a_sound_store(scheme, examples, request):
     class Here(Interleaving):

@@ -121,6 +121,7 @@ def an_eviction(store):
 SCENARIOS = [a_commit_of_everything, an_import_that_evicts, a_pin, an_unpin, a_clear, a_repair, an_eviction]
 
 
+@pytest.mark.attack
 @pytest.mark.parametrize("error", [UnavailableError, FullError])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whichever_call_fails_the_catalog_says_what_is_stored(scenario, error):
@@ -300,6 +301,52 @@ def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_c
     ours.close()
 
 
+def test_a_page_that_is_deleted_and_captured_again_in_a_transaction_that_fails_can_be_evicted():
+    store = store_on(MemoryBackend(), max_entries=3)
+    store.put(A[:4])
+    store.engine._catalog.load_table(store.backend)
+
+    def capture_and_fail(name):
+        if name == "delete":
+            capture_and_fail.batch = store.announce(A[:4])
+        if name == "commit":
+            raise UnavailableError("fails on purpose")
+
+    store.backend.on_call = capture_and_fail
+    with pytest.raises(UnavailableError):
+        store.engine.delete([partial(of_namespaces, namespaces={NS})])
+    store.backend.on_call = lambda name: None
+    # captured while it was deleted, and given up: it is stored all the same
+    store.engine._catalog.abandon(capture_and_fail.batch)
+    assert_true(store.engine)
+    store.close()
+
+
+def test_a_table_that_is_filled_in_a_transaction_that_fails_has_what_that_had_deleted():
+    store = store_on(MemoryBackend(), max_entries=3)
+    for number in range(3):
+        store.put([number] * P)
+    catalog = store.engine._catalog
+    catalog._start_over()
+    assert not catalog.has_table
+
+    def delete_fill_and_fail():
+        with catalog.update(store.backend) as transaction:
+            key = page_keys(NS, as_tokens([1] * P), P)[0]
+            catalog.lose(key, NS)
+            transaction.delete(key)
+            catalog.require_table(transaction)
+            raise UnavailableError("fails on purpose")
+
+    with pytest.raises(UnavailableError):
+        delete_fill_and_fail()
+    assert_true(store.engine)
+    catalog.load_table(store.backend)
+    assert_true(store.engine)
+    assert catalog.total().pages == 3
+    store.close()
+
+
 # -- at random ---------------------------------------------------------------------------------------------------------
 
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
@@ -393,7 +440,7 @@ class Machine(RuleBasedStateMachine):
                 assert violations(view, store.engine._budget) == []
 
 
-TestFailuresAtRandom = Machine.TestCase
+TestFailuresAtRandom = pytest.mark.attack(Machine.TestCase)
 TestFailuresAtRandom.settings = settings(max_examples=60 * TORTURE, stateful_step_count=25, deadline=None)
 
 

@@ -160,12 +160,17 @@ def test_random_changes_leave_what_a_dict_has(seed):
     assert table.strays() == []
 
 
-def fill(table, pages, size, between=lambda: None):
-    ordered = sorted(pages, key=lambda page: page.key)
-    facts = np.array([page.facts() for page in ordered], FACTS)
+def facts_of(pages):
+    return np.array([page.facts() for page in pages], FACTS)
+
+
+def fill(table, stored, size, between=lambda: None):
+    """Fill a table with what is stored when each slice is read."""
     filling = TableFill(table, lru().describe, 10**18)
-    for at in range(0, len(facts), size):
-        filling.add(facts[at : at + size])
+    after = b""
+    while some := sorted((page for page in stored.values() if page.key > after), key=lambda page: page.key)[:size]:
+        filling.add(facts_of(some))
+        after = some[-1].key
         between()
     for _ in filling.finish():
         between()
@@ -178,7 +183,7 @@ def test_filled_in_slices_it_has_what_single_pages_make(seed, size):
     for number in range(300):
         page = replace(random_page(chance, model, number), is_stored=True, may_be_victim=True)
         model.pages[page.key] = page
-    fill(table, model.pages.values(), size)
+    fill(table, dict(model.pages), size)
     assert_equal(table, model)
 
 
@@ -188,13 +193,15 @@ def test_what_changes_while_it_is_filled_is_not_lost(seed):
     for number in range(200):
         page = replace(random_page(chance, model, number), is_stored=True, may_be_victim=True)
         model.pages[page.key] = page
-    before = list(model.pages.values())
+    stored = dict(model.pages)
     # pages that wait for a commit are in the table already, and one of them is stored by another process as well
     for number in range(500, 510):
         page = replace(random_page(chance, model, number), is_stored=False, may_be_victim=False)
         model.pages[page.key] = page
         add(table, page)
-    before.append(replace(page, n_bytes=999))
+    stored[page.key] = replace(page, n_bytes=999, is_stored=True, may_be_victim=True)
+    model.pages[page.key] = replace(page, n_bytes=999, is_stored=True)
+    kept = page.key
     numbers = iter(range(1000, 10_000))
 
     def between():
@@ -202,15 +209,30 @@ def test_what_changes_while_it_is_filled_is_not_lost(seed):
         model.pages[page.key] = page
         add(table, page)
         here = [page for page in model.pages.values() if page.key in table]
-        leaf = chance.choice([page for page in here if not model.children(page.key)])
+        leaf = chance.choice([page for page in here if not model.children(page.key) and page.key != kept])
         if chance.random() < 0.5:
             del model.pages[leaf.key]
+            stored.pop(leaf.key, None)
             table.remove(leaf.key)
         else:
             model.pages[leaf.key] = replace(leaf, pinned=not leaf.pinned)
             table.change(leaf.key, pinned=not leaf.pinned)
 
-    fill(table, before, 11, between)
+    fill(table, stored, 11, between)
+    assert_equal(table, model)
+
+
+def test_a_page_that_is_given_up_here_while_the_table_is_filled_and_stored_by_others_is_in_it():
+    table, namespace = PageTable(), NAMESPACES[0]
+    parent = Known(name("parent"), namespace, namespace, n_bytes=20)
+    page = Known(name("page"), parent.key, namespace, end=8, n_bytes=50, uses=7)
+    add(table, replace(page, is_stored=False, may_be_victim=False))
+    filling = TableFill(table, lru().describe, SECOND)
+    table.remove(page.key)
+    filling.add(facts_of(sorted([page, parent], key=lambda one: one.key)))
+    list(filling.finish())
+    model = Model()
+    model.pages = {parent.key: parent, page.key: page}
     assert_equal(table, model)
 
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -246,5 +247,5 @@ def bounded(machine, examples, steps=25):
 TestMemoryWithoutLimit = bounded(Machine, 50)
 TestMemoryWithinABudget = bounded(SmallMemory, 50)
 TestLMDBWithoutLimit = bounded(LMDB, 25)
-TestTwoEnginesOnOneLocation = bounded(TwoOnLMDB, 25)
-TestTwoEnginesWithinABudget = bounded(TwoSmallOnLMDB, 25)
+TestTwoEnginesOnOneLocation = pytest.mark.attack(bounded(TwoOnLMDB, 25))
+TestTwoEnginesWithinABudget = pytest.mark.attack(bounded(TwoSmallOnLMDB, 25))

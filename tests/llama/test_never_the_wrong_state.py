@@ -15,7 +15,8 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.backends.location import cache_directory
-from prefixstore.llama.fingerprint import file_digest, llama_cpp_build, namespace_of
+from prefixstore.llama.fingerprint import llama_cpp_build, namespace_of
+from prefixstore.llama.model_file import file_digest
 from prefixstore.testing import models as synthetic
 from tests.support import ROOT
 from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes, write_lora

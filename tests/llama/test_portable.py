@@ -529,7 +529,7 @@ def test_a_read_only_store_restores(llm_of, tmp_path):
 @pytest.mark.parametrize("operation", ["view", "record", "payload", "update", "put", "commit"])
 def test_a_backend_that_fails_causes_misses_until_it_recovers(llm_of, monkeypatch, kind, operation):
     faulty = FaultyBackend(MemoryBackend(), operation, times=4)
-    monkeypatch.setattr("prefixstore.store.open_backend", lambda *_, **__: faulty)
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: faulty)
     expected = answer(llm_of(kind), prompt(600), 4)
     with PrefixStore("memory:") as store:
         llm = llm_of(kind, store)

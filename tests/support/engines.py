@@ -163,7 +163,7 @@ class Store:
             return {key for key, _, _ in view.scan()}
 
     def close(self):
-        assert self.engine.check() == []
+        assert (found := self.engine.check()) == [], found
         self.engine.close()
 
 

@@ -12,7 +12,9 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 
-SCHEMES = ("lmdb", "sqlite", "postgresql")
+# where writers wait for each other by a lock
+LOCKING = ("lmdb", "sqlite", "postgresql", "valkey")
+SCHEMES = (*LOCKING, "s3")
 MIB = 1 << 20
 
 
@@ -22,7 +24,9 @@ def place(scheme, tmp_path, request, name="kv"):
         return f"lmdb://{tmp_path / name}"
     if scheme == "sqlite":
         return f"sqlite:///{tmp_path / name}.db"
-    return request.getfixturevalue("new_database")()
+    if scheme == "memory":
+        return "memory:"
+    return request.getfixturevalue({"postgresql": "new_database", "valkey": "new_valkey", "s3": "new_prefix"}[scheme])()
 
 
 def opened(url, **options):

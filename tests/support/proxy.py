@@ -10,12 +10,12 @@ __all__ = ["Proxy"]
 
 
 class Proxy:
-    """A port that leads to a Unix socket.
+    """A port that leads to a Unix socket, or to another port.
 
     Parameters
     ----------
     path
-        The socket.
+        The socket, or host and port.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class Proxy:
         Of this machine.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | tuple[str, int]) -> None:
         self.path = path
         self.ends: list[socket.socket] = []
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -35,8 +35,14 @@ class Proxy:
         with suppress(OSError):
             while True:
                 near, _ = self.listener.accept()
-                far = socket.socket(socket.AF_UNIX)
-                far.connect(self.path)
+                far = socket.socket(socket.AF_UNIX if isinstance(self.path, str) else socket.AF_INET)
+                try:
+                    far.connect(self.path)
+                except OSError:
+                    # the server is down
+                    near.close()
+                    far.close()
+                    continue
                 self.ends += [near, far]
                 for source, target, answers in ((near, far, False), (far, near, True)):
                     threading.Thread(target=self.forward, args=(source, target, answers), daemon=True).start()

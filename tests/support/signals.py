@@ -6,6 +6,6 @@ import signal
 
 
 def default_signals() -> None:
-    """Run in a child before it starts: a background job of a shell ignores SIGINT, and its children inherit that."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Run in a child before it starts: background jobs ignore SIGINT and nohup SIGHUP, and children, too."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

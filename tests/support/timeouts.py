@@ -14,6 +14,7 @@ ENDLESS = (
     (breaker, "SLOW_SECONDS", 1000.0),  # a location that answers late
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
     (compute_rate, "MAX_SLOWDOWN", 1e9),  # a restore that waits for a core, where computing takes a millisecond
+    (compute_rate, "MAX_SHARE", 1e9),  # one that is given up, for the same reason
 )
 
 

@@ -32,7 +32,7 @@ def job(arguments: str) -> None:
         print(json.dumps({"phase": progress.phase, "evaluated": progress.evaluated_tokens}), flush=True)
         time.sleep(given.get("pause", 0.0))
 
-    with PrefixStore(given["location"], llm) as store:
+    with PrefixStore(given["location"], llm, max_delay=None) as store:
         report = warm(llm, store, [Path(given["prompts"])], progress=show, lease_seconds=given.get("lease_seconds", 30))
     print(json.dumps({"phase": "end", "evaluated": report.evaluated_tokens, "unstored": report.unstored}), flush=True)
 

@@ -147,6 +147,26 @@ def restore_and_report(
     }
 
 
+def converse_until_killed(
+    *, model: str, location: str, turns: dict[str, list[int]], options: dict, store: dict
+) -> None:
+    """A turn in each session, made durable, and their tokens printed; then more turns, until the process is killed."""
+    llm = load(model, **options)
+    cache = PrefixStore(location, llm, **store)
+    sessions = cache.sessions()
+    held = {}
+    for name, tokens in turns.items():
+        with sessions.admit(name) as session:
+            session.create_completion(tokens, max_tokens=5, temperature=0)
+            held[name] = session.tokens.tolist()
+    sessions.fork(next(iter(turns)), "fork")
+    cache.flush()
+    print(json.dumps(held), flush=True)
+    for i in range(1_000_000):
+        with sessions.admit(f"later {i % 5}") as session:
+            session.create_completion(prompt(40, seed=i), max_tokens=2, temperature=0)
+
+
 def capture_until_killed(*, model: str, location: str, options: dict, store: dict) -> None:
     """Capture prompt after prompt; a line on stdout says what is flushed."""
     llm = load(model, **options)

@@ -32,12 +32,12 @@ from prefixstore.backends.files import absolute, make_directory
 from prefixstore.backends.lmdb.children import Siblings, remove_everywhere
 from prefixstore.backends.lmdb.children_check import ChildrenCheck
 from prefixstore.backends.lmdb.environment import DATABASES, FILE_EXTRA, SCRUBS, Environment, acquire, release
-from prefixstore.backends.lmdb.facts import facts_of
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, erase, punch, split
 from prefixstore.backends.lmdb.sizes import counted, put_counted
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.backends.location import path_of
+from prefixstore.backends.packed_facts import facts_of
 from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import Buffer, Record, Usage, place_of, sizes_of
@@ -46,7 +46,8 @@ __all__ = ["LMDBBackend", "open_lmdb"]
 
 FILE_FACTOR = 1.25
 
-# Pages of the file that a transaction leaves. To delete one of ours takes some 40 of them at most, a commit some 10.
+# Pages of the file that a transaction leaves. To delete a page of the store takes some 40 of them at most, a commit
+# some 10.
 LEFT_BY_PUTS = 176
 LEFT_BY_OTHERS = 96
 LEFT_BY_RECLAIM = 32
@@ -401,17 +402,24 @@ class LMDBBackend(Backend):
             if not self._read_only:
                 make_directory(self._path)
             if not self._path.exists():
-                raise LocationError(f"{self._path} does not exist; an LMDB store is a directory")
+                raise refusals.missing(self._path, "an LMDB directory")
             if not self._path.is_dir():
                 raise LocationError(f"{self._path} is not a directory; an LMDB store is a directory of its own")
         except (FileExistsError, NotADirectoryError):
             raise LocationError(f"{self._path} is a file; an LMDB store is a directory of its own") from None
         except OSError as error:
-            raise LocationError(f"{self._path} cannot be created: {error.strerror}; choose another location") from error
-        needed = os.R_OK | os.X_OK | (0 if self._read_only else os.W_OK)
-        if not os.access(self._path, needed):
+            done = "read" if self._read_only else "created"
+            raise LocationError(f"{self._path} cannot be {done}: {error.strerror}; choose another location") from error
+        if not os.access(self._path, os.R_OK | os.X_OK):
             raise LocationError(
-                f"{self._path} is not writable for this user; choose another location, or read_only=True"
+                f"{self._path} is not readable for this user; run as its owner, have the owner run: "
+                f"chmod g+rx '{self._path}', or choose another location"
+            )
+        if not self._read_only and not os.access(self._path, os.W_OK):
+            raise LocationError(
+                f"{self._path} is not writable for this user; run as its owner, have the owner run: "
+                f"chmod g+rwx '{self._path}', or choose another location. To read, open it with read_only=True, as "
+                "prefixstore ls, tree, show, check and export do"
             )
 
     def _open(self) -> Environment:

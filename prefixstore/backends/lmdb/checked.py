@@ -2,9 +2,10 @@
 
 A file that was sound stays so as long as only LMDB writes to it. So when nothing was written for a moment, the process
 that has it open notes its newest transaction in a file beside it, with the size, the times and the inode number of the
-data file. Whoever opens it next walks it only if one of these differs: after anything else has written to it, in a copy
-or a backup that was restored, and after a process was killed before it could note what it had written. The note is not
-a secret: whoever can write it can write the data as well. A note that is damaged, or cannot be read, is none.
+data file. The next process that opens it walks it only if one of these differs: after anything else has written to it,
+in a copy or a backup that was restored, and after a process was killed before it could note what it had written. The
+note is not a secret: a process that can write it can write the data as well. A note that is damaged, or cannot be read,
+is none.
 
 A file system notes times in steps of some milliseconds. A note is made only when the last write is older than that, so
 anything that is written after it has another time. It is not flushed: LMDB flushes the pages of a state before it
@@ -162,7 +163,7 @@ class CheckedFile:
             try:
                 os.write(handle, body + _seal(body))
                 if os.name == "posix":
-                    # whoever may read the data may read the note
+                    # a user who may read the data may read the note
                     os.fchmod(handle, S_IMODE(self._path.stat().st_mode) & 0o640)
             finally:
                 os.close(handle)

@@ -59,7 +59,11 @@ META_FORMAT = struct.Struct("<I")
 def translate(error: lmdb.Error, path: Path) -> StorageError:
     """The prefixstore error for an LMDB error."""
     if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError, lmdb.DiskError)) or _is_disk_full(error, path):
-        return FullError(f"{path}: {error}")
+        if isinstance(error, (lmdb.MapFullError, lmdb.TxnFullError)):
+            why = "the file has reached the limit that follows from max_bytes, and no gap in it is large enough"
+            # whatever the disk has
+            return FullError(f"{path}: {why}; raise max_bytes", available=0)
+        return FullError(f"{path}: {error}", available=_disk_space(path))
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadTxnError)):
         return CorruptError(f"{path}: {error}")
     if isinstance(error, (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.IncompatibleError)):
@@ -68,6 +72,13 @@ def translate(error: lmdb.Error, path: Path) -> StorageError:
             "location, or, if it is a store, delete data.mdb and lock.mdb there"
         )
     return UnavailableError(f"{path}: {error}")
+
+
+def _disk_space(path: Path) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
 
 
 def _is_disk_full(error: lmdb.Error, path: Path) -> bool:
@@ -390,7 +401,8 @@ def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool)
     if read_only and _is_denied(error, path / LOCK):
         return LocationError(
             f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
-            f"overwrites it; have its owner run: chmod g+rw '{path / LOCK}', or read a copy of the directory"
+            f"overwrites it; run as its owner, have the owner run: chmod g+rw '{path / LOCK}' (to write as well: "
+            f"chmod -R g+rwX '{path}'), or read a copy of the directory"
         )
     if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
         return translate(error, path)

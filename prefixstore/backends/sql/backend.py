@@ -248,7 +248,10 @@ class _View(View):
         return np.empty(0, FACTS)
 
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
-        return self._database.fetch(self._connection, keys, retry=self._retry)
+        return self._database.fetch(self._connection, keys, retry=self._retry, arrived=self._note_arrived)
+
+    def _note_arrived(self, n_bytes: int) -> None:
+        self.arrived = n_bytes
 
     def note(self, name: bytes) -> bytes | None:
         rows = self._rows(_NOTE, note=name)

@@ -106,7 +106,7 @@ class Compaction:
             left = max(space.free // PART, LEAST_BYTES)
             largest = largest or space.size + left
             if space.size > largest:
-                # somebody reads an older state, so that what was rewritten is not free yet; or others write more
+                # another process reads an older state, so that what was rewritten is not free yet; or others write more
                 return
             while place is not None and left > 0:
                 place, n_bytes = self._step(place)

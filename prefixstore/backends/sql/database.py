@@ -120,8 +120,8 @@ def again(connection: Connection, work: Callable[[], T]) -> T:
 class Database(ABC):
     """Connections to one store, and the statements that differ from database to database.
 
-    All connections are in autocommit mode; a transaction is a BEGIN of ours. So everything that is sent is visible
-    here: the drivers would begin transactions of their own otherwise.
+    All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
+    sent is visible here: the drivers would begin transactions of their own otherwise.
     """
 
     # what begins a transaction that writes
@@ -218,7 +218,7 @@ class Database(ABC):
                 with translated(self.location):
                     connection.exec_driver_sql("COMMIT")
             except FullError:
-                # SQLite has done that itself, unless the error is ours
+                # SQLite has done that itself, unless it is `require_space` that has raised
                 with suppress(SQLAlchemyError):
                     connection.exec_driver_sql("ROLLBACK")
                 self.after_full(connection)
@@ -275,8 +275,10 @@ class Database(ABC):
         """From here on, all reads of a view see one moment."""
 
     @abstractmethod
-    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
-        """`View.fetch`."""
+    def fetch(
+        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
+    ) -> Iterator[tuple[Record, Buffer]]:
+        """`View.fetch`; `arrived` may be told how many bytes of the next payload are there."""
 
     @abstractmethod
     def payloads(

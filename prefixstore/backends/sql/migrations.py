@@ -58,7 +58,7 @@ def _config(buffer: io.StringIO | None = None) -> Config:
 
 
 def revision_of(connection: Connection, where: str) -> str | None:
-    """The revision of the schema on a connection; None if it has none of our tables.
+    """The revision of the schema on a connection; None if it has none of the tables.
 
     Raises
     ------

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import psycopg
-from psycopg.pq import Format
 from sqlalchemy import (
-    BigInteger,
     Connection,
+    CursorResult,
     Engine,
-    Executable,
     FromClause,
     Integer,
     LargeBinary,
@@ -42,15 +43,28 @@ from prefixstore.backends.sql.database import Database, again, parse_url, transl
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
 from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
-from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.errors import CorruptError, InvalidParameterError, LocationError, StorageError
+from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES
+from prefixstore.backends.sql.streaming import (
+    Cursor,
+    StreamedCursor,
+    StreamingConnection,
+    kept_memory,
+    pages_of,
+    payload_of,
+    select_pages,
+    select_payloads,
+)
+from prefixstore.buffers import BufferPool
+from prefixstore.errors import InvalidParameterError, LocationError, StorageError
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Buffer, Record
 
 __all__ = ["PostgreSQL"]
 
-# payload bytes in one answer, which is held in memory twice for a moment
-ANSWER_BYTES = 64 << 20
+# Payload bytes in the answer to one query. It is used as it arrives, but the server keeps old rows until it ends.
+ANSWER_BYTES = 1 << 30
+# rows are received when they are asked for
+_STREAMED = {"stream_results": True, "yield_per": 1}
 LOCK_SECONDS = 30
 # a process that stops in the middle of a transaction blocks the others no longer than this
 IDLE_SECONDS = 60
@@ -69,15 +83,7 @@ BASE_BYTES = 256 << 10
 _inherited: list[Engine] = []
 
 
-class _Cursor(psycopg.Cursor[Any]):
-    """Asks for binary answers: as text, each byte of a payload is two digits, which takes four times as long."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.format = Format.BINARY
-
-
-class _Connection(psycopg.Connection[Any]):
+class _Connection(StreamingConnection):
     """A connection that is dropped when the server is silent for too long."""
 
     silence: float | None = SILENT_READING
@@ -113,6 +119,7 @@ def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any,
 def _connected(options: dict[str, Any]) -> _Connection:
     """A new connection, which finds names in one schema only."""
     connection = _Connection.connect(**options)
+    connection.server_cursor_factory = StreamedCursor  # type: ignore[assignment] # it takes the same parameters
     try:
         connection.autocommit = True
         connection.execute(SET_SEARCH_PATH)
@@ -123,10 +130,14 @@ def _connected(options: dict[str, Any]) -> _Connection:
     return connection
 
 
-def _accept_silence(connection: Connection, seconds: float | None) -> None:
+def _driver(connection: Connection) -> _Connection:
     driver = connection.connection.driver_connection
     assert isinstance(driver, _Connection)
-    driver.silence = seconds
+    return driver
+
+
+def _accept_silence(connection: Connection, seconds: float | None) -> None:
+    _driver(connection).silence = seconds
 
 
 class PostgreSQL(Database):
@@ -160,6 +171,7 @@ class PostgreSQL(Database):
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
         self._url = url.set(drivername="postgresql+psycopg")
+        self._buffers = BufferPool(limit=None)
         super().__init__(without_password(self._url.render_as_string(hide_password=True)), read_only=read_only)
 
     def prepare(self) -> None:
@@ -199,7 +211,7 @@ class PostgreSQL(Database):
         ours = " ".join(f"-c {name}={value}" for name, value in settings.items())
         defaults: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "application_name": "prefixstore"}
         arguments = {name: value for name, value in defaults.items() if name not in given}
-        arguments |= {"cursor_factory": _Cursor, "options": f"{options} {ours}".strip()}
+        arguments |= {"cursor_factory": Cursor, "options": f"{options} {ours}".strip()}
         engine = create_engine(
             self._url,
             connect_args=arguments,
@@ -216,7 +228,12 @@ class PostgreSQL(Database):
         with super().connection() as connection:
             # the one that used it before may have accepted more
             _accept_silence(connection, SILENT_READING)
-            yield connection
+            try:
+                yield connection
+            finally:
+                if not connection.invalidated and _driver(connection).streamed is not None:
+                    # the caller who asked for pages has lost interest
+                    connection.invalidate()
 
     def reading(self) -> AbstractContextManager[Connection]:
         return self.connection()
@@ -248,30 +265,77 @@ class PostgreSQL(Database):
         with translated(self.location):
             again(connection, lambda: connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
 
-    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
+    def fetch(
+        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
+    ) -> Iterator[tuple[Record, Buffer]]:
         left = list(keys)
         while left:
-            rows = self.rows(connection, _FETCH, self.keys(left) | {"limit": ANSWER_BYTES}, retry=retry)
-            if not rows:
-                return
             n_pages = 0
-            for _, group in groupby(rows, key=lambda row: row.position):
-                pieces = list(group)
-                n_pages += 1
-                yield record_of(pieces[0]), _joined(pieces[0].key, [row.data for row in pieces])
+            with closing(self._answer(connection, left, arrived, retry=retry)) as pages:
+                for page in pages:
+                    n_pages += 1
+                    yield page
+            if not n_pages:
+                return
             del left[:n_pages]
+
+    def _answer(
+        self, connection: Connection, keys: Sequence[bytes], arrived: Callable[[int], None], *, retry: bool
+    ) -> Generator[tuple[Record, Buffer], None, None]:
+        """Pages as they arrive, as many as one query returns."""
+
+        def execute() -> CursorResult[Any]:
+            given = self.keys(keys) | {"limit": ANSWER_BYTES}
+            return connection.execute(_FETCH, given, execution_options=_STREAMED)
+
+        with translated(self.location):
+            result = again(connection, execute) if retry else execute()
+        rows = self._arriving(result)
+        try:
+            yield from pages_of(rows, len(keys), self._memory, arrived)
+        finally:
+            self._end(connection, rows, retry=retry)
+
+    def _memory(self, size: int) -> npt.NDArray[np.uint8]:
+        return kept_memory(self._buffers, size, self.location)
+
+    def _arriving(self, result: CursorResult[Any]) -> Iterator[Row[Any]]:
+        # a query that returns nothing is not known to have columns
+        while result.returns_rows:
+            with translated(self.location):
+                row = result.fetchone()
+            if row is None:
+                return
+            yield row
+
+    def _end(self, connection: Connection, rows: Iterator[Row[Any]], *, retry: bool) -> None:
+        """Receive no more rows, or drop them if the transaction has to go on."""
+        if connection.closed or connection.invalidated or _driver(connection).streamed is None:
+            return
+        if not retry:
+            deque(rows, maxlen=0)
+            return
+        # a new connection costs some milliseconds, the rest of the answer as much time as it takes
+        connection.invalidate()
+        connection.rollback()
 
     def payloads(
         self, connection: Connection, records: Mapping[bytes, Record]
     ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
-        rows = iter(self.rows(connection, _PAYLOADS, self.keys(list(records))))
-        row = next(rows, None)
-        for position, key in enumerate(records):
-            pieces: list[bytes] = []
-            while row is not None and row.position == position:
-                pieces.append(row.data)
-                row = next(rows, None)
-            yield key, _joined(key, pieces) if pieces else None
+        with translated(self.location):
+            result = connection.execute(_PAYLOADS, self.keys(list(records)), execution_options=_STREAMED)
+        rows = self._arriving(result)
+        try:
+            row = next(rows, None)
+            for position, key in enumerate(records):
+                payload: Buffer | None = None
+                if row is not None and row.position == position:
+                    payload = payload_of(row, rows, self._memory)
+                    # what comes after a whole payload of this page has no bytes
+                    row = next((each for each in rows if each.position != position), None)
+                yield key, payload
+        finally:
+            self._end(connection, rows, retry=False)
 
     def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
         # the files shrink only when the server vacuums them; this counts what will be left
@@ -347,8 +411,7 @@ class PostgreSQL(Database):
 
         with self.connection() as connection, translated(self.location):
             _accept_silence(connection, None)
-            driver = connection.connection.driver_connection
-            assert isinstance(driver, _Connection)
+            driver = _driver(connection)
             driver.add_notice_handler(note)
             try:
                 again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
@@ -360,60 +423,16 @@ class PostgreSQL(Database):
         _inherited.append(self._engine)
         self._handle_lock = HandleLock()
         self._writing = threading.Lock()
+        self._buffers = BufferPool(limit=None)
         self._engine = self.connect()
 
 
-def _fetch() -> Executable:
-    """Pages with their payloads: up to the first that is missing, and as many as the limit allows; at least one."""
-    wanted = PostgreSQL.wanted()
-    place = wanted.c.position
-    before = func.sum(PAGES.c.stored_bytes).over(order_by=place) - PAGES.c.stored_bytes
-    found = (
-        select(
-            *RECORD_COLUMNS,
-            place,
-            before.cast(BigInteger).label("before"),
-            func.row_number().over(order_by=place).label("rank"),
-        )
-        .join_from(wanted, PAGES, PAGES.c.key == wanted.c.key)
-        .subquery("found")
-    )
-    return (
-        select(found, PIECES.c.data)
-        .join_from(found, PIECES, PIECES.c.page == found.c.key, isouter=True)
-        .where(found.c.rank == found.c.position + 1, found.c.before < bindparam("limit", type_=BigInteger))
-        .order_by(found.c.position, PIECES.c.number)
-    )
-
-
-_FETCH = _fetch()
+_FETCH = select_pages(PostgreSQL.wanted())
+_PAYLOADS = select_payloads(PostgreSQL.wanted())
 _CHILDREN = children_of_many(PostgreSQL.wanted())
-
-
-def _payloads() -> Executable:
-    """The pieces of wanted pages."""
-    wanted = PostgreSQL.wanted()
-    return (
-        select(wanted.c.position, PIECES.c.data)
-        .join_from(wanted, PIECES, PIECES.c.page == wanted.c.key)
-        .order_by(wanted.c.position, PIECES.c.number)
-    )
-
-
-_PAYLOADS = _payloads()
+PostgreSQL.BESIDE = beside(PostgreSQL.wanted())
 
 
 def _weight(entries: int, n_bytes: int) -> int:
     # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
     return entries * ENTRY_BYTES + n_bytes + n_bytes // 16
-
-
-def _joined(key: bytes, pieces: Sequence[bytes | None]) -> Buffer:
-    """A payload out of its pieces, in one piece."""
-    if pieces[0] is None:
-        raise CorruptError(f"page {key.hex()} has no payload")
-    parts = [piece for piece in pieces if piece is not None]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-PostgreSQL.BESIDE = beside(PostgreSQL.wanted())

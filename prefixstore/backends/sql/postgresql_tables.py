@@ -1,8 +1,9 @@
 """Whether the tables of a PostgreSQL store are as the migrations made them.
 
-Another role may have created tables of our names first, or may have put triggers, rules or policies on ours. Such code
-runs with the rights of whoever uses the table, and may change what is stored. So the server's catalogs are asked before
-anything is read from a table. All names are qualified with ``pg_catalog``, so no other schema can provide a function.
+Another role may have created tables of these names first, or may have put triggers, rules or policies on them. Such
+code runs with the rights of the user of the table, and may change what is stored. So the server's catalogs are asked
+before anything is read from a table. All names are qualified with ``pg_catalog``, so no other schema can provide a
+function.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call] # SQLAlchemy do
 NAMES = sorted([*METADATA.tables, VERSION_TABLE])
 _NAMED = ", ".join(f"'{name}'" for name in NAMES)
 
-# Sent on each new connection. The schema is the first of the search path that has one of our tables, or the first one
-# if none has. The server looks into pg_catalog before it; temporary tables come last, or they would hide ours.
+# Sent on each new connection. The schema is the first of the search path that has one of the tables, or the first one
+# if none has. The server looks into pg_catalog before it; temporary tables come last, or they would hide those of the
+# store.
 SET_SEARCH_PATH = f"""
 SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
     SELECT pg_catalog.quote_ident(path.name)
@@ -38,8 +40,8 @@ SELECT pg_catalog.set_config('search_path', pg_catalog.concat_ws(', ', (
 """  # noqa: S608 - constants
 
 # The tables of the schema that is on the search path. An owner is trusted who could change them anyway, of whose role
-# we are a member (but a superuser is one of every role), or who owns a schema that was named. "$user", which is used
-# unless another is named, may have been created by anyone.
+# this one is a member (but a superuser is one of every role), or who owns a schema that was named. "$user", which is
+# used unless another is named, may have been created by anyone.
 _TABLES = f"""
 SELECT c.oid, c.relname::pg_catalog.text AS name, c.relkind::pg_catalog.text AS kind,
     c.relpersistence::pg_catalog.text AS persistence, c.relrowsecurity AS has_policies,
@@ -88,7 +90,7 @@ WHERE k.contype <> 'n'
 
 
 def require_plain_tables(connection: Connection, where: str) -> None:
-    """Refuse tables of our names that run code when they are used, or whose owner need not be trusted.
+    """Refuse tables of these names that run code when they are used, or whose owner need not be trusted.
 
     Raises
     ------

@@ -124,7 +124,7 @@ class SQLite(Database):
     LocationError
         If there is no such file, or it cannot be opened.
     IncompatibleError
-        If it is not ours, or of another version.
+        If another program has made it, or it is of another version.
     """
 
     BEGIN = "BEGIN IMMEDIATE"
@@ -177,7 +177,7 @@ class SQLite(Database):
         revision = self.revision()
         if revision is None:
             if not self._exists():
-                raise LocationError(f"{self.path} does not exist; a SQLite store is a file")
+                raise refusals.missing(self.path, "a SQLite file")
             raise refusals.no_store(self.path)
         require_head(revision, self.location)
 
@@ -276,11 +276,15 @@ class SQLite(Database):
             return  # deleted; the next transaction finds out
         log_growth = max(n_bytes - log_bytes, 0)
         # Deletions, and what replaces deleted pages, need space in the log only, which is used again and again. So the
-        # log that this leaves is a part of the reserve; but while somebody reads an older state, it has to grow.
+        # log that this leaves is a part of the reserve; but while another process reads an older state, it has to grow.
         in_log = log_bytes + log_growth if growth else RESERVE_BYTES
         reserve = max(RESERVE_BYTES - in_log, RESERVE_BYTES // 2)
         if growth + log_growth and left < growth + log_growth + reserve:
-            raise FullError(f"{self.location}: the disk has {left:,} bytes left; free some, or evict pages")
+            raise FullError(
+                f"{self.location}: the disk is nearly full; free some space, or evict pages",
+                asked=n_bytes,
+                available=left,
+            )
 
     def after_full(self, connection: Connection) -> None:
         with suppress(SQLAlchemyError):
@@ -312,7 +316,9 @@ class SQLite(Database):
         with translated(self.location):
             connection.exec_driver_sql("PRAGMA shrink_memory")
 
-    def fetch(self, connection: Connection, keys: Sequence[bytes], *, retry: bool) -> Iterator[tuple[Record, Buffer]]:
+    def fetch(
+        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
+    ) -> Iterator[tuple[Record, Buffer]]:
         # copies are the cost here, not round trips: pieces are copied one by one, while they are in the CPU cache
         rows = {bytes(row.key): row for row in self.rows(connection, self.RECORDS, self.keys(keys))} if keys else {}
         driver = connection.connection.driver_connection

@@ -21,15 +21,18 @@ import numpy as np
 from llama_cpp.llama import LlamaState
 
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.missing import missing_ranges
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import CorruptError, InvalidParameterError
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.whole_state import WholeState
-from prefixstore.llama.context import bypass_reason, reusable_prefix
+from prefixstore.last_prompt import PromptMeter
+from prefixstore.llama.bypass import BYPASSED, Bypass
+from prefixstore.llama.context import bypass_reason, live_prefix_length, reusable_prefix
+from prefixstore.llama.gguf import model_names
 from prefixstore.llama.guard import Guard
 from prefixstore.llama.kv_memory import kind_of
-from prefixstore.llama.pages import missing_ranges
 from prefixstore.llama.portable.lookup import ENDLESS, match_whole
 from prefixstore.llama.portable.restore import StateBuilder
 from prefixstore.llama.portable.target import PortableTarget, nameless_target, target_for
@@ -51,15 +54,19 @@ class PortableHook:
         Of the store.
     parameters
         The store's parameters.
+    bypass
+        Whether the running code goes past the store.
     """
 
-    def __init__(self, engine: Engine, parameters: Parameters) -> None:
+    def __init__(self, engine: Engine, parameters: Parameters, bypass: Bypass) -> None:
+        self._bypass = bypass
         self._engine = engine
         self._parameters = parameters
-        self._builder = StateBuilder(engine, parameters.min_tokens)
+        self._builder = StateBuilder(engine, parameters.min_tokens, parameters.max_delay)
         self._targets: weakref.WeakKeyDictionary[llama_cpp.Llama, PortableTarget] = weakref.WeakKeyDictionary()
         self._nameless = nameless_target(parameters)
         self._last = self._nameless
+        engine.keeper.describe(self._nameless.namespace)
 
     @property
     def kind(self) -> Kind:
@@ -87,7 +94,9 @@ class PortableHook:
 
     # -- as llama-cpp-python calls a cache ----------------------------------------------------------------------------
 
-    def lookup(self, prompt: TokenSequence, completion: FrameType | None) -> LlamaState | None:
+    def lookup(
+        self, prompt: TokenSequence, completion: FrameType | None, meter: PromptMeter | None = None
+    ) -> LlamaState | None:
         """The longest stored state of a prompt.
 
         Parameters
@@ -97,43 +106,74 @@ class PortableHook:
         completion
             The frame of the completion that asks, if one does. Outside a completion, a state that was stored outside
             one is found, or one that the ``Llama`` that asked last has stored.
+        meter
+            Counts what happens to the prompt.
 
         Returns
         -------
         LlamaState or None
             None if nothing is stored, or no more than the context holds already.
         """
-        tokens = as_tokens(prompt)
-        llm = completion.f_locals["self"] if completion is not None else None
-        counters = self._engine.counters
         started = time.perf_counter()
-        with Guard(counters, "miss:error", "miss:unavailable"):
+        tokens = as_tokens(prompt)
+        meter = meter or PromptMeter(sees_evaluation=False)
+        live = 0
+        try:
+            llm = completion.f_locals["self"] if completion is not None else None
+            live, state = self._lookup(llm, tokens, meter)
+        finally:
+            source = "store" if meter.restored else meter.miss or "live"
+            self._engine.counters.asked(self._last.key, len(tokens), meter.restored, source)
+            meter.looked_up(len(tokens), live + meter.restored, time.perf_counter() - started)
+        return state
+
+    def _lookup(self, llm: llama_cpp.Llama | None, tokens: Tokens, meter: PromptMeter) -> tuple[int, LlamaState | None]:
+        """How much of a prompt the context holds, and the state to load, if that has more."""
+        counters = self._engine.counters
+        live = 0
+        started = time.perf_counter()
+        guard = Guard(counters, "miss:error", "miss:unavailable", self._last.key)
+        with guard:
+            reason = bypass_reason(llm, kind_of(llm)) if llm is not None else None
+            if reason is None and self._bypass.is_active:
+                reason = BYPASSED
+                live = self._live_without(llm, tokens) if llm is not None else 0
+            if reason is not None:
+                counters.count(f"miss:{reason}", namespace=self._last.key)
+                meter.miss = reason
+                return live, None
             if llm is None:
-                live, state = 0, self._lookup_nameless(tokens)
-            elif (reason := bypass_reason(llm, kind_of(llm))) is not None:
-                counters.count(f"miss:{reason}")
-                return None
+                state = self._lookup_nameless(tokens, meter)
             else:
                 target = self._last = self._target(llm)
                 assert target.memory is not None
                 target.memory.settle()
                 live = reusable_prefix(llm, target.memory, tokens)
                 # the last token is evaluated in any case; the seed stays as it is
-                state = self._builder.build(target, tokens[:-1], live, llm._seed)
+                state = self._builder.build(target, tokens[:-1], live, llm._seed, meter)
             self._engine.nudge()
             if state is not None:
-                counters.count("hits")
-                counters.count("tokens_restored", state.n_tokens - live)
-                counters.time("restore", time.perf_counter() - started)
-            return state
-        return None
+                seconds = time.perf_counter() - started
+                counters.restored(state.n_tokens - live, seconds, namespace=self._last.key)
+                meter.restored, meter.restore_seconds = state.n_tokens - live, seconds
+            return live, state
+        meter.miss = (guard.counted or "").partition(":")[2] or None
+        return live, None
 
-    def _lookup_nameless(self, tokens: Tokens) -> LlamaState | None:
+    def _live_without(self, llm: llama_cpp.Llama, tokens: Tokens) -> int:
+        """How much of a prompt the context holds and can continue from, for a request that goes past the store."""
+        target = self._targets.get(llm)
+        if target is None or target.memory is None:
+            return live_prefix_length(llm, tokens)
+        target.memory.settle()
+        return reusable_prefix(llm, target.memory, tokens)
+
+    def _lookup_nameless(self, tokens: Tokens, meter: PromptMeter) -> LlamaState | None:
         seed = int(llama_cpp.LLAMA_DEFAULT_SEED)
         target = self._nameless
         if self._last is not target and not match_whole(self._engine, target.whole.key, tokens).n_shared:
             target = self._last
-        return self._builder.build(target, tokens, 0, seed)
+        return self._builder.build(target, tokens, 0, seed, meter)
 
     def save(self, state: LlamaState, completion: FrameType | None) -> None:
         """Store a state. The state says which tokens it covers; the key also has some that were never evaluated.
@@ -156,7 +196,7 @@ class PortableHook:
                 f"a store keeps states of llm.save_state(), and cannot store a {type(state).__name__}"
             )
         llm = completion.f_locals["self"] if completion is not None else None
-        if self._parameters.read_only:
+        if self._parameters.read_only or self._bypass.is_active:
             return
         started = time.perf_counter()
         with Guard(self._engine.counters, "dropped:error"):
@@ -172,6 +212,8 @@ class PortableHook:
         target = self._targets.get(llm)
         if target is None:
             target = self._targets[llm] = target_for(llm, self._parameters)
+            for place in (target.namespace, target.whole):
+                self._engine.keeper.describe(place, model_names(llm.metadata, place.settings))
         return target
 
     # -- storing ------------------------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ import numpy.typing as npt
 from llama_cpp.llama import LlamaState
 
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.fetch import Deadline, Shifted
 from prefixstore.engine.index import Page, Path
 from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.whole_state import WholeState
+from prefixstore.last_prompt import PromptMeter
+from prefixstore.llama.compute_rate import ComputeRate
 from prefixstore.llama.portable.lookup import WholeMatch, match_whole
 from prefixstore.llama.portable.target import PortableTarget
 from prefixstore.llama.state.parse import parse_context, parse_sequence
@@ -53,13 +56,19 @@ class StateBuilder:
         Of the store.
     min_tokens
         Shorter prefixes are computed.
+    max_delay
+        What a restore of pages may take beyond computing; None for as long as it takes.
     """
 
-    def __init__(self, engine: Engine, min_tokens: int) -> None:
+    def __init__(self, engine: Engine, min_tokens: int, max_delay: float | None = None) -> None:
         self._engine = engine
         self._min_tokens = min_tokens
+        # nothing is evaluated here: it is only known what the pages took when they were captured
+        self._rate = ComputeRate(max_delay)
 
-    def build(self, target: PortableTarget, tokens: Tokens, live: int, seed: int) -> LlamaState | None:
+    def build(
+        self, target: PortableTarget, tokens: Tokens, live: int, seed: int, meter: PromptMeter
+    ) -> LlamaState | None:
         """The state of the longest stored prefix of a prompt. Raises `StorageError`.
 
         Parameters
@@ -72,6 +81,8 @@ class StateBuilder:
             How much of it the context holds; a state that holds no more is not built.
         seed
             What ``load_state`` sets the seed of the ``Llama`` to.
+        meter
+            Is told why there is none.
         """
         if target.n_ctx is not None:
             # the next token needs a place
@@ -82,7 +93,7 @@ class StateBuilder:
         match = match_whole(self._engine, target.whole.key, tokens)
         n = max(path.n_tokens, match.n_shared)
         if n < self._min_tokens:
-            self._miss(target, NoState.SHORT if n else NoState.NOT_FOUND, len(tokens))
+            self._miss(target, NoState.SHORT if n else NoState.NOT_FOUND, len(tokens), meter)
             return None
         built: LlamaState | NoState = NoState.NOT_FOUND
         if match.n_shared > path.n_tokens:
@@ -92,14 +103,15 @@ class StateBuilder:
         if not isinstance(built, NoState):
             return built
         if built is NoState.LIVE:
-            self._engine.counters.count("live_hits")
+            self._engine.counters.count("live_hits", namespace=target.key)
         else:
-            self._miss(target, built, len(tokens))
+            self._miss(target, built, len(tokens), meter)
         return None
 
-    def _miss(self, target: PortableTarget, reason: NoState, n_tokens: int) -> None:
-        self._engine.touch((target.pages or target.whole).key, (), n_tokens)
-        self._engine.counters.count(f"miss:{reason.value}")
+    def _miss(self, target: PortableTarget, reason: NoState, n_tokens: int, meter: PromptMeter) -> None:
+        meter.miss = reason.value
+        self._engine.touch(target.key, (), n_tokens)
+        self._engine.counters.count(f"miss:{reason.value}", namespace=target.key)
 
     # -- pages --------------------------------------------------------------------------------------------------------
 
@@ -113,21 +125,26 @@ class StateBuilder:
         if n <= live:
             self._engine.touch(target.pages.key, pages, len(tokens))
             return NoState.LIVE
-        data, used = self._join(target, pages, n)
+        # those that the context holds are joined, too, and are no gain
+        held = sum(page.end <= live for page in pages)
+        deadline = self._rate.deadline(pages[held:], live, n)
+        data, used = self._join(target, pages, n, Shifted(deadline, -held) if deadline is not None else None)
         if len(used) < len(pages):
-            # one is damaged or gone: those before it make a shorter state
+            # one is damaged or gone, or has not come in time: those before it make a shorter state
             n = used[-1].end if used else 0
             if n <= max(live, self._min_tokens - 1):
                 return NoState.UNREADABLE
-            return self._from_pages(target, tokens, Path(tuple(used), n), live, seed)
+            data = assemble([parse_context(data).cut(0, n)], architecture=target.architecture)
         self._engine.touch(target.pages.key, used, len(tokens))
         return _state(tokens[:n], data, NO_SCORES, target.n_ctx or n, seed)
 
-    def _join(self, target: PortableTarget, pages: Sequence[Page], n: int) -> tuple[bytearray, Sequence[Page]]:
-        """The state of `n` tokens, and the pages it is made of; if these are not all, it is not complete."""
+    def _join(
+        self, target: PortableTarget, pages: Sequence[Page], n: int, deadline: Deadline | None
+    ) -> tuple[bytearray, Sequence[Page]]:
+        """The state of `n` tokens, and the pages it is made of; if these are not all, only their rows are filled."""
         assembly, data = None, bytearray()
         used = 0
-        with self._engine.fetching(pages, admit=partial(_admits, target)) as states:
+        with self._engine.fetching(pages, admit=partial(_admits, target), deadline=deadline) as states:
             for page, state in zip(pages, states, strict=False):
                 try:
                     if target.memory is not None and not target.memory.fits(state, page.start, page.n_tokens):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import llama_cpp
 
@@ -50,6 +51,16 @@ class PortableTarget:
     n_ctx: int | None = None
     n_vocab: int = 0
     memory: ContextMemory | None = None
+
+    @property
+    def namespace(self) -> Namespace:
+        """The first place where a prompt is looked up."""
+        return self.pages or self.whole
+
+    @cached_property
+    def key(self) -> bytes:
+        """Of `namespace`, for which lookups are counted."""
+        return self.namespace.key
 
     @property
     def overwrites_window(self) -> bool:

@@ -18,7 +18,7 @@ from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
 from prefixstore.llama.state.view import CELL_BYTES, PAIR, SEQUENCE_MAGIC, U32, Recurrent, Section, StateView, Tensor
 
-__all__ = ["parse_context", "parse_sequence"]
+__all__ = ["ROWS", "parse_context", "parse_sequence", "parse_slot"]
 
 ROWS = struct.Struct("<iQ")  # type, bytes of a row
 CHANNELS = struct.Struct("<iII")  # type, bytes of an element, channels
@@ -27,6 +27,8 @@ CELL = struct.Struct("<iI")  # position, number of sequences
 # full attention, and a sliding window
 MAX_SECTIONS = 2
 MAX_ARCHITECTURE = 256
+# llama.cpp's LLAMA_MAX_SEQ
+MAX_STREAMS = 256
 
 
 def parse_context(state: Buffer) -> StateView:
@@ -65,12 +67,45 @@ def parse_sequence(state: Buffer, *, cell_bytes: int = CELL_BYTES) -> StateView:
     return _parse(reader, None, cell_bytes)
 
 
+def parse_slot(memory: Buffer, *, sequence: int, cell_bytes: int = CELL_BYTES) -> tuple[StateView, int]:
+    """Parse the memory in the file of a server's slot, as if the slot were sequence 0 of a context with one stream.
+
+    Parameters
+    ----------
+    memory
+        What ``llama_state_seq_get_data`` wrote, after the magic and the flags.
+    sequence
+        The slot.
+    cell_bytes
+        Length of a cell; longer if it has the coordinates of an image.
+
+    Returns
+    -------
+    StateView
+        The state.
+    int
+        How many streams the file names for each section; 1 without sections.
+
+    Raises
+    ------
+    CorruptError
+        If a byte is not accounted for.
+    """
+    reader = _Reader(memory, sequence, MAX_STREAMS)
+    view = _parse(reader, None, cell_bytes)
+    return view, reader.streams or 1
+
+
 class _Reader:
     """Reads bytes in order, and never past their end."""
 
-    def __init__(self, state: Buffer) -> None:
+    def __init__(self, state: Buffer, sequence: int = 0, max_streams: int = 1) -> None:
         self._bytes = np.frombuffer(state, np.uint8)
         self.at = 0
+        self.sequence = sequence
+        self.max_streams = max_streams
+        # how many streams each section has; 0 before the first
+        self.streams = 0
 
     @property
     def left(self) -> int:
@@ -109,21 +144,33 @@ def _parse(reader: _Reader, architecture: bytes | None, cell_bytes: int = CELL_B
 
 
 def _section(reader: _Reader, cell_bytes: int) -> Section:
-    streams, n = reader.read(PAIR)
-    if streams != 1:
+    (streams,) = reader.read(U32)
+    if not 1 <= streams <= reader.max_streams or reader.streams not in (0, streams):
         raise CorruptError(f"a state of {streams} streams cannot be cut")
-    if n == 0:
-        return Section(np.empty(0, np.int32), b"", ())
+    section = Section(np.empty(0, np.int32), b"", ())
+    for stream in range(streams):
+        (n,) = reader.read(U32)
+        if n == 0:
+            continue
+        if len(section.positions):
+            raise CorruptError("a state with cells in several streams cannot be cut")
+        section = _cells(reader, n, cell_bytes, after=U32.size * (streams - 1 - stream))
+    reader.streams = streams
+    return section
+
+
+def _cells(reader: _Reader, n: int, cell_bytes: int, *, after: int) -> Section:
+    """The cells of a stream, and their rows; `after` them come at least so many bytes."""
     cells = reader.take(n * cell_bytes).view("<i4").reshape(n, -1)
-    if (cells[:, 1] != 1).any() or (cells[:, -1] != 0).any():
-        raise CorruptError("a state with cells of other sequences than 0 cannot be cut")
+    if (cells[:, 1] != 1).any() or (cells[:, -1] != reader.sequence).any():
+        raise CorruptError(f"a state with cells of other sequences than {reader.sequence} cannot be cut")
     positions = np.ascontiguousarray(cells[:, 0])
     head = reader.take(PAIR.size).tobytes()
     transposed, layers = PAIR.unpack(head)
     if transposed > 1:
         raise CorruptError(f"{transposed} is not a valid flag for a transposed V; it must be 0 or 1")
     tensors = [_rows(reader, n) for _ in _counted(layers, reader)]
-    if reader.left:  # multi-head latent attention has no V
+    if reader.left > after:  # multi-head latent attention has no V
         tensors += [_channels(reader, n) if transposed else _rows(reader, n) for _ in range(layers)]
     return _sorted(positions, head, tensors)
 

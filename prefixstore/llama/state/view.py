@@ -176,6 +176,10 @@ class Assembly:
         For ``llama_state_set_data``; None for ``llama_state_seq_set_data``, as sequence 0.
     recurrent
         The recurrent part, as written.
+    head
+        What the state begins with, instead of what says whose state it is: for the file of a server's slot.
+    streams, sequence
+        Of how many streams the cells are those of the first, and their sequence id.
 
     Attributes
     ----------
@@ -190,9 +194,15 @@ class Assembly:
         *,
         architecture: bytes | None = None,
         recurrent: Buffer = b"",
+        head: bytes | None = None,
+        streams: int = 1,
+        sequence: int = 0,
     ) -> None:
         self._sections = list(zip(like.sections, positions, strict=True))
-        if architecture is None:
+        self._streams, self._sequence = streams, sequence
+        if head is not None:
+            self._head = head
+        elif architecture is None:
             self._head = PAIR.pack(SEQUENCE_MAGIC, 0)
         else:
             self._head = U32.pack(len(architecture)) + architecture
@@ -200,7 +210,10 @@ class Assembly:
         # the rows of each tensor in the target, and how many cells of each section they have
         self._rows: list[list[Bytes]] = []
         self._filled = [0] * len(self._sections)
-        self.size = len(self._head) + sum(_size(*section) for section in self._sections) + len(recurrent)
+        # the number of cells of each other stream
+        self._others = bytes(U32.size * (streams - 1))
+        sizes = (_size(*section) + len(self._others) for section in self._sections)
+        self.size = len(self._head) + sum(sizes) + len(recurrent)
 
     def open(self, target: memoryview) -> None:
         """Write everything but the rows into a buffer of exactly this size."""
@@ -210,11 +223,12 @@ class Assembly:
         at = _put(out, 0, self._head)
         for section, positions in self._sections:
             n, rows = len(positions), []
-            at = _put(out, at, PAIR.pack(1, n))
+            at = _put(out, at, PAIR.pack(self._streams, n))
             if n:
                 cells = np.zeros((n, 3), "<i4")
                 cells[:, 0] = positions
                 cells[:, 1] = 1
+                cells[:, 2] = self._sequence
                 at = _put(out, at, cells.tobytes())
                 at = _put(out, at, section.head)
             for tensor in section.tensors if n else ():
@@ -222,6 +236,7 @@ class Assembly:
                 planes, _, width = tensor.rows.shape
                 rows.append(out[at : at + planes * n * width].reshape(planes, n, width))
                 at += rows[-1].size
+            at = _put(out, at, self._others)
             self._rows.append(rows)
         _put(out, at, self._recurrent)
 
@@ -247,6 +262,15 @@ class Assembly:
             for rows, tensor in zip(self._rows[i], section.tensors, strict=True):
                 rows[:, first:last] = tensor.rows
             self._filled[i] = last
+
+    def added(self) -> StateView:
+        """What was added so far, as views of the target."""
+        sections = []
+        for (like, positions), tensors, n in zip(self._sections, self._rows, self._filled, strict=True):
+            rows = zip(like.tensors, tensors, strict=True)
+            cells = tuple(Tensor(tensor.head, of_tensor[:, :n]) for tensor, of_tensor in rows) if tensors else ()
+            sections.append(Section(positions[:n], like.head, cells))
+        return StateView(None, tuple(sections), None)
 
     def close(self) -> None:
         """Check that no row is missing.

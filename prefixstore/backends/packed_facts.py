@@ -17,12 +17,21 @@ _OF_RECORD = ("parent", "namespace", "raw_bytes", "stored_bytes", "created", "st
 _OF_USAGE = ("last_used", "expires", "hits", "priority")
 
 
-def facts_of(keys: Sequence[bytes], records: Sequence[Buffer], usages: Sequence[Buffer | None]) -> npt.NDArray[np.void]:
-    """The facts of pages, as `View.facts` returns them, from what is stored of them; of a usage it may be nothing."""
+def facts_of(
+    keys: Sequence[bytes],
+    records: Sequence[Buffer],
+    usages: Sequence[Buffer | None],
+    sizes: npt.NDArray[np.int64] | None = None,
+) -> npt.NDArray[np.void]:
+    """The facts of pages, as `View.facts` returns them, from what is stored of them; of a usage it may be nothing.
+
+    With `sizes`, those of the records, only the beginnings of the records are needed.
+    """
     facts = np.zeros(len(keys), FACTS)
     facts["key"] = np.frombuffer(b"".join(keys), FACTS["key"])
     record = _fields(records, RECORD.size, RECORDS)
-    sizes = np.fromiter(map(len, records), np.int64, len(records))
+    if sizes is None:
+        sizes = np.fromiter(map(len, records), np.int64, len(records))
     is_used = np.fromiter((each is not None for each in usages), bool, len(usages))
     usage = _fields([each or b"" for each in usages], USAGE.size, USAGES)
     usage_sizes = np.fromiter((USAGE.size if each is None else len(each) for each in usages), np.int64, len(usages))

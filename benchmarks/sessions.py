@@ -1,0 +1,259 @@
+"""Interleaved conversations on one ``Llama``: what a switch costs, a fork, and text longer than the context."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp import LlamaRAMCache
+
+from benchmarks.common import LIGHT, SHARED, load, model_path, pointer_of, prompt_tokens, summary
+from benchmarks.tables import met, milliseconds, paragraph, table
+from prefixstore import PrefixStore
+from prefixstore.llama.moving_window import MovingWindow
+
+TRAINED = SHARED / "models" / "docs-6m.gguf"
+TEXT = Path(__file__).parent.parent / "docs" / "format.md"
+SINK, WINDOW = 4, 256
+ANSWER = 4
+FORK_GOAL = 1e-3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    Attributes
+    ----------
+    conversations
+        How many there are.
+    first, turn
+        Tokens of each at its beginning, and of each turn.
+    measured
+        Turns that are measured at most, for each way to serve them.
+    residents
+        How many may wait in the context.
+    n_ctx
+        Length of the context.
+    forked, forks
+        Length of a conversation that is forked, and how often it is.
+    text
+        Tokens of a long text.
+    """
+
+    conversations: tuple[int, ...] = (4, 16, 64)
+    first: int = 400
+    turn: int = 24
+    measured: int = 32
+    residents: int = 15
+    n_ctx: int = 8192
+    forked: int = 4000
+    forks: int = 50
+    text: int = 2000
+
+
+FULL = Sizes()
+
+# how the conversations are served, and whether with flash attention
+WAYS = {
+    "no cache": ("none", False),
+    "LlamaRAMCache": ("ram", False),
+    "sessions": ("sessions", False),
+    "parked": ("parked", False),
+    "sessions, flash attention": ("sessions", True),
+    "parked, flash attention": ("parked", True),
+}
+
+# the seconds of the switch, of the first token in all, and where the conversation came from
+Turn = Callable[[str, list[int]], tuple[float, float, str]]
+
+
+def _first_token(complete: Callable[..., Iterator[Any]], prompt: list[int], started: float) -> float:
+    chunks = complete(prompt, max_tokens=ANSWER, temperature=0, stream=True)
+    next(chunks)
+    seconds = time.perf_counter() - started
+    list(chunks)
+    return seconds
+
+
+@contextmanager
+def _served(kind: str, llm: llama_cpp.Llama, sizes: Sizes) -> Iterator[Turn]:
+    """A function that has a conversation continue."""
+    with ExitStack() as stack:
+        if kind in ("sessions", "parked"):
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            sessions = stack.enter_context(PrefixStore(directory, llm)).sessions(
+                max_sessions=max(sizes.conversations), max_resident=sizes.residents if kind == "parked" else 0
+            )
+
+            def turn(name: str, prompt: list[int]) -> tuple[float, float, str]:
+                started = time.perf_counter()
+                with sessions.admit(name) as session:
+                    switch = time.perf_counter() - started
+                    return switch, _first_token(session.create_completion, prompt, started), session.source
+
+        else:
+            llm.set_cache(LlamaRAMCache(8 << 30) if kind == "ram" else None)
+            stack.callback(llm.set_cache, None)
+
+            def turn(name: str, prompt: list[int]) -> tuple[float, float, str]:
+                return 0.0, _first_token(llm.create_completion, prompt, time.perf_counter()), kind
+
+        yield turn
+
+
+def _turns(kind: str, llm: llama_cpp.Llama, n: int, sizes: Sizes) -> dict[str, Any]:
+    """Each conversation has a turn after all others had theirs; figures of all but the first round."""
+    said = {f"conversation {i}": prompt_tokens(llm, sizes.first, seed=i) for i in range(n)}
+    switches, firsts, sources = [], [], []
+    llm.reset()
+    with _served(kind, llm, sizes) as turn:
+        for k in range(1 + math.ceil(sizes.measured / n)):
+            for i, name in enumerate(said):
+                if len(firsts) == sizes.measured:
+                    break
+                # without a cache, nothing is left of an earlier turn
+                if k or kind != "none":
+                    switch, first, source = turn(name, said[name])
+                if k:
+                    switches.append(switch)
+                    firsts.append(first)
+                    sources.append(source)
+                said[name] += prompt_tokens(llm, sizes.turn, seed=1000 * (k + 1) + i)
+    return {
+        "switch": summary(switches),
+        "first_token": summary(firsts),
+        "sources": {source: sources.count(source) for source in sorted(set(sources))},
+    }
+
+
+def _forks(llm: llama_cpp.Llama, sizes: Sizes) -> list[float]:
+    seconds = []
+    with tempfile.TemporaryDirectory() as directory, PrefixStore(directory, llm) as store:
+        sessions = store.sessions(max_sessions=sizes.forks + 1)
+        with sessions.admit("forked") as session:
+            session.eval(prompt_tokens(llm, sizes.forked))
+        store.flush()
+        for i in range(sizes.forks):
+            started = time.perf_counter()
+            sessions.fork("forked", f"fork {i}")
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _surprise(llm: llama_cpp.Llama, feed: Callable[[Sequence[int]], object], tokens: list[int]) -> list[float]:
+    """How unlikely each token was after those before it: the negative logarithm of its probability."""
+    found = []
+    for token, following in pairwise(tokens):
+        feed([token])
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(pointer_of(llm)), shape=(llm.n_vocab(),))
+        top = float(logits.max())
+        found.append(top + math.log(float(np.exp(logits - top).sum())) - float(logits[following]))
+    return found
+
+
+def _perplexities(sizes: Sizes) -> dict[str, Any]:
+    """Of a text that is longer than the window: with a sink, without, and with everything before each token."""
+    n_ctx = WINDOW + WINDOW // 2
+    llm, dense = load(TRAINED, n_ctx=n_ctx), load(TRAINED, n_ctx=sizes.text + 64)
+    tokens = llm.tokenize(TEXT.read_bytes())[: sizes.text]
+    surprise = {"everything": _surprise(dense, dense.eval, tokens)}
+    for name, sink, window in (("window alone", 0, WINDOW), (f"{SINK} + window", SINK, WINDOW - SINK)):
+        with PrefixStore("memory://", llm) as store:
+            llm.reset()
+            assert store._hook is not None
+            moving = MovingWindow(store._hook, sink=sink, window=window, exact=False)
+            try:
+                surprise[name] = _surprise(llm, moving.feed, tokens)
+            finally:
+                moving.end()
+    parts = {"first": slice(0, WINDOW), "behind": slice(n_ctx, None)}
+    return {
+        "tokens": len(tokens),
+        "perplexity": {
+            name: {part: math.exp(float(np.mean(found[of]))) for part, of in parts.items()}
+            for name, found in surprise.items()
+        },
+    }
+
+
+def run(sizes: Sizes = FULL) -> dict[str, Any]:
+    path = model_path(**LIGHT)
+    turns: dict[str, dict[str, Any]] = {str(n): {} for n in sizes.conversations}
+    for flash in (False, True):
+        llm = load(path, n_ctx=sizes.n_ctx, flash_attn=flash)
+        for n in sizes.conversations:
+            for way, (kind, with_flash) in WAYS.items():
+                if with_flash == flash:
+                    turns[str(n)][way] = _turns(kind, llm, n, sizes)
+        if not flash:
+            forks = summary(_forks(llm, sizes))
+        llm.close()
+    result = {"sizes": vars(sizes), "turns": turns, "fork": forks}
+    if TRAINED.exists():
+        result["long_text"] = _perplexities(sizes)
+    return result
+
+
+def section(result: dict[str, Any]) -> list[str]:
+    """The figures as Markdown."""
+    sizes, fork = result["sizes"], result["fork"]
+    rows = [[n, *(milliseconds(figures[way]["first_token"]["p50"]) for way in WAYS)] for n, figures in _by_n(result)]
+    served = [way for way, (kind, _) in WAYS.items() if kind in ("sessions", "parked")]
+    switches = [
+        [n, *(f"{milliseconds(figures[way]['switch']['p50'])} {_mostly(figures[way])}" for way in served)]
+        for n, figures in _by_n(result)
+    ]
+    lines = [
+        "## Sessions",
+        "",
+        *paragraph(
+            f"""Time to the first token, p50, when each conversation has its turn after all others: {sizes["first"]:,}
+            tokens, and {sizes["turn"]} more in each turn; an eighth of the computation of the model above. *Parked*: up
+            to {sizes["residents"]} of them wait in a context of {sizes["n_ctx"]:,} tokens (`max_resident`)."""
+        ),
+        *table(["conversations", *WAYS], rows),
+        "Of that, the switch: `admit`, to the beginning of the block, and where most conversations came from.",
+        "",
+        *table(["conversations", *served], switches),
+        *paragraph(
+            f"""A fork of a conversation of {sizes["forked"]:,} tokens: p50 {fork["p50"] * 1e6:.0f} µs, in milliseconds
+            p95 {met(fork["p95"] * 1e3, FORK_GOAL * 1e3, at_most=True)}."""
+        ),
+    ]
+    if "long_text" in result:
+        text = result["long_text"]
+        lines += [
+            *paragraph(
+                f"""Perplexity of a text of {text["tokens"]:,} tokens with the trained model: {WINDOW} tokens stay in
+                the context, of which {SINK} are the first ones (*{SINK} + window*) or none, or everything does.
+                *Within*: of the first {WINDOW} tokens, which fit. *Behind*: of all after token
+                {WINDOW + WINDOW // 2:,}. The model was trained on 512 tokens at a time."""
+            ),
+            *table(
+                ["", "within", "behind"],
+                [
+                    [name, f"{found['first']:.1f}", f"{found['behind']:.1f}"]
+                    for name, found in text["perplexity"].items()
+                ],
+            ),
+        ]
+    return lines
+
+
+def _by_n(result: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return list(result["turns"].items())
+
+
+def _mostly(figures: dict[str, Any]) -> str:
+    sources: dict[str, int] = figures["sources"]
+    return f"({max(sources, key=lambda source: sources[source])})"

@@ -1,0 +1,116 @@
+"""A location that could not be reached when it was opened: it is opened by the next request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.errors import ClosedError, PrefixStoreError, StorageError, UnavailableError
+
+__all__ = ["LazyBackend"]
+
+log = logging.getLogger("prefixstore")
+
+# Between two attempts requests fail at once.
+PAUSE_SECONDS = 1.0
+
+
+class LazyBackend(Backend):
+    """A backend that is opened when it is first used, and again after each failure to do so.
+
+    Parameters
+    ----------
+    location
+        As it is shown while it is not open.
+    open_it
+        Opens it.
+    """
+
+    def __init__(self, location: str, open_it: Callable[[], Backend]) -> None:
+        self._location = location
+        self._open_it = open_it
+        self._backend: Backend | None = None
+        self._closed = False
+        self._failed_at: float | None = None
+        self._opening = threading.Lock()
+
+    def _opened(self) -> Backend:
+        """The backend.
+
+        Raises
+        ------
+        ClosedError
+            If it was closed.
+        UnavailableError
+            If it cannot be opened now, or another thread is trying.
+        """
+        if self._backend is not None:
+            return self._backend
+        if not self._opening.acquire(blocking=False):
+            raise UnavailableError(f"{self._location} is being opened")
+        try:
+            if self._closed:
+                raise ClosedError("the store is closed; open a new PrefixStore")
+            if self._backend is None:
+                self._backend = self._open()
+                log.warning("%s can be reached now", self._location)
+            return self._backend
+        finally:
+            self._opening.release()
+
+    def _open(self) -> Backend:
+        if self._failed_at is not None and time.monotonic() - self._failed_at < PAUSE_SECONDS:
+            raise UnavailableError(f"{self._location} could not be opened just now")
+        try:
+            return self._open_it()
+        except StorageError:
+            self._failed_at = time.monotonic()
+            raise
+        except PrefixStoreError as error:
+            self._failed_at = time.monotonic()
+            raise UnavailableError(f"{self._location} cannot be opened: {error}") from error
+
+    @property
+    def location(self) -> str:
+        return self._backend.location if self._backend is not None else self._location
+
+    @property
+    def is_local(self) -> bool:
+        return self._backend is not None and self._backend.is_local
+
+    def view(self) -> AbstractContextManager[View]:
+        return self._opened().view()
+
+    def update(self) -> AbstractContextManager[Transaction]:
+        return self._opened().update()
+
+    def sync(self) -> None:
+        self._opened().sync()
+
+    def reclaim(self) -> None:
+        self._opened().reclaim()
+
+    def scrub(self) -> None:
+        self._opened().scrub()
+
+    def compact(self) -> int:
+        return self._opened().compact()
+
+    def reindex(self) -> None:
+        self._opened().reindex()
+
+    def after_fork(self) -> None:
+        self._opening = threading.Lock()
+        if self._backend is not None:
+            self._backend.after_fork()
+
+    def close(self) -> None:
+        self._closed = True
+        # what is being opened is closed when that ends
+        with self._opening:
+            if self._backend is not None:
+                self._backend.close()

@@ -1,0 +1,284 @@
+"""The requests to a bucket: what they answer, and what their errors mean.
+
+Messages name the location, the status and the server's error code, and nothing else that came over the wire: the
+server's reply may repeat credentials, and a URL may hold a signature.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixstore.backends import refusals
+from prefixstore.backends.objects.address import Address
+from prefixstore.backends.objects.library import library, never_destroy
+from prefixstore.backends.objects.read_ahead import Arrived, Window
+from prefixstore.errors import LocationError, UnavailableError
+from prefixstore.format.record import Buffer
+
+__all__ = ["Client", "GoneError", "Listed", "Version"]
+
+# Seconds: to connect; for one request with its body; without a byte from the server, while a body is sent, too.
+CONNECT_SECONDS = 5.0
+REQUEST_SECONDS = 120.0
+SILENCE_SECONDS = 30.0
+# A request that fails by itself is sent again, so often, and no later than so many seconds after it was first sent.
+RETRIES = 2
+RETRY_SECONDS = 15.0
+
+# what obstore raises where it gives up
+PANIC = "PanicException"
+NO_ANSWER = "no answer"
+# of a payload, received at a time
+PIECE_BYTES = 256 << 10
+
+# which version of an object is meant: what obstore's `put` has returned
+Version = Mapping[str, str]
+
+
+class GoneError(LocationError):
+    """An object that was there is gone."""
+
+
+class Listed(NamedTuple):
+    """An object in a listing: its name, its size, when it was written by the server's clock."""
+
+    name: str
+    size: int
+    written: datetime
+
+
+class Client:
+    """The objects of one store, by their names below its prefix. Safe to use from many threads.
+
+    Parameters
+    ----------
+    address
+        Of the store.
+
+    Attributes
+    ----------
+    n_requests
+        How many were sent, without those that obstore repeats by itself.
+    window
+        How many payloads are asked for at a time.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.n_requests = 0
+        self._library: Any = None
+        self._store: Any = None
+        self.renew()
+
+    @property
+    def where(self) -> str:
+        """The location, as it may be shown."""
+        return self._address.shown
+
+    @property
+    def server(self) -> str:
+        """What is written to: scheme, endpoint and bucket."""
+        return f"{self._address.scheme} {self._endpoint()} {self._address.bucket}"
+
+    def _hint(self, error: Exception) -> str:
+        """What to do about a service that cannot be reached; the usual one, if none was named."""
+        if not _reason(error).startswith(NO_ANSWER) or self._address.scheme != "s3" or self._endpoint():
+            return ""
+        return "; AWS was asked: another server is named by ?endpoint=http://host:port in the URL, or AWS_ENDPOINT_URL"
+
+    def _endpoint(self) -> str:
+        named = str(self._address.options.get("endpoint", ""))
+        return named or (_environment_endpoint() if self._address.scheme == "s3" else "")
+
+    def inherited(self) -> None:
+        """In a forked child: leave what belongs to the parent as it is. `renew` connects again."""
+        never_destroy(self._store)
+
+    def close(self) -> None:
+        """End all connections that are not in use."""
+        self._store = None
+
+    def renew(self) -> None:
+        """Connect."""
+        self.window = Window()
+        self._library = library()
+        with self._translated():
+            self._store = self._connect()
+
+    def _connect(self) -> Any:
+        address, stores = self._address, self._library._store  # noqa: SLF001 - where obstore has its classes
+        prefix = address.prefix or None
+        timeouts = {"connect_timeout": CONNECT_SECONDS, "timeout": REQUEST_SECONDS, **address.timeouts}
+        client_options = {name: timedelta(seconds=seconds) for name, seconds in timeouts.items()}
+        client_options["read_timeout"] = timedelta(seconds=min(SILENCE_SECONDS, timeouts["timeout"]))
+        more: dict[str, Any] = {"allow_http": True} if self._endpoint().startswith("http://") else {}
+        kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[address.scheme]
+        return kind(
+            address.bucket,
+            prefix=prefix,
+            client_options=client_options | more,
+            retry_config={"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+            **address.options,
+        )
+
+    def get(self, name: str) -> tuple[memoryview, Version] | None:
+        """An object, and which version it is; None if there is none."""
+        return self._get(name, None)
+
+    def get_if_changed(self, name: str, known: Version | None) -> tuple[memoryview, Version] | None:
+        """An object, unless it still is the version that is known: then None.
+
+        Raises
+        ------
+        GoneError
+            If there is no such object.
+        """
+        tag = known.get("e_tag") if known is not None else None
+        try:
+            found = self._get(name, {"if_none_match": tag} if tag is not None else None)
+        except self._library.exceptions.NotModifiedError:
+            return None
+        if found is None:
+            raise GoneError(f"{self.where}: {name} is gone; the store was deleted")
+        return found
+
+    def _get(self, name: str, options: Mapping[str, object] | None) -> tuple[memoryview, Version] | None:
+        self.n_requests += 1
+        with self._translated():
+            try:
+                result = self._library.get(self._opened(), name, options=options)
+                body = result.bytes()
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+            return memoryview(body), _version(result.meta)
+
+    def receive(self, name: str, arrived: Arrived) -> memoryview | None:
+        """An object, piece by piece; None if there is none. If `arrived` raises, the server is told to stop."""
+        self.n_requests += 1
+        with self._translated():
+            try:
+                result = self._library.get(self._opened(), name)
+                whole = np.empty(result.meta["size"], np.uint8).data
+                at = 0
+                for piece in result.stream(min_chunk_size=PIECE_BYTES):
+                    whole[at : at + len(piece)] = piece
+                    at += len(piece)
+                    arrived(len(piece))
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+            if at < len(whole):
+                raise UnavailableError(f"{self.where}: an answer has ended after {at} of {len(whole)} bytes")
+            return whole
+
+    def create(self, name: str, data: Buffer) -> Version | None:
+        """Write an object under a name that has none yet; None if there is one."""
+        self.n_requests += 1
+        with self._translated():
+            try:
+                return _version(self._library.put(self._opened(), name, data, mode="create"))
+            except self._library.exceptions.AlreadyExistsError:
+                return None
+
+    def replace(self, name: str, data: Buffer, version: Version) -> Version | None:
+        """Replace this version of an object; None if it is another one by now, or gone."""
+        self.n_requests += 1
+        with self._translated():
+            try:
+                return _version(self._library.put(self._opened(), name, data, mode=dict(version)))
+            except (self._library.exceptions.PreconditionError, self._library.exceptions.AlreadyExistsError):
+                return None
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that are gone already do not count."""
+        if not names:
+            return
+        self.n_requests += 1
+        with self._translated():
+            if self._address.scheme == "s3":
+                self._library.delete(self._opened(), list(names))
+                return
+            for name in names:
+                try:
+                    self._library.delete(self._opened(), name)
+                except FileNotFoundError:
+                    continue
+
+    def list(self, folder: str | None) -> Iterator[Listed]:
+        """All objects in a folder, or all there are."""
+        with self._translated():
+            for some in self._library.list(self._opened(), folder):
+                self.n_requests += 1
+                yield from (Listed(one["path"], one["size"], one["last_modified"]) for one in some)
+
+    def written(self, name: str) -> datetime:
+        """When an object was written, by the server's clock."""
+        self.n_requests += 1
+        with self._translated():
+            found: datetime = self._library.head(self._opened(), name)["last_modified"]
+            return found
+
+    def _opened(self) -> Any:
+        store = self._store
+        if store is None:
+            raise refusals.closed(self.where)
+        return store
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Translate obstore's errors. They are not given as the cause: their texts have whole replies."""
+        errors = self._library.exceptions
+        try:
+            yield
+        except (LocationError, UnavailableError, errors.NotModifiedError):
+            raise
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            raise LocationError(f"{self.where}: access is denied ({_reason(error)}); see AWS_ACCESS_KEY_ID, "
+                                "AWS_SECRET_ACCESS_KEY and the policy of the bucket") from None  # fmt: skip
+        except (errors.UnknownConfigurationKeyError, errors.InvalidPathError) as error:
+            raise LocationError(f"{self.where} cannot be opened ({type(error).__name__})") from None
+        except (FileNotFoundError, PermissionError) as error:
+            raise LocationError(f"{self.where}: {_reason(error)}; create the bucket first") from None
+        except (errors.BaseError, OSError, ValueError) as error:
+            raise UnavailableError(f"{self.where}: {_reason(error)}{self._hint(error)}") from None
+        except BaseException as error:
+            # not an exception for Python, as an endpoint that is none in the environment raises it
+            if type(error).__name__ != PANIC:
+                raise
+            raise UnavailableError(f"{self.where}: obstore has panicked; see AWS_ENDPOINT_URL") from None
+
+
+def _environment_endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((value for name in names if (value := os.environ.get(name))), "")
+
+
+def _version(found: Mapping[str, str | None]) -> Version:
+    return {name: value for name in ("e_tag", "version") if (value := found.get(name))}
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, in the server's words for it, without anything else of its reply."""
+    text = str(error).split("\n\nDebug source", 1)[0]
+    if "169.254.169.254" in text or "169.254.170.2" in text:
+        return "there are no credentials in the environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    status = re.search(r"status code: (\d+(?: [A-Z][A-Za-z]*)*)", text)
+    code = re.search(r"<Code>(\w{1,60})</Code>", text)
+    if status is not None or code is not None:
+        return ", ".join(found[1] for found in (status, code) if found is not None)
+    cause = re.search(r"HTTP error: ([a-z ]{1,80})", text)
+    return f"{NO_ANSWER} ({cause[1].strip() if cause is not None else type(error).__name__})"

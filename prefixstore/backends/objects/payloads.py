@@ -1,0 +1,63 @@
+"""Payloads on their way to the server: several requests at a time, and bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from prefixstore.backends.objects.client import Client
+from prefixstore.backends.objects.read_ahead import AT_ONCE, HELD_BYTES
+from prefixstore.errors import StorageError
+from prefixstore.format.record import Buffer
+
+__all__ = ["Uploads"]
+
+
+class Uploads:
+    """Payloads that a transaction writes, before it says to which pages they belong.
+
+    Parameters
+    ----------
+    client
+        Of the location.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: deque[tuple[int, Future[Any]]] = deque()
+        self._held = 0
+        # all that were begun
+        self.names: list[str] = []
+
+    def begin(self, name: str, payload: Buffer) -> None:
+        """Write a payload, whose bytes do not change any more. Waits while too many bytes are on their way."""
+        while self._running and self._held + len(payload) > HELD_BYTES:
+            self._finish_one()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(AT_ONCE, "prefixstore-objects")
+        self._held += len(payload)
+        self.names.append(name)
+        self._running.append((len(payload), self._threads.submit(self._client.create, name, payload)))
+
+    def _finish_one(self) -> None:
+        size, future = self._running.popleft()
+        self._held -= size
+        future.result()
+
+    def finish(self) -> None:
+        """Return when all are written. Raises `StorageError` if one is not."""
+        while self._running:
+            self._finish_one()
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the threads."""
+        while self._running:
+            try:
+                self._finish_one()
+            except StorageError:
+                continue
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None

@@ -1,0 +1,291 @@
+"""Connections to a Valkey server, and what is done when one of them fails.
+
+Everything that is sent may be sent again: reads change nothing, values of pages have names of their own until they are
+committed, and a transaction is known to the server by a number, not by its connection. So when a connection turns out
+to be dead, the command goes to a new one, once, if that was found out quickly.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, TypeVar
+
+from valkey.backoff import NoBackoff
+from valkey.connection import Connection, SSLConnection, UnixDomainSocketConnection
+from valkey.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    ValkeyError,
+)
+from valkey.exceptions import ConnectionError as LostError
+from valkey.exceptions import TimeoutError as SilentError
+from valkey.retry import Retry
+
+from prefixstore.backends import refusals
+from prefixstore.backends.handle_lock import HandleLock
+from prefixstore.backends.valkey.address import Address
+from prefixstore.backends.valkey.layout import Names
+from prefixstore.backends.valkey.scripts import TICK, Script
+from prefixstore.errors import FullError, IncompatibleError, LocationError, StorageError, UnavailableError
+
+__all__ = ["Connections", "translated"]
+
+T = TypeVar("T")
+KINDS: dict[str, Any] = {"tcp": Connection, "tls": SSLConnection, "unix": UnixDomainSocketConnection}
+CONNECT_SECONDS = 5.0
+# A server that works sends something within so many seconds. TCP alone would wait for a quarter of an hour.
+SILENT_SECONDS = 5.0
+# a connection that the server has closed is known to be dead within so many seconds
+AT_ONCE = 1.0
+# so many connections are kept open while they are not used
+IDLE = 8
+# what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
+ARGUMENTS = ", with args beginning with"
+# what the server answers, by its first words
+_ANSWERS: tuple[tuple[str, type[StorageError], str], ...] = (
+    ("WRONGTYPE", IncompatibleError, "a key of this name belongs to another application; pass another ?name="),
+    ("CROSSSLOT", IncompatibleError, ""),
+    ("unknown command", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
+    ("ERR unknown command", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
+    ("Unexpected engine", IncompatibleError, "Valkey 7.2 or Redis 7.0 is needed"),
+    ("DB index is out of range", LocationError, "the server has fewer databases"),
+    ("invalid DB index", LocationError, "the server has fewer databases"),
+    ("SELECT is not allowed", LocationError, "a cluster has database 0 only"),
+)
+
+
+def translate(error: Exception, where: str) -> StorageError:
+    """Translate an error of valkey-py, or of a socket, into a prefixstore error."""
+    text = " ".join(str(error).partition(ARGUMENTS)[0].split())
+    if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
+        return FullError(f"{where}: the server is out of memory: {text}")
+    if isinstance(error, AuthenticationError):
+        return LocationError(f"{where}: the server refuses user and password: {text}")
+    if isinstance(error, NoPermissionError):
+        return LocationError(f"{where}: the user lacks a permission: {text}")
+    if isinstance(error, SilentError | TimeoutError):
+        return UnavailableError(f"{where}: the server has not answered for {SILENT_SECONDS:.0f} s")
+    if isinstance(error, ResponseError):
+        for beginning, kind, advice in _ANSWERS:
+            if text.startswith(beginning):
+                return kind(f"{where}: {text}" + (f"; {advice}" if advice else ""))
+    return UnavailableError(f"{where}: {text or type(error).__name__}")
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Translate the errors of the block."""
+    try:
+        yield
+    except (ValkeyError, OSError, UnicodeError) as error:
+        # a name of a host may be none that can be encoded; an error with arguments may have a password in its text
+        raise translate(error, where) from (None if ARGUMENTS in str(error) else error)
+
+
+class _Way(Enum):
+    """Why a command is sent again, once for each reason."""
+
+    LOST = "the connection was dead"
+    MOVED = "another node of the cluster has the keys"
+    REPLACED = "another server has become the primary one"
+
+
+class Connections:
+    """Connections to one server, used by one thread at a time each.
+
+    Parameters
+    ----------
+    address
+        Of the location.
+
+    Attributes
+    ----------
+    names
+        Of its keys.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self.location = address.shown
+        self.names = Names.of(address.name)
+        self._keys: Sequence[bytes] = self.names[:9]
+        # where the node of a cluster has sent this process
+        self._moved: dict[str, Any] = {}
+        self._closed = False
+        self._idle: deque[Any] = deque()
+        self.handle_lock = HandleLock()
+
+    def after_fork(self) -> None:
+        """In a forked child: the connections are the parent's. Closing their sockets here does not end them."""
+        self._idle = deque()
+        self.handle_lock = HandleLock()
+
+    def close(self) -> None:
+        """Close all connections once none is in use."""
+        with self.handle_lock.exclusive():
+            self._closed = True
+            self._drop_idle()
+
+    def require_open(self) -> None:
+        """Raise `UnavailableError` if they were closed."""
+        if self._closed:
+            raise refusals.closed(self.location)
+
+    def synced(self, milliseconds: int) -> bool:
+        """Whether the server's log is on its disk within this time; true if it keeps none."""
+
+        def work(connection: Any) -> bool:
+            # The server waits for what this connection has written. A key of its own: any other may have been evicted.
+            self._send_script(connection, TICK, self.names.staged + b"sync")
+            connection.send_command("WAITAOF", 1, 0, milliseconds)
+            try:
+                return bool(connection.read_response()[0])
+            except NoPermissionError:
+                raise
+            except ResponseError:
+                # without a log; or Redis before 7.2
+                return True
+
+        return self.use(work)
+
+    def call(self, *command: Any) -> Any:
+        """What the server answers to a command."""
+
+        def work(connection: Any) -> Any:
+            connection.send_command(*command)
+            return connection.read_response()
+
+        return self.use(work)
+
+    def run(self, script: Script, *arguments: Any) -> Any:
+        """What a script returns."""
+        return self.use(lambda connection: self._send_script(connection, script, *arguments))
+
+    def _send_script(self, connection: Any, script: Script, *arguments: Any) -> Any:
+        try:
+            connection.send_command("EVALSHA", script.digest, len(self._keys), *self._keys, *arguments)
+            return connection.read_response()
+        except NoScriptError:
+            # a new server, or one that was restarted
+            connection.send_command("EVAL", script.text, len(self._keys), *self._keys, *arguments)
+            return connection.read_response()
+
+    def use(self, work: Callable[[Any], T]) -> T:
+        """Do some work on a connection, and again on another one if that may help. It must read all answers."""
+        return self._again(lambda connection: self._use(connection, work))
+
+    def take(self, work: Callable[[Any], T]) -> T:
+        """As `use`, but the connection is the caller's then.
+
+        `give_back` it when all answers are read, or disconnect it. Work that fails must have done either, too.
+        """
+        return self._again(lambda connection: self._do(connection, work))
+
+    def _again(self, do: Callable[[Any], T]) -> T:
+        with translated(self.location), self.handle_lock.shared():
+            started = time.monotonic()
+            connection, tried = self._idle_one(), set[_Way]()
+            while True:
+                try:
+                    return do(connection or self._new())
+                except (LostError, ResponseError, SilentError) as error:
+                    way = self._way_out(error, time.monotonic() - started)
+                    if way is None or way in tried:
+                        raise
+                    tried.add(way)
+                # the others are as old
+                self._drop_idle()
+                connection = None
+
+    def _way_out(self, error: Exception, seconds: float) -> _Way | None:
+        """Why another connection may do what this one did not, after so many seconds."""
+        if isinstance(error, AuthenticationError | BusyLoadingError):
+            # the server has said something
+            return None
+        if isinstance(error, ReadOnlyError):
+            # it has become a replica: by now, its address or the node of the cluster may be that of another one
+            self._moved = {}
+            return _Way.REPLACED
+        if isinstance(error, ResponseError):
+            return _Way.MOVED if self._follow(str(error)) else None
+        self._moved = {}
+        # not if it took long to find out: a caller waits
+        return _Way.LOST if isinstance(error, LostError) and seconds <= AT_ONCE else None
+
+    def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
+        result = self._do(connection, work)
+        self.give_back(connection)
+        return result
+
+    def _do(self, connection: Any, work: Callable[[Any], T]) -> T:
+        try:
+            return work(connection)
+        except ResponseError:
+            self.give_back(connection)
+            raise
+        except BaseException:
+            # what it has not read yet would be taken for the answer to the next command
+            connection.disconnect()
+            raise
+
+    def give_back(self, connection: Any) -> None:
+        """Keep a connection for the next command."""
+        if len(self._idle) < IDLE and not self._closed:
+            self._idle.append(connection)
+        else:
+            connection.disconnect()
+
+    def _idle_one(self) -> Any:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if connection.pid == os.getpid():
+                return connection
+            connection.disconnect()
+
+    def _new(self) -> Any:
+        self.require_open()
+        return KINDS[self._address.kind](
+            **{
+                **self._address.options,
+                **self._moved,
+                "socket_timeout": SILENT_SECONDS,
+                "socket_connect_timeout": CONNECT_SECONDS,
+                "retry": Retry(NoBackoff(), 0),
+                # answers are those to commands, and nothing else: this module reads some of them from the socket
+                "protocol": 2,
+                "lib_name": None,
+                "lib_version": None,
+                "client_name": "prefixstore",
+            }
+        )
+
+    def _drop_idle(self) -> None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return
+            connection.disconnect()
+
+    def _follow(self, answer: str) -> bool:
+        """Whether a node of a cluster has said which one has the keys; the next connection goes there."""
+        words = answer.split()
+        if len(words) != 3 or words[0] != "MOVED" or self._address.kind == "unix":
+            return False
+        host, _, port = words[2].rpartition(":")
+        # without a host it is that of the node that has answered
+        self._moved = {"port": int(port)} | ({"host": host.strip("[]")} if host else {})
+        return True

@@ -1,0 +1,58 @@
+"""``prefixstore doctor``: whether everything around a store is set up well."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from prefixstore.cli.arguments import AsJson, ConfigFile, MaxBytes, silence
+from prefixstore.cli.output import DONE, FAILED, emit, tell, visible_lines
+from prefixstore.cli.terminal import wrapped
+from prefixstore.config import load_config
+from prefixstore.diagnosis.doctor import Level, examine
+from prefixstore.units import counted
+
+__all__ = ["doctor"]
+
+MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
+
+
+def doctor(
+    location: Annotated[
+        str | None,
+        typer.Argument(metavar="LOCATION", help="By default $PREFIXSTORE_LOCATION, the config's, or the default one."),
+    ] = None,
+    *,
+    config: ConfigFile = None,
+    max_bytes: MaxBytes = None,
+    as_json: AsJson = False,
+) -> int:
+    """Examine the installation and a store, and say what to change.
+
+    Looks at versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
+    With --config, the model is loaded, and its settings are compared with those of the stored pages. It writes nothing.
+
+    Exit codes: 0 no problems found; 1 something has to be changed.
+
+    Example: prefixstore doctor lmdb:///var/cache/kv --config warm.toml
+    """
+    settings = load_config(config) if config is not None else None
+    if settings is not None and not settings.model.get("verbose"):
+        silence()
+    found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
+    problems = [finding for finding in found if finding.level is Level.PROBLEM]
+    if as_json:
+        where = next(finding.value for finding in found if finding.name == "location")
+        emit({"location": where, "problems": len(problems), "findings": [asdict(finding) for finding in found]})
+        return FAILED if problems else DONE
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
+        before = f"{MARKS[finding.level]}  {finding.name:{width}}  "
+        for text in filter(None, (finding.value, finding.advice)):
+            typer.echo(wrapped(visible_lines(text), label=before))
+            before = " " * len(before)
+    tell(f"{counted(len(problems), 'problem')} to fix" if problems else "no problems found")
+    return FAILED if problems else DONE

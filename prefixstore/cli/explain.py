@@ -1,0 +1,88 @@
+"""``prefixstore explain``: what is stored of a prompt, and why not more."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from prefixstore.cli.arguments import AsJson, ConfigFile, Location, ModelFile, NCtx, Salt, configured, open_model
+from prefixstore.cli.output import DONE, FAILED, emit, visible_lines
+from prefixstore.cli.prompt_files import STANDARD, chat_in, text_in
+from prefixstore.cli.terminal import wrapped
+from prefixstore.errors import InvalidParameterError
+from prefixstore.maintenance.archive import Archive
+
+__all__ = ["explain"]
+
+
+def explain(
+    location: Location,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The text of the prompt.")] = None,
+    *,
+    model: ModelFile = None,
+    config: ConfigFile = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            "--messages",
+            metavar="FILE",
+            help='A chat as JSON: a list of messages, or a request with "messages" and "tools"; - is stdin.',
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="The text of the prompt; - is stdin.")
+    ] = None,
+    n_ctx: NCtx = None,
+    salt: Salt = None,
+    next_turn: Annotated[
+        bool,
+        typer.Option("--next-turn", help="End messages where the next user turn begins, not where they are answered."),
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Explain how much of a prompt is stored, and why not more.
+
+    Says where the prompt parts from the nearest stored one, with both texts, and names the usual causes: a timestamp
+    or id, tools in another order, thinking dropped from the history, text that tokenizes differently, BOS twice. Also
+    whether the page was evicted, and which setting differs from those under which it is stored.
+
+    With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
+    With --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
+
+    Exit codes: 0 all of the prompt is stored; 1 not all is.
+
+    Example: prefixstore explain lmdb:///var/cache/kv --model m.gguf --messages request.json
+    """
+    content = _content(prompt, prompt_file, messages)
+    settings = configured(location, config, model, n_ctx, salt)
+    llm = open_model(settings, tokenizer_only=config is None)
+    from prefixstore.diagnosis.of_store import explain_without_context  # noqa: PLC0415 - the extra "llama"
+
+    try:
+        if config is None:
+            with Archive(location, read_only=True) as archive:
+                found = explain_without_context(
+                    archive.engine, llm, content, salt=salt, generation_prompt=not next_turn
+                )
+        else:
+            with settings.open_store(llm, read_only=True) as store:
+                found = store.explain(content, generation_prompt=not next_turn)
+    finally:
+        llm.close()
+    if as_json:
+        emit(asdict(found))
+    else:
+        for label, text in found.lines():
+            typer.echo(wrapped(visible_lines(text), label=label))
+    return DONE if found.reason == "complete" else FAILED
+
+
+def _content(prompt: str | None, prompt_file: Path | None, messages: Path | None) -> str | dict[str, Any]:
+    if [prompt, prompt_file, messages].count(None) != 2:
+        raise InvalidParameterError("pass one prompt: PROMPT as text, --prompt-file FILE, or --messages FILE")
+    if prompt is not None:
+        return prompt
+    return text_in(prompt_file) if prompt_file is not None else chat_in(messages or Path(STANDARD))

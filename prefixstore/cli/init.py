@@ -1,0 +1,132 @@
+"""``prefixstore init``: a file of settings for jobs, servers and commands."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefixstore.backends.location import default_location, is_url, without_password
+from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
+from prefixstore.cli.confirm import Replace, is_confirmed
+from prefixstore.cli.output import DONE, FAILED, emit, say, tell
+from prefixstore.errors import InvalidParameterError, LocationError
+from prefixstore.opening import locations_of
+from prefixstore.report.labels import visible
+
+__all__ = ["init"]
+
+NAME = "prefixstore.toml"
+TEXT = """\
+# Settings for jobs, servers and commands, so that all of them use the same pages:
+#   prefixstore warm --config {name}
+#   llm, store = prefixstore.load("{name}")
+# Relative paths start at the folder of this file.
+
+[model]
+path = {model}
+n_ctx = {n_ctx}  # as long as a prompt and its answer together
+# n_threads = 8
+# n_gpu_layers = -1
+# type_k = "q8_0"
+# type_v = "q8_0"
+# flash_attn = true
+
+[store]
+location = {location}  # PREFIXSTORE_LOCATION, if it is set, goes before
+max_bytes = {max_bytes}
+{far_max_bytes}# ttl = "30d"
+# salt = "tenant-7"
+
+[warm]
+prompts = [{prompts}]
+# pin = true
+"""
+
+
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = Path(NAME),
+    *,
+    model: Annotated[Path | None, typer.Option("--model", metavar="FILE", help="Model file (GGUF).")] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LOCATION",
+            help="lmdb:///path, sqlite:////path, …; a second one lies behind the first.",
+            show_default=False,
+        ),
+    ] = None,
+    n_ctx: Annotated[int, typer.Option("--n-ctx", metavar="N", min=1, help="Length of the context in tokens.")] = 4096,
+    max_bytes: MaxBytes = "10GiB",
+    yes: Replace = False,
+    as_json: AsJson = False,
+) -> int:
+    """Write a file of settings for jobs, servers and commands.
+
+    On a terminal you are asked before a file is replaced; elsewhere that needs --yes. Exit code 1: it was not replaced.
+
+    Example: prefixstore init --model model.gguf --store lmdb:///var/cache/kv
+    """
+    max_bytes_of(max_bytes)
+    # a link that leads nowhere too
+    exists = os.path.lexists(file)
+    if exists and not is_confirmed(f"{file} exists; replace it?", yes=yes, without_terminal=False):
+        return FAILED
+    locations = store or [default_location()]
+    locations_of(locations)
+    written = [location if is_url(location) else _from(file, Path(location)) for location in locations]
+    named = model or Path("model.gguf")
+    text = TEXT.format(
+        name=visible(str(file)),
+        model=_quoted(_from(file, named)),
+        n_ctx=n_ctx,
+        location=_quoted(written if len(written) > 1 else written[0]),
+        max_bytes=json.dumps(max_bytes),
+        far_max_bytes='# far_max_bytes = "1TiB"  # of the second location; else as much\n' if len(written) > 1 else "",
+        prompts=json.dumps("prompts.jsonl"),
+    )
+    try:
+        is_secret = any(is_url(location) and without_password(location) != location for location in locations)
+        _write(file, text.encode(), replace=exists, is_secret=is_secret)
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError("a path has bytes that are not valid UTF-8; TOML cannot name it") from error
+    except OSError as error:
+        raise LocationError(f"{file} cannot be written: {error.strerror}; choose another name") from error
+    if not named.is_file():
+        say(f"note: model file not found: {named}; put it there, or change path in [model] of {file}")
+    shown = [
+        without_password(location) if is_url(location) else str(Path(location).absolute()) for location in locations
+    ]
+    if as_json:
+        emit({"file": str(file), "model": str(named), "location": ", ".join(shown)})
+    else:
+        tell(
+            f"{file} written: the store is {', in front of '.join(shown)}. "
+            f"Next: prefixstore.load({str(file)!r}) in Python, or prefixstore warm --config {file}"
+        )
+    return DONE
+
+
+def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
+    """Write the file; with a password in it, only its owner can read it. What appeared meanwhile is not replaced."""
+    if replace and is_secret:
+        file.touch(0o600)
+        file.chmod(0o600)
+    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replace else os.O_EXCL)
+    with open(os.open(file, flags, 0o600 if is_secret else 0o666), "wb") as written:  # noqa: PTH123 - it is open
+        written.write(raw)
+
+
+def _quoted(text: str | list[str]) -> str:
+    """A text, or some, as TOML has it: as JSON does, except for one more control character."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _from(file: Path, path: Path) -> str:
+    """A path as it is written into the file."""
+    if path.is_absolute():
+        return str(path)
+    return os.path.relpath(path, file.absolute().parent)

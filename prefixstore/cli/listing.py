@@ -1,0 +1,231 @@
+"""Commands that list: ``ls`` the namespaces, ``show`` one page."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from prefixstore.cli.arguments import (
+    AsJson,
+    Location,
+    ModelFile,
+    NamespaceName,
+    PageKey,
+    Text,
+    TokenizerFile,
+    text_of_tokens,
+)
+from prefixstore.cli.figures import described_of
+from prefixstore.cli.output import (
+    FAILED,
+    Form,
+    Limit,
+    OutputForm,
+    ago,
+    emit,
+    fields,
+    form_of,
+    iso,
+    rows_of,
+    table,
+    tell,
+    visible_lines,
+)
+from prefixstore.engine.index import Page
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.figures import Described, History
+from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.report.labels import visible
+from prefixstore.units import counted, format_bytes, format_seconds
+
+__all__ = ["SHORT", "Tenant", "ls", "page_facts", "show", "text_of_pages"]
+
+SHORT = 12  # digits shown of a key
+Tenant = Annotated[str | None, typer.Option("--salt", metavar="TENANT", help="Only pages of one tenant.")]
+ORDERS = {
+    "used": lambda one: -one.last_used,
+    "pages": lambda one: -one.pages,
+    "tokens": lambda one: -one.tokens,
+    "stored": lambda one: -one.stored_bytes,
+    "uses": lambda one: -one.hits,
+    "hits": lambda one: -one.hits,  # as it was called
+}
+
+
+def ls(
+    location: Location,
+    *,
+    namespace: NamespaceName = None,
+    salt: Tenant = None,
+    sort: Annotated[str, typer.Option(metavar="ORDER", help="used, pages, tokens, stored or uses.")] = "used",
+    limit: Limit = None,
+    form: OutputForm = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the namespaces, with their models and tenants.
+
+    Uses are those of all their pages together: a prompt of ten stored pages uses ten.
+
+    Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
+    """
+    chosen = form_of(form, as_json=as_json)
+    if sort not in ORDERS:
+        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, pages, tokens, stored or uses")
+    with Archive(location, read_only=True) as archive:
+        where, history = archive.location, archive.history()
+        holdings = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
+    holdings = [one for one in holdings if salt is None or (one.namespace and one.namespace.salt == salt)]
+    shown = sorted(holdings, key=ORDERS[sort])[:limit]
+    if chosen is Form.JSON:
+        emit([_namespace_json(holding, history) for holding in shown])
+        return
+    if chosen is not Form.TEXT:
+        rows_of([_namespace_row(one, history) for one in shown], chosen)
+        return
+    columns = ["namespace", "model", "label", "tenant", "pages>", "tokens>", "stored>", "uses>", "used>"]
+    rows = [
+        [
+            one.key.hex()[:SHORT],
+            visible(_model(described_of(history, one))),
+            visible(str(_settings(one).get("label") or "")),
+            visible(str(_settings(one).get("salt") or "")),
+            f"{one.pages:,}",
+            f"{one.tokens:,}",
+            format_bytes(one.stored_bytes),
+            f"{one.hits:,}",
+            ago(one.last_used),
+        ]
+        for one in shown
+    ]
+    if rows:
+        table(columns, rows)
+    more = f", {len(shown):,} shown" if len(shown) < len(holdings) else ""
+    tell(f"{where}: {counted(len(holdings), 'namespace')}{more}")
+
+
+def _model(one: Described) -> str:
+    """The model by its name, if that is known, or else the first digits of the digest of its file."""
+    return one.title if one.name else one.model or ""
+
+
+def _settings(holding: Holding) -> dict[str, object]:
+    return dict(holding.namespace.settings) if holding.namespace is not None else {}
+
+
+def _namespace_json(holding: Holding, history: History) -> dict[str, object]:
+    return {
+        "namespace": holding.key.hex(),
+        "model_name": described_of(history, holding).name,
+        "settings": _settings(holding) if holding.namespace is not None else None,
+        "pages": holding.pages,
+        "tokens": holding.tokens,
+        "stored_bytes": holding.stored_bytes,
+        "raw_bytes": holding.raw_bytes,
+        "hits": holding.hits,
+        "pinned_pages": holding.pinned,
+        "created": iso(holding.created),
+        "last_used": iso(holding.last_used),
+    }
+
+
+def _namespace_row(holding: Holding, history: History) -> dict[str, object]:
+    facts = _namespace_json(holding, history)
+    del facts["settings"]
+    named = {name: _settings(holding).get(name) for name in ("model", "label", "salt")}
+    name = {"model_name": facts.pop("model_name")}
+    return {"namespace": facts.pop("namespace"), **named, **facts, **name}
+
+
+def show(
+    location: Location,
+    digits: PageKey,
+    *,
+    model: ModelFile = None,
+    tokenizer: TokenizerFile = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show one page, and whether its bytes are intact.
+
+    Exit code 1: the page is damaged.
+
+    Example: prefixstore show lmdb:///var/cache/kv 4f9c1b --model m.gguf
+    """
+    words = text_of_tokens(model, tokenizer)
+    with Archive(location, read_only=True) as archive:
+        page = archive.find(digits)
+        damage = archive.damage(page)
+        path = archive.path(page)
+        if as_json:
+            more = {"path": [one.key.hex() for one in path], "children": [one.key.hex() for one in page.dependents]}
+            emit(page_facts(page, words) | more | {"damage": damage})
+        else:
+            namespace = next((one for one in archive.holdings() if one.key == page.namespace), None)
+            about = described_of(archive.history(), namespace) if namespace is not None else Described("")
+            fields({"location": archive.location} | _in_words(page, path, about, damage, words))
+    return FAILED if damage else 0
+
+
+def _in_words(
+    page: Page, path: list[Page], about: Described, damage: str | None, words: Text | None
+) -> dict[str, object]:
+    packed = page.stored_bytes / page.raw_bytes if page.raw_bytes else 1.0
+    size = format_bytes(page.stored_bytes)
+    n_after = len(page.dependents)
+    named = {"model": _model(about), "tenant": about.tenant, "label": about.label}
+    facts: dict[str, object] = {
+        "page": page.key.hex(),
+        "position": f"tokens {page.start + 1:,} to {page.end:,} of its sequence, page {len(path)} of its path",
+        "follows": path[-2].key.hex()[:SHORT] if len(path) > 1 else "nothing: a sequence begins here",
+        "followed by": counted(n_after, "page") if n_after else "nothing: a sequence ends here",
+        "namespace": page.namespace.hex()[:SHORT],
+        **{name: visible(value) for name, value in named.items() if value},
+        "size": size if packed == 1.0 else f"{size}, packed from {format_bytes(page.raw_bytes)}",
+        "computed in": format_seconds(page.compute_us / 1e6),
+        "restored": counted(page.hits, "time") if page.hits else "never",
+        "created": f"{ago(page.created)}, {iso(page.created)}",
+        "last used": f"{ago(page.last_used)}, {iso(page.last_used)}",
+        "expires": _expiry(page),
+        "pinned": "yes, it is not evicted" if page.pinned else "no",
+    }
+    if page.priority:
+        facts["priority"] = page.priority
+    facts["bytes"] = f"damaged: {damage}" if damage else "intact"
+    return facts | ({"text": visible_lines(text_of_pages([page], words))} if words is not None else {})
+
+
+def _expiry(page: Page) -> str:
+    if not page.expires:
+        return "never"
+    seconds = page.expires / 1e9 - time.time()
+    return (
+        f"in {format_seconds(round(seconds))}" if seconds > 0 else f"{ago(page.expires)}; deleted with the next write"
+    )
+
+
+def text_of_pages(pages: list[Page], words: Text) -> str:
+    """The text of pages that follow each other."""
+    return words.text(np.frombuffer(b"".join(page.tokens for page in pages), "<i4").tolist())
+
+
+def page_facts(page: Page, words: Text | None) -> dict[str, object]:
+    """A page as data."""
+    facts: dict[str, object] = {
+        "page": page.key.hex(),
+        "parent": page.parent.hex() if page.parent != page.namespace else None,
+        "namespace": page.namespace.hex(),
+        "start": page.start,
+        "tokens": page.n_tokens,
+        "stored_bytes": page.stored_bytes,
+        "raw_bytes": page.raw_bytes,
+        "compute_us": page.compute_us,
+        "hits": page.hits,
+        "pinned": page.pinned,
+        "priority": page.priority,
+        "created": iso(page.created),
+        "last_used": iso(page.last_used),
+        "expires": iso(page.expires),
+    }
+    return facts | ({"text": text_of_pages([page], words)} if words is not None else {})

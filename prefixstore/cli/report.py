@@ -1,0 +1,75 @@
+"""The command that writes a location as a page: ``report``."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prefixstore.cli.arguments import (
+    AsJson,
+    Location,
+    MaxBytes,
+    ModelFile,
+    TokenizerFile,
+    max_bytes_of,
+    text_of_tokens,
+)
+from prefixstore.cli.output import emit, say
+from prefixstore.errors import LocationError
+from prefixstore.llama.model_file import file_digest, model_parts
+from prefixstore.maintenance.archive import Archive
+from prefixstore.report.content import content_of
+from prefixstore.report.page import html_of, write_page
+from prefixstore.units import counted, format_bytes
+
+__all__ = ["report"]
+
+
+def report(
+    location: Location,
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The page to write.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace the file if it exists.")] = False,
+    model: ModelFile = None,
+    tokenizer: TokenizerFile = None,
+    max_bytes: MaxBytes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a page that shows a store: its prefix tree, how it is used, and what another size would give.
+
+    The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts part;
+    otherwise token ids, which anyone who has the model can turn into text. Only its owner can read the file.
+
+    Example: prefixstore report lmdb:///var/cache/kv --out report.html --model m.gguf
+    """
+    if os.path.lexists(out) and not force:
+        # before the store is read
+        raise LocationError(f"{out} exists; pass --force to replace it, or another --out")
+    words = text_of_tokens(model, tokenizer)
+    with Archive(location, read_only=True) as archive, archive.backend.view() as view:
+        content = content_of(
+            view,
+            archive.location,
+            words=words.text if words is not None else None,
+            is_of=partial(_is_of, model if tokenizer is None else None),
+            max_bytes=max_bytes_of(max_bytes),
+        )
+    text = html_of(content)
+    write_page(out, text, replace=force)
+    if as_json:
+        runs = content.pop("runs")
+        emit({"out": str(out), "bytes": len(text.encode()), "runs": len(runs["parent"])} | content)
+    else:
+        held = f"{counted(content['pages'], 'page')}, {format_bytes(content['used_bytes'])}"
+        say(f"{out}: {content['location']}, {held}; open it in a browser")
+
+
+def _is_of(model: Path | None, digest: str) -> bool:
+    """Whether a digest is that of this model. Of a tokenizer it is not known."""
+    if model is None:
+        return True
+    return digest == "+".join(map(file_digest, model_parts(str(model))))

@@ -1,0 +1,160 @@
+"""What ``prefixstore top`` shows: the lines of its screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prefixstore.backends.base import Used
+from prefixstore.cli.output import ago
+from prefixstore.cli.terminal import grid
+from prefixstore.engine.history_keeper import MINUTES_KEPT
+from prefixstore.format.figures import MINUTE, Figures, History
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.hottest import Hot
+from prefixstore.report.labels import visible
+from prefixstore.stats import Purpose
+from prefixstore.units import counted, format_bytes, format_number, format_seconds, format_share
+
+__all__ = ["MOST_SHOWN", "Screen", "lines"]
+
+# of the lists on the screen
+MOST_SHOWN = 8
+WINDOWS = (1, 10, 60)
+# what a process has left in its queue is told for so long
+RECENT_SECONDS = 30
+BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass
+class Screen:
+    """What is shown.
+
+    Attributes
+    ----------
+    location
+        The location.
+    history, used
+        How it was used, and what it holds.
+    hottest
+        The prefixes that are used most.
+    fault
+        Why the location cannot be read; None if it can.
+    """
+
+    location: str
+    history: History = field(default_factory=lambda: History(time.time()))
+    used: Used = field(default_factory=lambda: Used(0, 0))
+    hottest: Sequence[Hot] = ()
+    fault: str | None = None
+
+    def read(self, archive: Archive) -> None:
+        """Read what changes. Raises `StorageError`."""
+        self.history, self.used = archive.history(), archive.used()
+
+
+def lines(screen: Screen, columns: int, rows: int | None) -> list[str]:
+    """What is shown, in so many columns and rows; None for as many rows as it takes."""
+    history = screen.history
+    title = f"{time.strftime('%H:%M:%S', time.localtime(history.at))}  {screen.location}"
+    parts = [[title, *_used(screen, columns)]]
+    if screen.fault is not None:
+        parts.append([f"the location cannot be read: {screen.fault}"])
+    parts.append(_rates(history, columns))
+    parts.append(_requests(history, columns))
+    parts.append(_hot(screen, columns))
+    shown = [visible(line) for part in parts if part for line in ["", *part]][1:]
+    if rows is not None:
+        # the last line says how to leave
+        shown = [*shown[: rows - 1], "q quits"]
+    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in shown]
+
+
+def _used(screen: Screen, columns: int) -> list[str]:
+    pages, used = f"{format_number(screen.used.entries)} pages", format_bytes(screen.used.bytes)
+    budget = screen.history.max_bytes
+    if not budget:
+        return [f"{used} used, {pages}"]
+    share = screen.used.bytes / budget
+    n = min(30, max(columns - 50, 10))
+    full = min(round(share * n), n)
+    return [f"[{'#' * full}{'.' * (n - full)}] {used} of {format_bytes(budget)} ({format_share(share)}), {pages}"]
+
+
+def _rates(history: History, columns: int) -> list[str]:
+    known = [(figures, span) for figures, span in (_last(history, n) for n in WINDOWS)]
+    if not known[-1][0].lookups:
+        return ["no prompt was looked up in the last hour"]
+    rows = [
+        ["requests a minute", *(format_number(one.lookups * MINUTE / span) for one, span in known)],
+        ["hit rate", *(format_share(one.hit_rate) for one, _ in known)],
+        ["of prompt restored", *(format_share(one.restored_share) for one, _ in known)],
+        ["tokens restored/s", *(format_number(one.tokens_restored / span) for one, span in known)],
+        ["tokens computed/s", *(format_number(one.tokens_computed / span) for one, span in known)],
+        ["time saved", *(format_seconds(one.seconds_saved) for one, _ in known)],
+        ["pages evicted", *(format_number(one.evictions) for one, _ in known)],
+    ]
+    header = ["last", *(f"{n} min" for n in WINDOWS)]
+    # all columns, so that nothing moves
+    found = grid(rows, columns, header, keeps_all=True)
+    found += _bars(history, min(MINUTES_KEPT, columns))
+    waiting = [one for one in history.writers if history.at - one.at < RECENT_SECONDS]
+    if waiting:
+        pages = sum(one.pending_pages for one in waiting)
+        size = format_bytes(sum(one.queued_bytes for one in waiting))
+        latest = ago(round(max(one.at for one in waiting) * 1e9))
+        queue = f"{counted(pages, 'page')} ({size})" if pages else "nothing waits to be written"
+        found.append(f"queue: {queue}, {counted(len(waiting), 'process', 'processes')}, as of {latest}")
+    return found
+
+
+def _last(history: History, minutes: int) -> tuple[Figures, float]:
+    """What was counted in the running minute and so many before it, and how many seconds that is."""
+    first = int(history.at // MINUTE - min(minutes, MINUTES_KEPT - 1)) * MINUTE
+    return Figures.sum(one.figures for one in history.minutes if one.start >= first), history.at - first
+
+
+def _bars(history: History, n: int) -> list[str]:
+    """Lookups of each of the last minutes as bars, the running one at the end, under their scale."""
+    counts = {one.start // MINUTE: one.figures.lookups for one in history.minutes}
+    now = int(history.at // MINUTE)
+    shown = [max(counts.get(minute, 0), 0) for minute in range(now - n + 1, now + 1)]
+    most = max(*shown, 1)
+    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in shown)
+    return [f"requests in each of the last {n} min, {BARS[-1]} is {format_number(most)}:", bars]
+
+
+def _requests(history: History, columns: int) -> list[str]:
+    if not history.requests:
+        return []
+    rows = []
+    for one in history.requests[::-1][:MOST_SHOWN]:
+        whose = _whose(history, one.namespace)
+        if one.purpose != Purpose.SERVING:
+            whose = f"{one.purpose}: {whose}"
+        rows.append(
+            [
+                whose,
+                ago(round(one.at * 1e9)),
+                one.source.replace("_", " "),
+                format_number(one.prompt_tokens),
+                format_number(one.restored_tokens),
+            ]
+        )
+    return grid(rows, columns, ["latest prompts", "when", "from", "tokens", "restored"])
+
+
+def _hot(screen: Screen, columns: int) -> list[str]:
+    rows = []
+    for one in screen.hottest:
+        whose = _whose(screen.history, one.namespace[:16])
+        rows.append([whose, format_number(one.uses), format_number(one.n_tokens), ago(one.last_used), one.page[:12]])
+    return grid(rows, columns, ["hottest prefixes", "uses", "tokens", "last used", "page"]) if rows else []
+
+
+def _whose(history: History, namespace: str) -> str:
+    """The tenant and the model of a prompt; the model only if there are several, or no tenant."""
+    known = history.describe(namespace)
+    has_models = len({one.title for one in history.described.values()}) > 1
+    return ", ".join([*([known.tenant] if known.tenant else []), *([known.title] * (has_models or not known.tenant))])

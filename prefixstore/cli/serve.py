@@ -1,0 +1,251 @@
+"""``prefixstore serve``: an HTTP server with the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from prefixstore.cli.arguments import CONFIG_VARIABLE, SERVER_KEY, MaxBytes, max_bytes_of, server_key
+from prefixstore.cli.output import DONE, say
+from prefixstore.config import Config, load_config
+from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
+from prefixstore.units import parse_bytes
+
+__all__ = ["ServeCommand", "serve"]
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
+
+
+class ServeCommand(TyperCommand):
+    """Says where options of llama-server belong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        separated = "--" in args
+        if separated:
+            args = _with_location(self, ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # the classes of the parser's errors are not public
+            if not separated and hasattr(error, "option_name") and hasattr(error, "message"):
+                error.message += "\nOptions of llama-server follow --: prefixstore serve STORE -- llama-server -m FILE"
+            raise
+
+
+def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
+    """The arguments with the default location in place, or with two, if none comes before the ``--``."""
+    at = args.index("--")
+    parser = command.make_parser(ctx)
+    given = parser.parse_args(args[:at])[0]
+    if isinstance(given.get("location"), str):
+        return args
+    config = given.get("config") or os.environ.get(CONFIG_VARIABLE)
+    try:
+        settings = load_config(config) if isinstance(config, str) else Config()
+        nearest, *further = settings.locations
+    except PrefixStoreError as error:
+        raise typer.BadParameter(str(error)) from None
+    behind = ["--far", *further] if further and given.get("far") is None else []
+    return [*args[:at], nearest, *behind, *args[at:]]
+
+
+def serve(
+    location: Annotated[str, typer.Argument(metavar="STORE", help="lmdb:///path (or a path), sqlite:////path, …")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- llama-server ...]",
+            help="The llama-server to start, and its options; with --model, options of llama_cpp.server.",
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Serve this model with llama-cpp-python's server, without llama-server."),
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = LOOPBACK,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: any that is free.")
+    ] = 8080,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that runs already.")] = None,
+    slots_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Its --slot-save-path; with --server.")] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A name for its model and all settings, if its arguments cannot be read; with --server.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help=f"A key of the server, to save and restore; by default {SERVER_KEY}'s value; with --server.",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", envvar="PREFIXSTORE_ADMIN_KEY", help="The key for /prefixstore/status and /metrics."
+        ),
+    ] = None,
+    salt_from: Annotated[
+        str | None,
+        typer.Option(metavar="api-key|header:NAME", help="Separate tenants, by what their requests bring."),
+    ] = None,
+    far: Annotated[
+        str | None,
+        typer.Option(metavar="LOCATION", help="A location behind STORE that other machines share, such as s3://…"),
+    ] = None,
+    far_max_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size limit of that location; by default that of STORE.")
+    ] = None,
+    max_bytes: MaxBytes = None,
+    max_body: Annotated[str, typer.Option(metavar="SIZE", help="Size limit of a request.")] = MAX_BODY,
+    max_bodies: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Size limit of all requests together; by default 16 times --max-body."),
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; others get 503.")
+    ] = MAX_WAITING,
+    timeout: Annotated[
+        float, typer.Option(metavar="S", min=1, help="Seconds that the server may be silent.")
+    ] = SILENT_SECONDS,
+) -> int | None:
+    """Serve a model over HTTP, with the prompts of STORE.
+
+    Starts llama-server, or uses one that runs, and listens in front of it. All of its endpoints pass through;
+    completions begin with what the store has of their prompt, and what is new is stored when a slot is idle.
+
+    With --model, llama-cpp-python's own server is served instead, in this process; its options follow --.
+
+    Exit codes: 0 it was stopped; 1 the server has failed; 2 wrong usage; 3 the store cannot be used.
+
+    Example: prefixstore serve ./store --port 8080 -- llama-server -m model.gguf -np 4
+
+    Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
+    """
+    if model is not None:
+        others = {
+            "--server": server,
+            "--slots-dir": slots_dir,
+            "--namespace": namespace,
+            "--api-key": api_key,
+            "--admin-key": admin_key,
+            "--salt-from": salt_from,
+            "--max-body": None if max_body == MAX_BODY else max_body,
+            "--max-bodies": max_bodies,
+            "--max-waiting": None if max_waiting == MAX_WAITING else max_waiting,
+            "--timeout": None if timeout == SILENT_SECONDS else timeout,
+        }
+        behind = [] if far is None else ["--far", far]
+        behind += [] if far_max_bytes is None else ["--far_max_bytes", far_max_bytes]
+        return _serve_model(location, model, host, port, max_bytes, [*behind, *(command or [])], others)
+    try:
+        # the extra "server"
+        from prefixstore.server.serving import ServeSettings, serve_child, serve_running  # noqa: PLC0415
+        from prefixstore.server.tenants import TenantSource  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingExtraError(
+            f'serve needs {error.name}, which is not installed; pip install "prefixstore[server]"'
+        ) from error
+    _log_to_stderr()
+    settings = ServeSettings(
+        location=location if far is None else [location, far],
+        host=host,
+        port=port,
+        admin_key=admin_key,
+        tenants=None if salt_from is None else TenantSource.parse(salt_from),
+        store_options={
+            name: max_bytes_of(size)
+            for name, size in (("max_bytes", max_bytes), ("far_max_bytes", far_max_bytes))
+            if size is not None
+        },
+        max_body=parse_bytes(max_body, "--max-body"),
+        max_bodies=_max_bodies(max_bodies, parse_bytes(max_body, "--max-body")),
+        max_waiting=max_waiting,
+        timeout=timeout,
+        announce=_announce,
+    )
+    if server is not None:
+        if command:
+            raise InvalidParameterError("--server is for a server that runs already; leave out what follows --")
+        if slots_dir is None:
+            raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
+        if settings.tenants is not None:
+            raise InvalidParameterError(
+                "--salt-from needs a llama-server that is started here: of one that runs already it is not certain "
+                "that it has no cache in RAM and is reached by nobody else"
+            )
+        serve_running(settings, server, slots_dir, namespace=namespace, api_key=server_key(api_key))
+        return DONE
+    if not command:
+        raise InvalidParameterError(
+            "no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE"
+        )
+    for name, value in (("--slots-dir", slots_dir), ("--namespace", namespace), ("--api-key", api_key)):
+        if value is not None:
+            raise InvalidParameterError(f"{name} is for --server; the server that is started here does not need it")
+    serve_child(settings, command)
+    return DONE
+
+
+def _max_bodies(text: str | None, max_body: int) -> int | None:
+    size = None if text is None else parse_bytes(text, "--max-bodies")
+    if size is not None and size < max_body:
+        raise InvalidParameterError("--max-bodies is for all requests together; it cannot be below --max-body")
+    return size
+
+
+def _announce(text: str) -> None:
+    # the terminal may be closed, or who has read the first lines be gone: the server goes on
+    with suppress(OSError):
+        say(f"prefixstore: {text}")
+
+
+def _log_to_stderr() -> None:
+    """Print warnings like everything else that this command says."""
+    log = logging.getLogger("prefixstore")
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("prefixstore: %(message)s"))
+        log.addHandler(handler)
+
+
+def _serve_model(
+    location: str,
+    model: Path,
+    host: str,
+    port: int,
+    max_bytes: str | None,
+    options: list[str],
+    others: Mapping[str, object],
+) -> int:
+    """Serve a model with ``llama_cpp.server``; its options are passed on."""
+    for name, value in others.items():
+        if value is not None:
+            raise InvalidParameterError(f"{name} is for llama-server; options of llama_cpp.server follow --")
+    if not options[:1] or options[0].startswith("-"):
+        try:
+            from prefixstore.server.python_server import run  # noqa: PLC0415 - the extra "python-server"
+        except ImportError as error:
+            raise MissingExtraError(
+                f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
+            ) from error
+        if not model.is_file():
+            raise InvalidParameterError(f"model file not found: {model}")
+        sizes = [] if max_bytes is None else ["--max_bytes", max_bytes]
+        return run(location, ["--model", str(model), "--host", host, "--port", str(port), *sizes, *options])
+    raise InvalidParameterError(
+        f"{options[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
+        "llama-server"
+    )

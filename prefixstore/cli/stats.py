@@ -1,0 +1,242 @@
+"""``prefixstore stats``: what a location holds, and how it was used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Annotated, Any
+
+import typer
+
+from prefixstore.backends.base import Used
+from prefixstore.cli.arguments import AsJson, Location, MaxBytes, max_bytes_of
+from prefixstore.cli.figures import Group, by_model, by_tenant
+from prefixstore.cli.output import ago, emit, iso, say
+from prefixstore.cli.terminal import grid, listed, width
+from prefixstore.engine.index import Page
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.figures import DAY, HOUR, History
+from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.metrics import Share, location_text
+from prefixstore.report.labels import visible
+from prefixstore.stats import Purpose
+from prefixstore.units import format_bytes, format_number, format_seconds, format_share
+
+__all__ = ["stats"]
+
+DIGITS = 12
+# rows of a table on the screen; --json has all of them
+MOST_SHOWN = 10
+SPANS = {"last_hour": HOUR, "last_day": DAY, "all": None}
+
+
+def stats(
+    location: Location,
+    *,
+    prometheus: Annotated[
+        bool, typer.Option("--prometheus", help="Print metrics for Prometheus, such as for node_exporter's text files.")
+    ] = False,
+    max_bytes: MaxBytes = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a store holds, and how much it helps: hit rate, tokens and time saved, by model and tenant.
+
+    Of the last hour, the last day (the running hour and 24 before it), and since the store was made, at most a year.
+    Processes write what they have counted with their commits, so the last seconds may be missing. What warming jobs
+    and maintenance have done is counted apart. The size limit is that of the process that was the last to begin
+    writing, or --max-bytes.
+
+    Example: prefixstore stats lmdb:///var/cache/kv
+    """
+    if as_json and prometheus:
+        raise InvalidParameterError("--json and --prometheus are two forms of the output; pass one of them")
+    given = max_bytes_of(max_bytes)
+    with Archive(location, read_only=True) as archive:
+        history, holdings, used = archive.history(), archive.holdings(), archive.used()
+        capacity = given if given is not None else history.max_bytes
+        if prometheus:
+            typer.echo(location_text(used, map(_share, holdings), capacity, history), nl=False)
+            return
+        pages = archive.pages()
+        numbers = _numbers(archive, history, holdings, pages, used)
+        is_local = archive.backend.is_local
+    if capacity is not None:
+        numbers["capacity_bytes"] = capacity
+        numbers["free_bytes"] = max(capacity - used.bytes, 0)
+        numbers["utilization"] = round(used.bytes / capacity, 4) if capacity else 0.0
+    if history.max_entries is not None:
+        numbers["capacity_pages"] = history.max_entries
+    models, tenants = by_model(history, holdings), by_tenant(history, holdings)
+    if as_json:
+        emit(numbers | _usage(history, models, tenants))
+        return
+    columns = width()
+    for line in _lines(numbers, history, models, tenants, columns):
+        typer.echo(visible(line))
+    if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
+        say("note: prompts of processes with a location of their own in front are counted there")
+
+
+def _numbers(
+    archive: Archive, history: History, holdings: Sequence[Holding], pages: Sequence[Page], used: Used
+) -> dict[str, Any]:
+    now = time.time_ns()
+    return {
+        "location": archive.location,
+        "policy": archive.policy,
+        "used_bytes": used.bytes,
+        "pages": used.entries,
+        "tokens": sum(page.n_tokens for page in pages),
+        "stored_bytes": sum(page.stored_bytes for page in pages),
+        "raw_bytes": sum(page.raw_bytes for page in pages),
+        "namespaces": len(holdings),
+        "tenants": len({one.namespace.salt for one in holdings if one.namespace and one.namespace.salt}),
+        "sequences": sum(page.is_leaf for page in pages),
+        "pinned_pages": sum(page.pinned for page in pages),
+        "expired_pages": sum(0 < page.expires <= now and not page.pinned for page in pages),
+        "page_uses": sum(page.hits for page in pages),
+        "hits": history.total().hits,
+        "last_used": iso(max((page.last_used for page in pages), default=0)),
+    }
+
+
+def _usage(history: History, models: Sequence[Group], tenants: Sequence[Group]) -> dict[str, object]:
+    """How the location was used, for JSON."""
+    since = history.since
+    return {
+        "since": iso(since * 10**9) if since is not None else None,
+        **{
+            purpose.value: {name: history.total(span, purpose=purpose).as_dict() for name, span in SPANS.items()}
+            for purpose in Purpose
+        },
+        "by_model": [one.as_dict("model") for one in models],
+        "by_tenant": [one.as_dict("tenant") for one in tenants],
+        "requests": [asdict(one) for one in history.requests],
+        "writers": [asdict(one) for one in history.writers],
+    }
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def _lines(
+    numbers: dict[str, Any], history: History, models: Sequence[Group], tenants: Sequence[Group], columns: int
+) -> Iterator[str]:
+    yield numbers["location"]
+    yield from listed(_held(numbers), columns)
+    yield ""
+    yield from _served(history, columns)
+    yield from _prepared(history, columns)
+    if models:
+        yield ""
+        yield from _table("model", models, columns)
+    if any(one.title for one in tenants):
+        yield ""
+        yield from _table("tenant", tenants, columns)
+
+
+def _held(numbers: dict[str, Any]) -> list[str]:
+    used = format_bytes(numbers["used_bytes"])
+    if "capacity_bytes" in numbers:
+        share = format_share(numbers["utilization"], 1)
+        used += f" of {format_bytes(numbers['capacity_bytes'])} used ({share})"
+    else:
+        used += " used"
+    pages = f"{format_number(numbers['pages'])} pages"
+    if "capacity_pages" in numbers:
+        pages += f" of {format_number(numbers['capacity_pages'])}"
+    packed = ""
+    if numbers["stored_bytes"] < numbers["raw_bytes"]:
+        packed = f"{format_bytes(numbers['stored_bytes'])} for {format_bytes(numbers['raw_bytes'])} of state"
+    parts = [
+        used,
+        pages,
+        f"{format_number(numbers['tokens'])} tokens",
+        packed,
+        f"{format_number(numbers['pinned_pages'])} pinned" if numbers["pinned_pages"] else "",
+        f"{format_number(numbers['expired_pages'])} expired" if numbers["expired_pages"] else "",
+        f"policy {numbers['policy']}",
+    ]
+    last = numbers["last_used"]
+    if last is not None:
+        parts.append(f"used {ago(round(datetime.fromisoformat(last).timestamp() * 1e9))}")
+    return [part for part in parts if part]
+
+
+def _served(history: History, columns: int) -> Iterator[str]:
+    figures = [history.total(span) for span in SPANS.values()]
+    if not any(one.lookups for one in figures):
+        yield "no prompt has been looked up yet"
+        return
+    rows = [
+        ["hit rate", *(format_share(one.hit_rate) for one in figures)],
+        ["hits", *(format_number(one.hits) for one in figures)],
+        ["misses", *(format_number(sum(one.misses.values())) for one in figures)],
+        ["still in context", *(format_number(one.live_hits) for one in figures)],
+        ["tokens of prompts", *(format_number(one.prompt_tokens) for one in figures)],
+        ["tokens restored", *(format_number(one.tokens_restored) for one in figures)],
+        ["tokens computed", *(format_number(one.tokens_computed) for one in figures)],
+        ["time saved", *(format_seconds(one.seconds_saved) for one in figures)],
+        ["pages evicted", *(format_number(one.evictions) for one in figures)],
+    ]
+    rows = [row for row in rows if row[0] == "hit rate" or any(cell not in ("0", "0 s") for cell in row[1:])]
+    yield from grid(rows, columns, [_since(history), "last hour", "last day", "all"])
+    misses = sorted(figures[-1].misses.items(), key=lambda each: -each[1])
+    if misses:
+        yield from listed([f"misses: {_reason(*misses[0])}", *(_reason(*each) for each in misses[1:])], columns)
+
+
+def _since(history: History) -> str:
+    return f"since {datetime.fromtimestamp(history.since, timezone.utc):%Y-%m-%d}" if history.since else ""
+
+
+def _reason(name: str, n: int) -> str:
+    return f"{name.replace('_', ' ')} {format_number(n)}"
+
+
+def _prepared(history: History, columns: int) -> Iterator[str]:
+    """What was done beside serving."""
+    for purpose in (Purpose.WARMING, Purpose.MAINTENANCE):
+        one = history.total(purpose=purpose)
+        parts = [
+            f"{format_number(one.hits)} restores" if one.hits else "",
+            f"{format_number(one.tokens_computed)} tokens computed" if one.tokens_computed else "",
+            f"{format_number(one.evictions)} pages evicted" if one.evictions else "",
+        ]
+        told = [part for part in parts if part]
+        if told:
+            yield from listed([f"{purpose.value}: {told[0]}", *told[1:]], columns)
+
+
+def _table(name: str, groups: Sequence[Group], columns: int) -> Iterator[str]:
+    rows = [
+        [
+            one.title or "(none)",
+            format_bytes(one.stored_bytes),
+            format_number(one.pages),
+            format_share(one.figures.hit_rate),
+            format_number(one.figures.hits),
+            format_seconds(one.figures.seconds_saved) if one.figures.hits else "-",
+        ]
+        for one in groups[:MOST_SHOWN]
+    ]
+    yield from grid(rows, columns, [name, "stored", "pages", "hit rate", "hits", "saved"])
+    if len(groups) > MOST_SHOWN:
+        yield f"and {len(groups) - MOST_SHOWN:,} more; --json has all"
+
+
+def _share(holding: Holding) -> Share:
+    """What the metrics say of a namespace: neither its key nor its tenant, of which there can be any number."""
+    settings = holding.namespace.settings if holding.namespace is not None else {}
+    return Share(
+        str(settings.get("model") or "")[:DIGITS],
+        str(settings.get("label") or ""),
+        holding.pages,
+        holding.tokens,
+        holding.stored_bytes,
+        holding.raw_bytes,
+        holding.hits,
+        holding.pinned,
+    )

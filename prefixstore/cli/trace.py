@@ -1,0 +1,264 @@
+"""``prefixstore trace``: record what a store is asked, and replay it with other budgets and policies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
+from prefixstore.cli.output import emit, fields, guarded, say, summary, table, tell
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.errors import InvalidParameterError
+from prefixstore.report.labels import visible
+from prefixstore.traces.curve import Curve, pages_in, simulate
+from prefixstore.traces.plot import svg
+from prefixstore.traces.read import Trace, read_trace
+from prefixstore.traces.replay import BELADY, Replayed, replay
+from prefixstore.units import counted, format_bytes, format_share
+
+__all__ = ["trace"]
+
+# a trace has no priorities
+DEFAULTS = ("adaptive", "lru")
+# removes what a terminal has in the line
+CLEAR = "\r\x1b[K"
+
+TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
+PolicyNames = Annotated[
+    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; may be repeated.")
+]
+Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="The budget in pages.")]
+Requests = Annotated[
+    int | None, typer.Option("--requests", metavar="N", min=1, help="Only so many requests, from the start.")
+]
+
+trace = typer.Typer(
+    help="Record what a store is asked (hashes and lengths), and replay it with other budgets and policies.",
+    no_args_is_help=True,
+)
+
+
+def record(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
+    *,
+    out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
+    text: Annotated[bool, typer.Option("--text", help="Record the text of prompts as well.")] = False,
+) -> int:
+    """Run a command, and record what its stores are asked.
+
+    The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. Recorded are hashes of
+    blocks of 32 tokens, and lengths. Recording ends when the file has 64 MiB. The exit code is that of the command.
+
+    Example: prefixstore trace record --out trace.jsonl -- python server.py
+    """
+    _require_trace(out)
+    environment = os.environ | {"PREFIXSTORE_TRACE": str(out.absolute())}
+    if text:
+        environment["PREFIXSTORE_TRACE_TEXT"] = "1"
+    try:
+        child = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own command
+    except OSError as error:
+        raise InvalidParameterError(f"{command[0]} cannot be run: {error.strerror}") from None
+    code = _wait(child)
+    say(f"recorded to {out}")
+    return code if code >= 0 else 128 - code
+
+
+def replay_(
+    file: TraceFile,
+    *,
+    policy: PolicyNames = None,
+    max_bytes: MaxBytes = None,
+    pages: Pages = None,
+    requests: Requests = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace in the real engine, at one size: how much is found by each policy.
+
+    By default with the budget and the policy that were recorded. The budget counts pages of the mean recorded size.
+
+    Example: prefixstore trace replay trace.jsonl --policy lru --policy adaptive --max-bytes 40GiB
+    """
+    read = read_trace(file, requests)
+    size = pages or pages_in(read, max_bytes_of(max_bytes))
+    if size is None:
+        raise InvalidParameterError("the trace does not say how large pages are; pass --pages N")
+    recorded = str(read.about.get("policy"))
+    names = _policies(policy, (recorded,) if recorded in POLICIES else DEFAULTS)
+    found = {name: replay(read, name, size) for name in names}
+    live = _live(read)
+    if as_json:
+        emit(
+            {
+                "trace": str(file),
+                "pages": size,
+                "skipped_lines": read.skipped,
+                "recorded": live,
+                "replayed": {name: _json(one) for name, one in found.items()},
+            }
+        )
+        return
+    _about(read, file, size)
+    rows = [[name, f"{one.hits:,}", f"{one.hit_tokens:,}", format_share(one.rate, 1)] for name, one in found.items()]
+    if live is not None:
+        rows.insert(0, ["recorded", f"{live['hits']:,}", f"{live['hit_tokens']:,}", format_share(live["rate"], 1)])
+    table(["policy", "requests that hit>", _unit(read) + " found>", "of all>"], rows)
+    # a replay finds whole blocks
+    rounded = len(read.requests) * (read.block_tokens or 1)
+    if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
+        tell("The recorded store found more: it had pages from before the recording, and a replay begins with none.")
+
+
+def simulate_(
+    file: TraceFile,
+    *,
+    policy: PolicyNames = None,
+    max_bytes: MaxBytes = None,
+    pages: Pages = None,
+    requests: Requests = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as SVG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the hit rate against the size of the store, and what twice the budget would gain.
+
+    Policies run in the real engine. Belady knows the future: no policy can find more. Sizes are multiples of the
+    budget, that is --max-bytes, --pages, or the recorded one; or shares of all that was asked.
+
+    Example: prefixstore trace simulate trace.jsonl --max-bytes 20GiB --plot hits.svg
+    """
+    read = read_trace(file, requests)
+    budget = pages or pages_in(read, max_bytes_of(max_bytes))
+    names = _policies(policy, DEFAULTS)
+    is_shown = sys.stderr.isatty()
+    try:
+        found = simulate(read, names, budget, _progress if is_shown else None)
+    finally:
+        if is_shown:
+            sys.stderr.write(CLEAR)
+    if plot is not None:
+        try:
+            plot.write_text(svg(found, f"Hit rate of {visible(file.name)}"), "utf-8")
+        except OSError as error:
+            raise InvalidParameterError(f"{plot} cannot be written: {error.strerror}") from None
+    if as_json:
+        emit(
+            {
+                "trace": str(file),
+                "skipped_lines": read.skipped,
+                "pages": list(found.sizes),
+                "bytes": [found.bytes_of(size) for size in found.sizes],
+                "budget_pages": budget if budget is not None else found.budget,
+                "all_pages": found.total,
+                "rates": {name: [round(one.rate, 4) for one in ones] for name, ones in found.found.items()},
+                "twice_the_budget_wins": {name: found.gain(name) for name in found.found},
+            }
+        )
+        return
+    _about(read, file, budget if budget is not None else found.budget)
+    headers = ["pages>", *(["bytes>"] if found.page_bytes is not None else []), *(f"{name}>" for name in found.found)]
+    table(headers, [_row(found, i) for i in range(len(found.sizes))])
+    if found.holds_all:
+        tell("the budget holds all pages of the trace: a larger one finds no more")
+        return
+    for name in names:
+        _say_gain(read, found, name, is_known=budget is not None)
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a command to end by itself: it gets Ctrl-C from the terminal, and SIGTERM from here."""
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    try:
+        return child.wait()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _progress(policy: str, pages: int) -> None:
+    """Show on a terminal what is replayed, in one line."""
+    sys.stderr.write(f"{CLEAR}{policy}, {counted(pages, 'page')} …")
+    sys.stderr.flush()
+
+
+def _require_trace(out: Path) -> None:
+    """Refuse a file that cannot be written, or is no trace, before a command runs in vain."""
+    try:
+        with open(out, "ab+", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.seek(0)
+            first = file.readline(4096)
+    except OSError as error:
+        raise InvalidParameterError(f"{out} cannot be written: {error.strerror}") from None
+    if first and b"prefixstore_trace" not in first:
+        raise InvalidParameterError(f"{out} is not a trace; choose another name")
+
+
+def _row(found: Curve, i: int) -> list[str]:
+    size = found.sizes[i]
+    n_bytes = found.bytes_of(size)
+    shown = [f"{size:,}", *([format_bytes(n_bytes)] if n_bytes is not None else [])]
+    return shown + [format_share(ones[i].rate, 1) for ones in found.found.values()]
+
+
+def _say_gain(read: Trace, found: Curve, name: str, *, is_known: bool) -> None:
+    at = found.sizes.index(found.budget)
+    twice = found.sizes.index(2 * found.budget)
+    rates = [found.found[name][i].rate for i in (at, twice)]
+    what = f"twice {'the budget' if is_known else 'this size'} ({counted(2 * found.budget, 'page')}) finds"
+    if found.gain(name) <= 0:
+        tell(f"{name}: {what} no more")
+        return
+    tell(
+        f"{name}: {what} {found.gain(name):,} {_unit(read)} more: "
+        f"{format_share(rates[1], 1)} instead of {format_share(rates[0], 1)}"
+    )
+
+
+def _policies(given: list[str] | None, default: tuple[str, ...]) -> list[str]:
+    names = list(dict.fromkeys(given or default))
+    if unknown := [name for name in names if name not in POLICIES and name != BELADY]:
+        raise InvalidParameterError(f"--policy {unknown[0]} is unknown; known are {', '.join(POLICIES)}")
+    return [name for name in names if name != BELADY] or list(default)
+
+
+def _unit(read: Trace) -> str:
+    return "tokens" if read.is_ours else "blocks"
+
+
+def _about(read: Trace, file: Path, size: int) -> None:
+    n_bytes = f" of {format_bytes(read.page_bytes)}" if read.page_bytes else ""
+    fields(
+        {
+            "trace": str(file),
+            "requests": f"{len(read.requests):,}",
+            "different pages": f"{read.pages:,}",
+            "budget": f"{counted(size, 'page')}{n_bytes}",
+            **({"lines skipped": f"{read.skipped:,}"} if read.skipped else {}),
+        }
+    )
+
+
+def _live(read: Trace) -> dict[str, Any] | None:
+    """What the recorded store itself found."""
+    if not read.is_ours:
+        return None
+    requests = read.requests
+    hits = [event.hit_tokens or 0 for event in requests]
+    return _json(Replayed(len(requests), sum(n > 0 for n in hits), sum(e.n_tokens for e in requests), sum(hits)))
+
+
+def _json(found: Replayed) -> dict[str, Any]:
+    return found._asdict() | {"rate": round(found.rate, 4)}
+
+
+for each in (record, replay_, simulate_):
+    trace.command(each.__name__.rstrip("_"), short_help=summary(each))(guarded(each))

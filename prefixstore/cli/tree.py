@@ -1,0 +1,258 @@
+"""``prefixstore tree``: the stored prefixes, with the text where they part."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from prefixstore.cli.arguments import (
+    AsJson,
+    Location,
+    ModelFile,
+    NamespaceName,
+    Text,
+    TokenizerFile,
+    text_of_tokens,
+)
+from prefixstore.cli.figures import described_of
+from prefixstore.cli.listing import SHORT, Tenant, page_facts, text_of_pages
+from prefixstore.cli.output import FAILED, Form, Limit, OutputForm, ago, emit, form_of, rows_of, say, tell
+from prefixstore.cli.terminal import WIDE, listed, terminal_width
+from prefixstore.engine.index import Page
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.figures import Described
+from prefixstore.format.keys import common_prefix
+from prefixstore.maintenance.archive import Archive
+from prefixstore.report.labels import visible
+from prefixstore.units import counted, format_bytes, parse_seconds
+
+__all__ = ["tree"]
+
+# between what a text has in common with its neighbours, and what it does not
+BAR = "│"
+TEXT = 60  # characters shown of a text
+CONTEXT = 16  # characters shown of what comes before the place where branches part
+NARROW = 24  # with less room than this, a text gets a line of its own
+ORDERS: dict[str, Callable[[Page], float]] = {
+    "used": lambda page: -page.last_used,
+    "uses": lambda page: -page.hits,
+    "hits": lambda page: -page.hits,  # as it was called
+    "stored": lambda page: -page.stored_bytes,
+    "created": lambda page: page.created,
+}
+
+
+def tree(
+    location: Location,
+    *,
+    namespace: NamespaceName = None,
+    salt: Tenant = None,
+    model: ModelFile = None,
+    tokenizer: TokenizerFile = None,
+    containing: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Only sequences that contain this text; needs --model or --tokenizer."),
+    ] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only what leads to pinned pages.")] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="AGE", help="Only what leads to pages not used for this long: 30d."),
+    ] = None,
+    depth: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show N levels of branches.")] = None,
+    limit: Limit = None,
+    sort: Annotated[
+        str | None, typer.Option(metavar="ORDER", help="Order of branches: used, uses, stored or created.")
+    ] = None,
+    form: OutputForm = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show the stored prefixes as a tree.
+
+    A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ is where the
+    text begins to differ from that of the branches beside it. --limit counts the branches after each page (in json, csv
+    and tsv: the pages). Exit code 1 with --containing: the text is not stored.
+
+    Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"
+    """
+    chosen = form_of(form, as_json=as_json)
+    if sort is not None and sort not in ORDERS:
+        raise InvalidParameterError(f"--sort {sort} is unknown; choose used, uses, stored or created")
+    seconds = parse_seconds(older_than, "--older-than") if older_than is not None else None
+    words = text_of_tokens(model, tokenizer)
+    if containing is not None and words is None:
+        raise InvalidParameterError("--containing needs --model or --tokenizer, to convert tokens to text")
+    with Archive(location, read_only=True) as archive:
+        key = archive.namespace(namespace).key if namespace is not None else None
+        pages = archive.pages(key)
+        if salt is not None:
+            holdings = archive.holdings()
+            mine = {one.key for one in holdings if one.namespace is not None and one.namespace.salt == salt}
+            pages = [page for page in pages if page.namespace in mine]
+        if pinned:
+            pages = _leading_to(archive, pages, lambda page: page.pinned)
+        if seconds is not None:
+            before = time.time_ns() - round(seconds * 1e9)
+            pages = _leading_to(archive, pages, lambda page: page.last_used < before)
+        if containing is not None and words is not None:
+            # the text may begin in the parent
+            pages = _leading_to(
+                archive, pages, lambda page: containing in text_of_pages(archive.path(page)[-2:], words)
+            )
+        shown = _Shown(pages, words, depth, limit, ORDERS[sort] if sort is not None else None)
+        if chosen is Form.TEXT:
+            history = archive.history()
+            shown.print({one.key: described_of(history, one) for one in archive.holdings()})
+            if pages or containing is None:
+                tell(f"{archive.location}: {counted(len(pages), 'page')}")
+        else:
+            facts = [page_facts(page, words) for page in shown.pages()[:limit]]
+            emit(facts) if chosen is Form.JSON else rows_of(facts, chosen)
+    if containing is not None and not pages:
+        say(f"{archive.location}: the text is not stored")
+        return FAILED
+    return 0
+
+
+def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:
+    """The pages that are wanted, with their ancestors."""
+    found: set[bytes] = set()
+    for page in pages:
+        if is_wanted(page):
+            found |= {one.key for one in archive.path(page)}
+    return [page for page in pages if page.key in found]
+
+
+@dataclass
+class _Shown:
+    """Some pages as a tree.
+
+    Parameters
+    ----------
+    chosen
+        The pages, with their ancestors.
+    words
+        For texts; None shows none.
+    depth, limit, order
+        Levels of branches, branches after each page, and their order; None for all, and as they are.
+    """
+
+    chosen: list[Page]
+    words: Text | None
+    depth: int | None
+    limit: int | None
+    order: Callable[[Page], float] | None
+    _keys: set[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._keys = {page.key for page in self.chosen}
+
+    def pages(self) -> list[Page]:
+        """The pages down to the depth, in the order of the branches where one is asked for."""
+        pages = [page for _, chain, _, _ in self._branches(None) for page in chain] if self.depth else self.chosen
+        return sorted(pages, key=self.order) if self.order is not None else pages
+
+    def print(self, described: Mapping[bytes, Described]) -> None:
+        """Print the tree, under what is known of its namespaces."""
+        namespace = b""
+        has_bar = False
+        for level, chain, shared, left_out in self._branches(self.limit):
+            indent = "  " * (level + 1)
+            if not chain:
+                typer.echo(f"{indent}… {left_out:,} more")
+                continue
+            if chain[0].namespace != namespace:
+                namespace = chain[0].namespace
+                tell(_heading(namespace, described.get(namespace)))
+            parts = [
+                f"{chain[-1].key.hex()[:SHORT]}  tokens {chain[0].start + 1:,}-{chain[-1].end:,}",
+                counted(len(chain), "page"),
+                format_bytes(sum(page.stored_bytes for page in chain)),
+                counted(max(page.hits for page in chain), "use"),
+                ago(max(page.last_used for page in chain)),
+                "pinned" if all(page.pinned for page in chain) else "",
+            ]
+            line = "\n".join(listed([part for part in parts if part], _columns(), indent))
+            has_bar = has_bar or shared > 0
+            typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
+        if has_bar:
+            tell(f"{BAR}: here the text begins to differ from that of the branches beside it")
+
+    def _text(self, chain: list[Page], shared: int) -> str:
+        """The text of a chain, from the first token that no branch beside it has, and a little of what is before."""
+        tokens = np.frombuffer(b"".join(page.tokens for page in chain), "<i4")
+        assert self.words is not None
+        # half a character at the start is none
+        text = repr(self.words.text(tokens[shared:].tolist()).lstrip("\ufffd"))[1:-1]
+        before = self.words.text(tokens[max(0, shared - CONTEXT) : shared].tolist()).strip("\ufffd")
+        return f"…{repr(before)[1:-1][-CONTEXT:]}{BAR}{text}" if shared else text
+
+    def _branches(self, limit: int | None) -> Iterator[tuple[int, list[Page], int, int]]:
+        """Runs of pages without a branch: the branches above, the pages, how many tokens a neighbour has too.
+
+        Without pages: how many branches are left out.
+        """
+        waiting: list[tuple[int, list[Page], int, int]] = []
+
+        def add(level: int, pages: list[Page]) -> None:
+            if self.depth is not None and level >= self.depth:
+                return
+            shared = _shared(pages) if self.words is not None else {}
+            ordered = sorted(pages, key=self.order) if self.order is not None else pages
+            found = [(level, [page], shared.get(page.key, 0), 0) for page in ordered[:limit]]
+            left_out = len(ordered) - len(found)
+            waiting.extend(reversed([*found, (level, [], 0, left_out)] if left_out else found))
+
+        roots: dict[bytes, list[Page]] = {}
+        for page in sorted(self.chosen, key=lambda page: page.namespace):
+            if page.parent == page.namespace:
+                roots.setdefault(page.namespace, []).append(page)
+        for pages in roots.values():
+            add(0, pages)
+            while waiting:
+                level, chain, shared, left_out = waiting.pop()
+                children: list[Page] = []
+                while chain and len(children := [one for one in chain[-1].dependents if one.key in self._keys]) == 1:
+                    chain += children
+                yield level, chain, shared, left_out
+                if len(children) > 1:
+                    add(level + 1, children)
+
+
+def _shared(pages: list[Page]) -> dict[bytes, int]:
+    """How many tokens each page has in common with the one beside it that is most like it."""
+    ordered = sorted(pages, key=lambda page: np.frombuffer(page.tokens, "<i4").astype(">i4").tobytes())
+    tokens = [np.frombuffer(page.tokens, "<i4") for page in ordered]
+    found = [0] * len(ordered)
+    for i in range(1, len(ordered)):
+        common = common_prefix(tokens[i - 1], tokens[i])
+        found[i - 1], found[i] = max(found[i - 1], common), common
+    return {page.key: n for page, n in zip(ordered, found, strict=True)}
+
+
+def _columns() -> int:
+    return terminal_width(sys.stdout) or WIDE
+
+
+def _heading(namespace: bytes, about: Described | None) -> str:
+    """The first digits of a namespace, which say enough for ``--namespace``, and what it is."""
+    known = [] if about is None else [about.title, f"tenant {about.tenant}" if about.tenant else ""]
+    return visible(f"namespace {namespace.hex()[:SHORT]}  {', '.join(filter(None, known))}".rstrip())
+
+
+def _with_text(line: str, indent: str, text: str) -> str:
+    """The facts of a branch with its text, which gets a line of its own where the terminal is narrow."""
+    room = _columns() - len(line) - 4
+    if room >= NARROW and "\n" not in line:
+        return f'{line}  "{_short(text, room)}"'
+    return f'{line}\n{indent}  "{_short(text, max(_columns() - len(indent) - 4, NARROW))}"'
+
+
+def _short(text: str, room: int) -> str:
+    size = min(room, TEXT)
+    return text if len(text) <= size else f"{text[: size * 2 // 3 - 1]} … {text[-(size // 3 - 2) :]}"

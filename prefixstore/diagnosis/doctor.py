@@ -1,0 +1,367 @@
+"""Looks at everything that commonly goes wrong around a store, without writing anything, and says what to change."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sqlite3
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+
+from prefixstore.backends import is_persistent
+from prefixstore.backends.location import is_url, path_of, scheme_of, text_of, without_password
+from prefixstore.config import Config
+from prefixstore.config import explain as explain_settings
+from prefixstore.diagnosis.file_system import NETWORK, VOLATILE, existing, mount_of
+from prefixstore.errors import LocationError, PrefixStoreError
+from prefixstore.maintenance.archive import Archive, Holding
+from prefixstore.maintenance.bench import measure_read_rate
+from prefixstore.opening import locations_of
+from prefixstore.parameters import Parameters
+from prefixstore.units import counted, format_bytes, format_share, parse_bytes
+
+__all__ = ["NEEDED", "Finding", "Level", "examine"]
+
+# the oldest versions that are tested
+NEEDED = {
+    "lmdb": (2, 0),
+    "numpy": (1, 26),
+    "xxhash": (3, 4),
+    "zstandard": (0, 22),
+}
+WITH_MODELS = {"llama-cpp-python": (0, 3, 36)}
+# what locations on servers are reached with, by scheme
+CLIENTS = {
+    **dict.fromkeys(("valkey", "valkeys", "redis", "rediss", "unix"), ("valkey", (6, 1))),
+    **dict.fromkeys(("s3", "gs", "az"), ("obstore", (0, 12))),
+    **dict.fromkeys(("postgresql", "postgres"), ("psycopg", (3, 2))),
+}
+OLDEST_SQLITE = (3, 35)
+# contexts of full length that a budget should hold
+CONTEXTS = 2
+# how a file of SQLite begins
+SQLITE = b"SQLite format 3\0"
+
+
+class Level(str, Enum):
+    """How much a finding matters."""
+
+    GOOD = "good"
+    NOTE = "note"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, and what to do about it.
+
+    Attributes
+    ----------
+    name
+        ``"file system"``, ``"free space"``, ...
+    value
+        What was found.
+    level
+        Whether that is good.
+    advice
+        What to change; empty if nothing.
+    """
+
+    name: str
+    value: str
+    level: Level = Level.GOOD
+    advice: str = ""
+
+
+def examine(location: str | None, config: Config | None = None, max_bytes: int | str | None = None) -> list[Finding]:
+    """Examine an installation and a location. Nothing is written, and no permission to write is needed.
+
+    Parameters
+    ----------
+    location
+        The store; by default that of the config, which may be two locations, or the default one.
+    config
+        With a model, the model is loaded, and its settings are compared with those of the stored pages.
+    max_bytes
+        The budget; by default that of the config, or the default one. Of two locations, that of the nearer one.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the location or the size is not valid.
+    """
+    settings = config.store if config is not None else {}
+    given = location if location is not None else settings.get("location")
+    texts = [text_of(each) for each in locations_of(given)]
+    for text in texts:
+        is_persistent(text)
+    limit = max_bytes if max_bytes is not None else settings.get("max_bytes", Parameters.MAX_BYTES)
+    budget = parse_bytes(limit, "max_bytes")
+    far_limit = settings.get("far_max_bytes")
+    far_budget = budget if far_limit is None else parse_bytes(far_limit, "far_max_bytes")
+    found = [*_versions(needs_model=config is not None and config.path is not None)]
+    holdings: list[Holding] = []
+    can_open = True
+    for n, (text, size) in enumerate(zip(texts, (budget, far_budget), strict=False), 1):
+        there, held = _location(text, size, is_written=not settings.get("read_only"), is_nearer=n < len(texts))
+        found += there
+        holdings += held or ()
+        can_open = can_open and held is not None
+    if config is not None and config.path is not None and can_open:
+        found += _settings(config, holdings, budget)
+    return found
+
+
+def _location(
+    text: str, budget: int, *, is_written: bool, is_nearer: bool
+) -> tuple[list[Finding], Sequence[Holding] | None]:
+    """What is found in a location, and what it holds; None if it cannot be opened."""
+    found = [Finding("location", without_password(text) if is_url(text) else str(Path(text).absolute()))]
+    name, oldest = CLIENTS.get(scheme_of(text), (None, ()))
+    if name is not None and (version := _installed(name)) is not None:
+        found.append(_version(name, version, oldest))
+    path = _path(text)
+    if path is not None:
+        found += _place(path, is_written=is_written)
+    try:
+        with Archive(text, read_only=True) as archive:
+            holdings, used = archive.holdings(), archive.used().bytes
+            found.append(_stored(used, holdings))
+            found += _budget(path, used, budget)
+            found += _break_even(archive, holdings)
+    except PrefixStoreError as error:
+        if not isinstance(error, LocationError) or path is None or path.exists():
+            return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
+        advice = "Check the path. If it is right, what writes first creates the store: prefixstore warm, or a server."
+        # a new machine begins without one of its own
+        level = Level.NOTE if is_nearer else Level.PROBLEM
+        found.append(Finding("store", "there is none yet", level, advice))
+        holdings = []
+        found += _budget(path, 0, budget)
+    return found, holdings
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def _versions(*, needs_model: bool) -> Iterator[Finding]:
+    from prefixstore import __version__  # noqa: PLC0415 - is not complete while the package is imported
+
+    yield Finding("prefixstore", __version__)
+    yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name, oldest in {**NEEDED, **WITH_MODELS}.items():
+        version = _installed(name)
+        if version is None:
+            is_needed = name in NEEDED or needs_model
+            advice = 'pip install "prefixstore[llama]"' if name in WITH_MODELS else f"pip install {name}"
+            level = Level.PROBLEM if is_needed else Level.NOTE
+            yield Finding(
+                name, "not installed", level, advice if is_needed else f"For models of this process: {advice}"
+            )
+            continue
+        yield _version(name, version, oldest)
+    is_old = sqlite3.sqlite_version_info < OLDEST_SQLITE
+    yield Finding(
+        "sqlite",
+        sqlite3.sqlite_version,
+        Level.NOTE if is_old else Level.GOOD,
+        "SQLite stores need 3.35: use a newer Python." if is_old else "",
+    )
+
+
+def _installed(name: str) -> str | None:
+    """The version of a package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _version(name: str, version: str, oldest: tuple[int, ...]) -> Finding:
+    is_old = _numbers(version) < oldest
+    advice = f'pip install -U "{name}>={".".join(map(str, oldest))}"' if is_old else ""
+    return Finding(name, version, Level.PROBLEM if is_old else Level.GOOD, advice)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in version.split("."):
+        digits = "".join(character for character in part if character.isdigit())
+        if not digits:
+            break
+        found.append(int(digits))
+    return tuple(found)
+
+
+# -- the place --------------------------------------------------------------------------------------------------------
+
+
+def _path(text: str) -> Path | None:
+    """The files of a location; None for a server."""
+    scheme = scheme_of(text)
+    if scheme == "lmdb":
+        return Path(path_of(text))
+    if scheme == "sqlite":
+        try:
+            from prefixstore.backends.sql.sqlite_file import path_of_url  # noqa: PLC0415 - the extra "sql"
+        except ImportError:
+            return None  # opening it says which extra is missing
+        return path_of_url(text)
+    return None
+
+
+def _place(path: Path, *, is_written: bool) -> Iterator[Finding]:
+    mount = mount_of(path)
+    if mount is None:
+        yield Finding("file system", "not known", Level.NOTE, "It must not be a network file system.")
+    elif mount.kind in NETWORK:
+        yield Finding(
+            "file system",
+            f"{mount.kind} at {mount.point}",
+            Level.PROBLEM,
+            "LMDB and SQLite share memory: use a local disk, or PostgreSQL, Valkey or a bucket.",
+        )
+    elif mount.kind in VOLATILE:
+        advice = f"It is {VOLATILE[mount.kind]}; use a disk or a volume to keep pages."
+        yield Finding("file system", f"{mount.kind} at {mount.point}", Level.NOTE, advice)
+    else:
+        yield Finding("file system", f"{mount.kind} at {mount.point}")
+    yield _permissions(path, is_read_only=mount is not None and mount.is_read_only, is_written=is_written)
+
+
+def _permissions(path: Path, *, is_read_only: bool, is_written: bool) -> Finding:
+    here = existing(path)
+    try:
+        found = here.stat()
+    except OSError as error:
+        return Finding("permissions", f"{here}: {error.strerror}", Level.PROBLEM, "Give this user access.")
+    mode = f"{stat.filemode(found.st_mode)} {here}"
+    if not os.access(here, os.R_OK | (os.X_OK if here.is_dir() else 0)):
+        return Finding("permissions", mode, Level.PROBLEM, "This user cannot read it; run as its owner.")
+    is_writable = os.access(here, os.W_OK) and not is_read_only
+    if not is_writable and is_written:
+        advice = "This user cannot write to it: servers of this user need read_only=True, or its owner."
+        return Finding("permissions", mode, Level.PROBLEM, advice)
+    private = f"chmod {'700' if here.is_dir() else '600'} {here}"
+    is_store = here == path.absolute() and _is_store(here)
+    if is_store and found.st_mode & stat.S_IRWXO:
+        return Finding("permissions", mode, Level.PROBLEM, f"Others can read what is in prompts; {private}")
+    if is_store and found.st_mode & stat.S_IRWXG:
+        advice = f"Its group can read what is in prompts. If that is not meant: {private}"
+        return Finding("permissions", mode, Level.NOTE, advice)
+    return Finding("permissions", mode)
+
+
+def _is_store(path: Path) -> bool:
+    if path.is_dir():
+        return (path / "data.mdb").exists()
+    with path.open("rb") as file:
+        return file.read(len(SQLITE)) == SQLITE
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _stored(used: int, holdings: Sequence[Holding]) -> Finding:
+    pages = counted(sum(holding.pages for holding in holdings), "page")
+    return Finding("stored", f"{format_bytes(used)} in {pages} of {counted(len(holdings), 'namespace')}")
+
+
+def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
+    share = used / budget
+    text = f"{format_bytes(used)} of {format_bytes(budget)} ({format_share(share)})"
+    if share > 1:
+        advice = "More is stored than max_bytes: raise it, or prefixstore evict. (Pass the servers' with --max-bytes.)"
+        yield Finding("budget", text, Level.PROBLEM, advice)
+    elif share > Parameters.HIGH_WATER:
+        advice = (
+            "It is full: pages are packed and evicted. prefixstore trace simulate says what a larger one would gain."
+        )
+        yield Finding("budget", text, Level.NOTE, advice)
+    else:
+        yield Finding("budget", text)
+    if path is None:
+        return
+    try:
+        free = shutil.disk_usage(existing(path)).free
+    except OSError as error:
+        yield Finding("free space", f"not known: {error.strerror}", Level.NOTE)
+        return
+    if free < budget - used:
+        most = format_bytes(used + free * 0.9)
+        advice = f"The disk is full before max_bytes is reached: lower it to {most}, or make room."
+        yield Finding("free space", format_bytes(free), Level.PROBLEM, advice)
+    else:
+        yield Finding("free space", format_bytes(free))
+
+
+def _break_even(archive: Archive, holdings: Sequence[Holding]) -> Iterator[Finding]:
+    """Whether restoring is faster than computing, by what computing took and by reading now."""
+    timed = [page for page in archive.pages() if page.compute_us and page.raw_bytes and page.form == 0]
+    if not timed:
+        return
+    rate = measure_read_rate(archive)
+    if not rate:
+        return
+    computing = sum(page.compute_us for page in timed) / 1e6
+    restoring = sum(page.raw_bytes for page in timed) / rate
+    n = sum(page.n_tokens for page in timed)
+    text = (
+        f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} ({computing / restoring:.1f} times)"
+    )
+    if restoring > computing:
+        advice = (
+            "Restoring is slower than computing here, and is left out: use a faster disk, codec='raw', or ram_bytes."
+        )
+        yield Finding("break-even", text, Level.PROBLEM, advice)
+    else:
+        yield Finding("break-even", text)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Iterator[Finding]:
+    """Whether there are pages for the settings of a config."""
+    try:
+        llm = config.open_llama()
+    except PrefixStoreError as error:
+        yield Finding("model", str(config.path), Level.PROBLEM, str(error))
+        return
+    try:
+        n_ctx = llm.n_ctx()
+        if "n_ctx" not in config.model:
+            advice = "Set n_ctx in [model]: llama-cpp-python takes 512 by default, and longer prompts fail."
+            yield Finding("context", f"{n_ctx:,} tokens", Level.PROBLEM, advice)
+        with config.open_store(llm, location="memory:", read_only=False, ram_bytes=None) as store:
+            namespace, kind = store.namespace, store.kind
+    except PrefixStoreError as error:
+        yield Finding("settings", "cannot be compared", Level.PROBLEM, str(error))
+        return
+    finally:
+        llm.close()
+    if not kind.is_stored:
+        advice = "Nothing of this model, or of a context with these settings, can be stored."
+        yield Finding("settings", f"{kind}", Level.PROBLEM, advice)
+        return
+    mine = next((holding for holding in holdings if holding.key == namespace.key and holding.pages), None)
+    stored = [holding.namespace for holding in holdings if holding.namespace is not None and holding.pages]
+    differences = explain_settings(namespace, stored)
+    if mine is not None:
+        yield Finding("settings", f"{counted(mine.pages, 'page')} for them")
+        needed = round(CONTEXTS * n_ctx * mine.raw_bytes / max(mine.tokens, 1))
+        if needed > budget:
+            advice = f"max_bytes holds less than {CONTEXTS} full contexts ({format_bytes(needed)}); raise it."
+            yield Finding("budget for this context", format_bytes(budget), Level.PROBLEM, advice)
+    elif differences:
+        advice = f"The most similar pages are for other settings: {'; '.join(differences)}. Use the same everywhere."
+        yield Finding("settings", "no pages for them", Level.PROBLEM, advice)
+    else:
+        yield Finding(
+            "settings", "nothing is stored yet", Level.NOTE, "prefixstore warm, or the first requests, fill it."
+        )

@@ -1,0 +1,275 @@
+"""Finds out why a store has no more of a prompt: the match, the fork, the evictions, the other namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from prefixstore.backends.base import View
+from prefixstore.config import explain as explain_settings
+from prefixstore.diagnosis.culprits import Culprit, Texts, find_culprit, repeated_start
+from prefixstore.diagnosis.explanation import Cost, EvictedPage, Explanation, Fork, OtherSettings, evicted_page
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Page, Path
+from prefixstore.format.keys import PAGE, Tokens, common_prefix, page_key, page_keys
+from prefixstore.format.namespace import Namespace
+from prefixstore.stats import Kind
+
+__all__ = ["Place", "Words", "explain"]
+
+# tokens before and after the fork whose texts are compared, and characters of them that are shown
+BEFORE, AFTER = 64, 3000
+SHOWN_BEFORE, SHOWN_AFTER = 60, 100
+# other namespaces that are asked, the most similar ones
+NAMESPACES = 32
+# sequences next to the prompt that are compared with it, and how many siblings these are chosen from
+BRANCHES, SIBLINGS = 8, 64
+# children of a page among which the stored sequence goes on with the one that was used last
+CHILDREN = 16
+
+
+class Words(Protocol):
+    """A vocabulary."""
+
+    @property
+    def bos(self) -> int:
+        """The token that begins sequences; -1 for none."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones by name."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a prompt is looked up, and what is known of the context that asks.
+
+    Attributes
+    ----------
+    namespace
+        Its settings.
+    page_tokens
+        Length of its pages.
+    min_tokens
+        Shorter prompts are neither stored nor restored.
+    kind
+        What is stored of it.
+    token_seconds, page_seconds
+        How long computing a token and restoring a page take, as measured; None if not known.
+    """
+
+    namespace: Namespace
+    page_tokens: int
+    min_tokens: int
+    kind: Kind = Kind.PAGES
+    token_seconds: float | None = None
+    page_seconds: float | None = None
+
+
+def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: str = "") -> Explanation:
+    """Explain what is stored of a prompt, and why not more. Changes nothing.
+
+    Parameters
+    ----------
+    engine
+        Of the store.
+    words
+        The vocabulary of the model.
+    tokens
+        The prompt.
+    place
+        Where it is looked up.
+    note
+        Something to say at the end.
+
+    Raises
+    ------
+    StorageError
+        If the location cannot be asked.
+    """
+    key = place.namespace.key
+    shared = engine.match(key, tokens, place.page_tokens)
+    matched = shared
+    if place.kind.has_snapshots:
+        matched = engine.match_snapshot(key, tokens, place.page_tokens, max(len(tokens) - 1, 0))
+    n_shared = shared.n_tokens
+    with engine.view() as view:
+        branches = _branches(engine, view, place, tokens, shared)
+    near = [_texts(words, tokens, branch) for branch in branches]
+    fork = _fork(near[0], branches[0].at) if near else None
+    evicted = _evicted(engine, place, tokens, n_shared)
+    others = _others(engine, place, tokens, n_shared)
+    reason = _reason(place, tokens, shared, matched, fork, evicted, others)
+    culprit: Culprit | None = None
+    for branch, texts in zip(branches, near, strict=True) if reason == "fork" else ():
+        stored = [*tokens[: branch.at].tolist(), *branch.after]
+        culprit = repeated_start(tokens.tolist(), stored, words.bos) or find_culprit(texts)
+        if culprit is not None:
+            fork = _fork(texts, branch.at)
+            break
+    notes = [note] if note else []
+    if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
+        notes.insert(0, f"{n_shared:,} tokens are the same; this model resumes only at its snapshots.")
+    restore, recompute, compute = _costs(place, tokens, matched)
+    return Explanation(
+        engine.location,
+        len(tokens),
+        n_shared,
+        matched.n_tokens,
+        tuple(page.key.hex() for page in matched.pages),
+        reason,
+        fork,
+        culprit,
+        evicted,
+        others,
+        restore,
+        recompute,
+        compute,
+        place.min_tokens,
+        " ".join(notes),
+    )
+
+
+def _reason(
+    place: Place,
+    tokens: Tokens,
+    shared: Path,
+    matched: Path,
+    fork: Fork | None,
+    evicted: EvictedPage | None,
+    others: Sequence[OtherSettings],
+) -> str:
+    reasons = {
+        "unsupported": place.kind.reason is not None,
+        "short": len(tokens) < place.min_tokens,
+        "complete": matched.n_tokens >= len(tokens) - 1,
+        "snapshot": shared.n_tokens >= len(tokens) - 1,
+        "evicted": evicted is not None,
+        "settings": bool(others),
+        "fork": fork is not None,
+        "end": shared.n_tokens > 0,
+        "empty": True,
+    }
+    return next(reason for reason, is_it in reasons.items() if is_it)
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A stored sequence from where it parts from the prompt."""
+
+    at: int
+    after: Sequence[int]
+
+
+def _branches(engine: Engine, view: View, place: Place, tokens: Tokens, shared: Path) -> list[_Branch]:
+    """The stored sequences next to the prompt, the one first that has most in common with it.
+
+    There are none if the prompt is stored completely, or goes on where the stored sequence ends.
+    """
+    n, namespace = shared.n_tokens, place.namespace.key
+    if n >= len(tokens):
+        return []
+    last = shared.pages[-1] if shared.pages else None
+    is_inside = last is not None and last.end > n
+    parent = namespace if last is None else last.parent if is_inside else last.key
+    found: dict[bytes, Page] = {last.key: last} if is_inside and last is not None else {}
+    for page in engine.children(view, parent, namespace, SIBLINGS):
+        found.setdefault(page.key, page)
+    common = {page.key: common_prefix(_array(page), tokens[page.start :]) for page in found.values()}
+    nearest = sorted(found.values(), key=lambda page: (-common[page.key], -page.last_used))
+    # one whose tokens the prompt has goes on elsewhere
+    return [
+        _Branch(page.start + common[page.key], _followed(engine, view, namespace, page)[common[page.key] :])
+        for page in nearest[:BRANCHES]
+        if common[page.key] < page.n_tokens and page.start + common[page.key] < len(tokens)
+    ]
+
+
+def _followed(engine: Engine, view: View, namespace: bytes, page: Page) -> list[int]:
+    """The tokens of a page, and of those that follow it, each time the one that was used last."""
+    found: list[int] = _array(page).tolist()
+    while len(found) < AFTER:
+        children = engine.children(view, page.key, namespace, CHILDREN)
+        if not children:
+            break
+        page = max(children, key=lambda child: child.last_used)
+        found += _array(page).tolist()
+    return found
+
+
+def _array(page: Page) -> Tokens:
+    return np.frombuffer(page.tokens, "<i4")
+
+
+def _texts(words: Words, tokens: Tokens, branch: _Branch) -> Texts:
+    n = branch.at
+    both, mine = tokens[max(n - BEFORE, 0) : n].tolist(), tokens[n : n + AFTER].tolist()
+    theirs = list(branch.after[:AFTER])
+    # a character that is cut in the middle is no text yet
+    before = words.text(both).rstrip("\ufffd") if both else ""
+    return Texts(words.text(both + mine), words.text(both + theirs), len(before), mine, theirs)
+
+
+def _fork(texts: Texts, n: int) -> Fork:
+    at = texts.at
+    return Fork(
+        n,
+        texts.here[max(at - SHOWN_BEFORE, 0) : at],
+        texts.here[at : at + SHOWN_AFTER],
+        texts.there[at : at + SHOWN_AFTER],
+    )
+
+
+def _evicted(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> EvictedPage | None:
+    """The first page of the prompt that is missing, if it is known to have been evicted."""
+    step = place.page_tokens
+    keys = page_keys(place.namespace.key, tokens, step)
+    full = len(keys) * step
+    if full < len(tokens):
+        keys.append(page_key(keys[-1] if keys else place.namespace.key, tokens[full:].tobytes()))
+    first = n_shared // step
+    missing = keys[first:]
+    found = engine.evictions(missing[:1])
+    # a page is evicted before those that it follows, so the first one that is missing went last
+    return evicted_page(first * step, found[missing[0]]) if missing and missing[0] in found else None
+
+
+def _others(engine: Engine, place: Place, tokens: Tokens, n_shared: int) -> tuple[OtherSettings, ...]:
+    """Other namespaces that have more of the prompt. For a tenant, those of other tenants are not looked at."""
+    mine = place.namespace
+    known = [
+        one
+        for one in engine.namespaces()
+        if one.key != mine.key and (one.salt is None or mine.salt is None or one.salt == mine.salt)
+    ]
+    known.sort(key=lambda one: len(mine.differences(one)))
+    found = []
+    for one in known[:NAMESPACES]:
+        step = one.settings.get("page_tokens")
+        if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+            continue
+        n = engine.match(one.key, tokens, step).n_tokens
+        if n > n_shared and n >= place.min_tokens:
+            found.append(OtherSettings(n, tuple(explain_settings(mine, [one]))))
+    return tuple(sorted(found, key=lambda other: (-other.n_tokens, len(other.differences)))[:4])
+
+
+def _costs(place: Place, tokens: Tokens, matched: Path) -> tuple[Cost, Cost, Cost]:
+    """What it takes to restore the stored part, what that took to compute, and what the rest takes."""
+    pages: Sequence[Page] = matched.pages
+    n = min(matched.n_tokens, max(len(tokens) - 1, 0))
+    with_state = [page for page in pages if page.raw_bytes]
+    n_bytes = sum(page.stored_bytes or page.raw_bytes for page in with_state)
+    timed = [page for page in pages if page.compute_us and page.form == PAGE]
+    rate = sum(page.compute_us for page in timed) / 1e6 / sum(page.n_tokens for page in timed) if timed else None
+    token_seconds = place.token_seconds if place.token_seconds is not None else rate
+    restoring = place.page_seconds * len(with_state) if place.page_seconds is not None and n else None
+    recompute = (rate if rate is not None else token_seconds) if n else None
+    rest = len(tokens) - n
+    return (
+        Cost(n, restoring, n_bytes if n else 0),
+        Cost(n, recompute * n if recompute is not None else None),
+        Cost(rest, token_seconds * rest if token_seconds is not None else None),
+    )

@@ -1,0 +1,228 @@
+"""Why a prompt is found, or not: the result of `PrefixStore.explain`, and how it reads."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from dataclasses import dataclass
+
+from prefixstore.diagnosis.culprits import Culprit
+from prefixstore.engine.evictions import Cause, Eviction
+from prefixstore.units import counted, format_bytes, format_seconds
+
+__all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings", "evicted_page"]
+
+# of a line, where the terminal is not known
+COLUMNS = 80
+
+CAUSES = {
+    Cause.SPACE: "to make room for other pages: raise max_bytes",
+    Cause.QUOTA: "since the tenant held as much as it may: raise quota",
+    Cause.ASKED: "by evict()",
+    Cause.EXPIRED: "since its time to live had passed: raise ttl",
+}
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Where a prompt parts from the nearest stored sequence.
+
+    Attributes
+    ----------
+    at
+        How many tokens both begin with.
+    before
+        The text just before that place.
+    here, there
+        How the prompt goes on from there, and how the stored sequence does.
+    """
+
+    at: int
+    before: str
+    here: str
+    there: str
+
+
+@dataclass(frozen=True)
+class EvictedPage:
+    """A page of the prompt that was stored once.
+
+    Attributes
+    ----------
+    start
+        Its first token in the prompt.
+    at
+        When it was evicted: seconds since the epoch.
+    cause
+        Why: ``"space"``, ``"quota"``, ``"asked"`` or ``"expired"``.
+    """
+
+    start: int
+    at: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class OtherSettings:
+    """The prompt is stored in another namespace.
+
+    Attributes
+    ----------
+    n_tokens
+        How many of its tokens are.
+    differences
+        What differs: ``"type_k is q8_0 here, f16 in the store"``.
+    """
+
+    n_tokens: int
+    differences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of a prompt costs.
+
+    Attributes
+    ----------
+    n_tokens
+        Its length.
+    seconds
+        How long it takes, by the rates that were measured; None if none was.
+    n_bytes
+        What is read for it.
+    """
+
+    n_tokens: int
+    seconds: float | None
+    n_bytes: int = 0
+
+    def __str__(self) -> str:
+        took = f" in about {format_seconds(self.seconds)}" if self.seconds is not None else ""
+        size = f" ({format_bytes(self.n_bytes)})" if self.n_bytes else ""
+        return f"{counted(self.n_tokens, 'token')}{size}{took}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a store has of a prompt, and why it does not have more. ``print`` it to read it.
+
+    Attributes
+    ----------
+    location
+        The store.
+    n_tokens
+        Length of the prompt.
+    n_shared
+        How many tokens it shares with what is stored, in this namespace.
+    n_matched
+        How many of these can be restored: the same, or less where only snapshots can be resumed.
+    page_keys
+        The pages that hold them.
+    reason
+        Why the store does not have more, in a word: ``"complete"`` (it has all), ``"evicted"``, ``"fork"`` (the prompt
+        parts from what is stored), ``"end"`` (it goes on where the stored sequence ends), ``"settings"`` (it is stored
+        under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared, but no
+        snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this model or
+        context cannot be stored).
+    fork
+        Where it parts from the nearest stored sequence, or from one beside that if the difference has a usual cause;
+        None if it does not.
+    culprit
+        The usual reason for that, if it is one; see `prefixstore.diagnosis.culprits.Culprit`.
+    evicted
+        The first missing page of the prompt, if it was evicted lately.
+    other_settings
+        Other namespaces that have more of the prompt, the one with most first.
+    restore
+        What restoring the stored part takes.
+    recompute
+        What computing that part took when it was stored.
+    compute
+        What computing the rest takes.
+    min_tokens
+        Shorter prompts are neither stored nor restored.
+    note
+        Something else that matters; empty if nothing does.
+    """
+
+    location: str
+    n_tokens: int
+    n_shared: int
+    n_matched: int
+    page_keys: tuple[str, ...]
+    reason: str
+    fork: Fork | None
+    culprit: Culprit | None
+    evicted: EvictedPage | None
+    other_settings: tuple[OtherSettings, ...]
+    restore: Cost
+    recompute: Cost
+    compute: Cost
+    min_tokens: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            textwrap.fill(
+                text,
+                COLUMNS,
+                initial_indent=label,
+                subsequent_indent=" " * len(label) or "  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for label, text in self.lines()
+        )
+
+    def lines(self) -> list[tuple[str, str]]:
+        """How it reads: lines, however long, each as what stands in front of it (often nothing) and its text."""
+        n = counted(self.n_tokens, "token")
+        lines = [("", f"{self.location}: {self.n_matched:,} of {n} {'is' if self.n_tokens == 1 else 'are'} stored.")]
+        lines.append(("", self._why()))
+        if self.culprit is not None:
+            lines.append(("", f"Likely cause ({self.culprit.name}): {self.culprit}"))
+        if self.fork is not None and self.reason in ("fork", "settings", "snapshot"):
+            before, here, there = map(_quoted, (self.fork.before, self.fork.here, self.fork.there))
+            if self.fork.at:
+                lines += [("", f"After {counted(self.fork.at, 'token')} both texts part:"), ("  before  ", before)]
+            else:
+                lines.append(("", "The two texts differ from their first token on:"))
+            lines += [("  here    ", here), ("  stored  ", there)]
+        for one in self.other_settings:
+            there = f"{counted(one.n_tokens, 'token')} {'is' if one.n_tokens == 1 else 'are'} stored"
+            lines.append(("", f"Under other settings {there}: {'; '.join(one.differences)}"))
+        if self.n_matched:
+            them = "it" if self.restore.n_tokens == 1 else "them"
+            took = f"; computing {them} took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
+            lines.append(("", f"To restore: {self.restore}{took}."))
+        if self.compute.n_tokens:
+            lines.append(("", f"To compute: {self.compute}."))
+        return lines + [("", self.note)] * bool(self.note)
+
+    def _why(self) -> str:
+        evicted = ""
+        if self.evicted is not None:
+            ago = format_seconds(max(round(time.time() - self.evicted.at), 0))
+            why = CAUSES[Cause[self.evicted.cause.upper()]]
+            evicted = f"The page from token {self.evicted.start:,} on was evicted {ago} ago, {why}."
+        found = {
+            "complete": "All of it is: only the last token is computed.",
+            "evicted": evicted,
+            "fork": "What follows differs from everything that is stored.",
+            "end": "The stored sequence ends there; what follows was not computed, or not stored.",
+            "settings": "It is stored for other settings, which cannot share states with these.",
+            "empty": "Nothing is stored for this model and these settings.",
+            "snapshot": f"{self.n_shared:,} tokens are the same; this model resumes only where a snapshot was taken.",
+            "short": f"Prompts, and matches, of less than min_tokens={self.min_tokens} tokens are left to be computed.",
+            "unsupported": "States of this model, or context, cannot be stored.",
+        }
+        return found[self.reason]
+
+
+def evicted_page(start: int, found: Eviction) -> EvictedPage:
+    """What is known of a page that was evicted."""
+    return EvictedPage(start, found.at, found.cause.name.lower())
+
+
+def _quoted(text: str) -> str:
+    return f'"{repr(text)[1:-1]}"'

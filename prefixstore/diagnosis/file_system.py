@@ -1,0 +1,68 @@
+"""What kind of file system a path is on, as far as the system says."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["NETWORK", "VOLATILE", "Mount", "existing", "mount_of"]
+
+MOUNTS = Path("/proc/self/mountinfo")
+# where several machines may have the same files, or memory maps are not shared
+NETWORK = frozenset(
+    """
+    nfs nfs4 cifs smb smb2 smb3 smbfs afs ceph glusterfs fuse.glusterfs lustre gpfs beegfs ocfs2 gfs2 9p virtiofs drvfs
+    fuse.sshfs fuse.s3fs fuse.rclone fuse.gcsfuse fuse.blobfuse2 fuse.mount-s3 fuse.juicefs davfs fuse.davfs2 acfs
+    """.split()  # noqa: SIM905 - to be read at a glance
+)
+VOLATILE = {"tmpfs": "memory, which a restart of the machine empties", "ramfs": "memory, which a restart empties"}
+VOLATILE |= {"overlay": "the layer of a container, which goes with the container"}
+ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where a path is mounted.
+
+    Attributes
+    ----------
+    point
+        The directory.
+    kind
+        The type of the file system: ``"ext4"``, ``"nfs4"``, ...
+    is_read_only
+        Whether nothing can be written to it.
+    """
+
+    point: str
+    kind: str
+    is_read_only: bool
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest directory above it that exists."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if one.exists()), path)
+
+
+def mount_of(path: Path) -> Mount | None:
+    """The mount of a path, or of the directory where it would be created; None where the system does not say."""
+    try:
+        lines = MOUNTS.read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return None
+    real = os.path.realpath(existing(path))
+    found: Mount | None = None
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        columns, kinds = fields.split(), rest.split()
+        if len(columns) < 6 or not kinds:
+            continue
+        point = ESCAPED.sub(lambda digits: chr(int(digits[1], 8)), columns[4])
+        is_inside = real == point or real.startswith(point.rstrip("/") + "/")
+        # of several mounts on one directory, the last one is seen
+        if is_inside and (found is None or len(point) >= len(found.point)):
+            found = Mount(point, kinds[0], "ro" in columns[5].split(","))
+    return found

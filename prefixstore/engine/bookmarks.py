@@ -1,0 +1,179 @@
+"""The bookmarks of a location: read, and written with the next commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from prefixstore.backends.base import Backend, Transaction
+from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, end_of, is_whole, merged, note_name, parse
+from prefixstore.engine.budget import Budget, Evictor
+from prefixstore.format.keys import Tokens
+from prefixstore.format.record import Record
+from prefixstore.format.saved_state import pack_state
+
+__all__ = ["MAX_BOOKMARKS", "Bookmarks"]
+
+# of a namespace; those that were set last are kept
+MAX_BOOKMARKS = 1024
+# a note takes at most this part of the budget
+PART_OF_BUDGET = 1 / 256
+
+
+class Bookmarks:
+    """Reads bookmarks, and writes them with the next commit.
+
+    Parameters
+    ----------
+    backend
+        Of the engine.
+    evictor
+        Makes space for the notes.
+    budget
+        What the location may hold.
+    has_pending_pages
+        Whether pages wait for a commit, which may be those of a bookmark.
+    """
+
+    def __init__(
+        self, backend: Backend, evictor: Evictor, budget: Budget, has_pending_pages: Callable[[], bool]
+    ) -> None:
+        self._has_pending_pages = has_pending_pages
+        self._backend = backend
+        self._evictor = evictor
+        self._budget = budget
+        # held for steps in memory only
+        self._lock = threading.Lock()
+        # to be written, by namespace and name
+        self._pending: dict[bytes, dict[str, BookmarkChange]] = {}
+        # the note that was read last, and what it says: each admission reads it
+        self._parsed: tuple[bytes | None, Mapping[str, Bookmark]] = (None, {})
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some wait for a commit."""
+        return bool(self._pending)
+
+    def set(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
+        """Set a bookmark with the next commit; None removes it."""
+        with self._lock:
+            self._pending.setdefault(namespace, {})[name] = bookmark
+
+    def read(self, namespace: bytes) -> Mapping[str, Bookmark]:
+        """All bookmarks of a namespace, those that wait included, that set last at the end. Raises `StorageError`.
+
+        A note that is damaged is none.
+        """
+        with self._backend.view() as view:
+            note = view.note(note_name(namespace))
+        parsed = self._parsed
+        if note != parsed[0]:
+            self._parsed = parsed = note, parse(note)
+        with self._lock:
+            changes = self._pending.get(namespace)
+            return merged(parsed[1], changes) if changes else parsed[1]
+
+    def write(self) -> None:
+        """Write those that wait. What cannot be written is tried again; raises `StorageError`.
+
+        A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is
+        removed.
+        """
+        with self._lock:
+            waiting = {namespace: dict(changes) for namespace, changes in self._pending.items()}
+            before = {namespace: dict(changes) for namespace, changes in waiting.items()}
+        if not waiting:
+            return
+        # asked after these were set: the pages of a bookmark are captured before
+        may_be_whole_later = self._has_pending_pages()
+        self._make_space(waiting)
+        with self._backend.update() as transaction:
+            for namespace, changes in waiting.items():
+                for name, bookmark in list(changes.items()):
+                    if not isinstance(bookmark, Bookmark) or is_whole(transaction, namespace, bookmark):
+                        continue
+                    if may_be_whole_later:
+                        del changes[name]
+                    else:
+                        changes[name] = Unset(bookmark.set_at)
+                self._write(transaction, namespace, changes)
+        with self._lock:
+            for namespace, changes in waiting.items():
+                left = self._pending.get(namespace, {})
+                for name in changes:
+                    # not one that was set again meanwhile
+                    if name in left and left[name] is before[namespace][name]:
+                        del left[name]
+                if not left:
+                    self._pending.pop(namespace, None)
+
+    def _write(self, transaction: Transaction, namespace: bytes, changes: Mapping[str, BookmarkChange]) -> None:
+        old = transaction.note(note_name(namespace))
+        new = self._pack(merged(parse(old), changes))
+        if new != old:
+            transaction.put_note(note_name(namespace), new)
+
+    def _pack(self, bookmarks: Mapping[str, Bookmark]) -> bytes | None:
+        """A note with as many of the last ones as it may have; None if there are none."""
+        kept = list(bookmarks.items())[-MAX_BOOKMARKS:]
+        while kept:
+            note = pack_state({name: bookmark.pack() for name, bookmark in kept})
+            if len(note) <= self._budget.max_bytes * PART_OF_BUDGET:
+                return note
+            kept = kept[-(len(kept) // 2) :] if len(kept) > 1 else []
+        return None
+
+    def _make_space(self, waiting: Mapping[bytes, Mapping[str, BookmarkChange]]) -> None:
+        """Evict until the notes can grow as much as they may."""
+        growth = sum(
+            len(name.encode()) + len(bookmark.pack())
+            for changes in waiting.values()
+            for name, bookmark in changes.items()
+            if isinstance(bookmark, Bookmark)
+        )
+        with self._backend.view() as view:
+            used = view.used.bytes
+        if growth and used + growth > self._budget.max_bytes:
+            self._evictor.shrink(self._backend, max(self._budget.max_bytes - growth, 0))
+
+    # -- what they stand for ------------------------------------------------------------------------------------------
+
+    def whole(self, namespace: bytes, bookmarks: Mapping[str, Bookmark]) -> list[str]:
+        """The names of those whose sequences are stored as a whole. Raises `StorageError`."""
+        with self._backend.view() as view:
+            return [name for name, bookmark in bookmarks.items() if is_whole(view, namespace, bookmark)]
+
+    def tokens(self, namespace: bytes, bookmark: Bookmark) -> Tokens | None:
+        """The sequence; None if not all of it is stored. Raises `StorageError`."""
+        with self._backend.view() as view:
+            if not is_whole(view, namespace, bookmark):
+                return None
+            pieces, key, end = [bookmark.rest], bookmark.page, bookmark.start
+            while key != namespace:
+                record, _ = view.records([key]).get(key, (None, None))
+                if not isinstance(record, Record) or end_of(record) != end or record.key != key:
+                    return None
+                pieces.append(record.tokens)
+                key, end = record.parent, record.start
+        return np.frombuffer(b"".join(reversed(pieces)), "<i4") if end == 0 else None
+
+    def prune(self) -> None:
+        """Remove the bookmarks of sequences that are not stored any more, as after a deletion. Raises `StorageError`.
+
+        Those of a namespace without pages are removed with its settings.
+        """
+        with self._backend.view() as view:
+            found = {namespace: parse(view.note(note_name(namespace))) for namespace in view.namespaces()}
+            torn = [
+                namespace
+                for namespace, bookmarks in found.items()
+                if not all(is_whole(view, namespace, bookmark) for bookmark in bookmarks.values())
+            ]
+        if torn:
+            with self._backend.update() as transaction:
+                for namespace in torn:
+                    known = parse(transaction.note(note_name(namespace)))
+                    left = {name: each for name, each in known.items() if is_whole(transaction, namespace, each)}
+                    transaction.put_note(note_name(namespace), self._pack(left))

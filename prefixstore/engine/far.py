@@ -1,0 +1,268 @@
+"""The location behind a nearer one: what is new there is written here too, later, and as far as there is room.
+
+It has a write queue of its own, whose pages share the buffers of the nearer engine. A page whose parent is missing
+here, since the location was away when that was captured, is written with what is missing, out of the nearer location.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from prefixstore.engine.catalog import Placement
+from prefixstore.engine.contents import DropReason
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.far_pages import NamedPage, Nearer, SharedPage, Thinning, chains, node_of, pieces
+from prefixstore.engine.index import Page, is_same
+from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.queue import BATCH_BYTES
+from prefixstore.errors import StorageError
+from prefixstore.format.keys import Tokens
+
+__all__ = ["FarEngine"]
+
+log = logging.getLogger("prefixstore")
+
+# Pages that wait by name only; and how long, and of how many, it is remembered that they were named already.
+NAMED = 4096
+REMEMBERED = 16384
+REMEMBERED_SECONDS = 60.0
+# conversations whose snapshots wait to be thinned
+THINNED = 64
+
+
+class FarEngine(Engine):
+    """An engine behind a nearer one. Parameters as for `Engine`; `queue_bytes` bounds what may wait for it.
+
+    Parameters
+    ----------
+    nearer
+        The location in front.
+    """
+
+    def __init__(self, *arguments: Any, nearer: Nearer, **options: Any) -> None:
+        self._nearer = nearer
+        super().__init__(*arguments, **options)
+
+    def _start(self) -> None:
+        super()._start()
+        # entered by itself: a page that was lost may be collected while it is held
+        self._lock = threading.RLock()
+        self._held = 0
+        self._n_named = 0
+        self._named: OrderedDict[bytes, float] = OrderedDict()
+        self._thinning: list[Thinning] = []
+
+    # -- what the nearer engine calls ---------------------------------------------------------------------------------
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of captured pages that wait to be written here."""
+        return self._held
+
+    def known(self, pages: Iterable[Page]) -> list[Page]:
+        """The nodes of those of these pages that are known to be here."""
+        nodes = [(page, self._catalog.get(page.key)) for page in pages]
+        return [node for page, node in nodes if node is not None and is_same(node, page)]
+
+    def offer(self, new: PendingPage) -> None:
+        """Have a captured page written here too: its buffer is shared. Dropped, and counted, if too much waits."""
+        buffer = new.buffer
+        if self._catalog.get(new.page.key) is not None or buffer is None:
+            return
+        size = new.n_bytes
+        shared = SharedPage(
+            node_of(new.page), new.settings, None, is_wanted=new.is_wanted, on_release=self._shared_released
+        )
+        try:
+            with self._lock:
+                if not self._held or self._held + size <= self.queue_bytes:
+                    # nothing is called in between, so no Ctrl-C comes in between
+                    self._held += size
+                    shared.weight = size
+            # the caller holds it as well, so it has not returned to the pool
+            fits = (not size or shared.weight > 0) and buffer.hold()
+            if fits:
+                shared.buffer = buffer
+        except BaseException:
+            shared.release()
+            raise
+        if fits:
+            self._queue.put(shared)
+        else:
+            shared.release()
+            self.counters.count("dropped:queue_full")
+
+    def offer_stored(self, pages: Sequence[Page]) -> None:
+        """Have pages that the nearer location has written here too, if they are not here; not again and again."""
+        for page in pages:
+            if self._catalog.get(page.key) is not None:
+                continue
+            now = time.monotonic()
+            new = NamedPage(node_of(page), b"", None, on_release=self._named_released)
+            with self._lock:
+                is_new = now >= self._named.get(page.key, now) and self._n_named < NAMED
+                if is_new:
+                    self._n_named += 1
+                    new.is_counted = True
+                    self._named[page.key] = now + REMEMBERED_SECONDS
+                    self._named.move_to_end(page.key)
+                    while len(self._named) > REMEMBERED:
+                        self._named.popitem(last=False)
+            if is_new:
+                self._queue.put(new)
+
+    def _shared_released(self, page: SharedPage) -> None:
+        with self._lock:
+            # nothing is called in between, so no Ctrl-C comes in between
+            self._held -= page.weight
+            page.weight = 0
+
+    def _named_released(self, page: NamedPage) -> None:
+        with self._lock:
+            self._n_named -= page.is_counted
+            page.is_counted = False
+
+    def forget_offers(self, keys: Iterable[bytes]) -> None:
+        """These pages were not written: they may be offered again."""
+        with self._lock:
+            for key in keys:
+                self._named.pop(key, None)
+
+    def thin_later(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> None:
+        """As `Engine.thin`, with one of the next commits."""
+        if self.read_only:
+            return
+        new = Thinning(namespace, tokens.copy(), page_tokens, keep, interval)
+        with self._lock:
+            # a conversation grows: the last call stands for those about its beginning
+            self._thinning = [*(one for one in self._thinning if not new.continues(one)), new][-THINNED:]
+
+    @property
+    def has_deferred(self) -> bool:
+        """As `Engine.has_deferred`, or there are snapshots to be thinned."""
+        return bool(self._thinning) or super().has_deferred
+
+    # -- the thread of the queue --------------------------------------------------------------------------------------
+
+    def commit(self, batch: Sequence[PendingPage]) -> int:
+        """Write what was offered, with what is missing before it. What cannot be written is dropped and counted."""
+        try:
+            with self._breaker.asking() as request:
+                keys = [key for new in batch for key in (new.page.key, new.page.parent)]
+                load = partial(self._catalog.load_pages, keys=keys)
+                request.n_records = self._catalog.read(self._backend, load)
+        except StorageError as error:
+            self._give_up(batch, error)
+            return 0
+        announced: list[PendingPage] = []
+        waiting = {new.page.key: new for new in batch}
+        n_written = 0
+        try:
+            for is_named, news in groupby(batch, lambda new: isinstance(new, NamedPage)):
+                if is_named:
+                    # after those before them that were announced: they may follow these
+                    n_written += self._commit_announced(announced)
+                    n_written += self._copy_named([new.page for new in news], waiting)
+                    continue
+                for new in news:
+                    if self._announce(new):
+                        announced.append(new)
+                    waiting.pop(new.page.key, None)
+        except StorageError as error:
+            self._give_up([new for key, new in waiting.items() if self._catalog.get(key) is None], error)
+        except BaseException:
+            self._catalog.abandon(announced)
+            raise
+        n_written += super().commit(announced)
+        self._thin()
+        return n_written
+
+    def _give_up(self, news: Sequence[PendingPage], error: StorageError) -> None:
+        """Drop pages, and count them; they may be offered again."""
+        log.info("%d pages are not written to %s: %s", len(news), self.location, error)
+        self.counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", len(news))
+        self.forget_offers(new.page.key for new in news)
+
+    def _thin(self) -> None:
+        with self._lock:
+            waiting, self._thinning = self._thinning, []
+        for one in waiting:
+            with suppress(StorageError):
+                self.thin(one.namespace, one.tokens, one.page_tokens, one.keep, one.interval)
+
+    def _commit_announced(self, announced: list[PendingPage]) -> int:
+        waiting = list(announced)
+        announced.clear()
+        return super().commit(waiting) if waiting else 0
+
+    def _announce(self, new: PendingPage) -> bool:
+        """Announce a page, and write what is missing before it first."""
+        place = self.place(new)
+        if place is Placement.ORPHAN:
+            self._copy(self._nearer.path(new.page)[:-1], new.settings)
+            place = self.place(new)
+        if place is Placement.ORPHAN:
+            self.counters.count(f"dropped:{DropReason.ORPHAN.value}")
+        return place is Placement.ADDED
+
+    def _copy_named(self, pages: Sequence[Page], waiting: dict[bytes, PendingPage]) -> int:
+        """Copy those of these pages that are missing here; how many. Those that are done no longer wait."""
+        n_written = 0
+        for chain in chains([page for page in pages if self._catalog.get(page.key) is None]):
+            n_written += self._copy(chain, None)
+            for page in chain:
+                waiting.pop(page.key, None)
+        return n_written
+
+    def _copy(self, pages: Sequence[Page], settings: bytes | None) -> int:
+        """Write those of some consecutive pages that are missing here, out of the nearer location; how many.
+
+        `settings` are those of their namespace; if there are none, the nearer location is asked.
+        """
+        if not pages:
+            return 0
+        wanted = self._nearer.path(pages[0])[:-1] + list(pages)
+        load = partial(self._catalog.load_pages, keys=[page.key for page in wanted])
+        self._catalog.read(self._backend, load)
+        missing = [page for page in wanted if self._catalog.get(page.key) is None]
+        # some may have been evicted there, or replaced by longer ones
+        missing = missing[: self._nearer.n_near(missing)]
+        if not missing:
+            return 0
+        settings = settings or self._nearer.settings_of(pages[0].namespace)
+        if settings is None:
+            return 0
+        n_written = 0
+        for piece in pieces(missing, min(BATCH_BYTES, self.queue_bytes // 2)):
+            n_written += self._copy_piece(piece, settings)
+            if self._catalog.get(piece[-1].key) is None:
+                # those after it would have no parent
+                break
+        return n_written
+
+    def _copy_piece(self, pages: Sequence[Page], settings: bytes) -> int:
+        """Read some of the pages, then write them: a view of the nearer location is not kept open for a commit here."""
+        news: list[PendingPage] = []
+        try:
+            with self._nearer.states_of(pages) as states:
+                for page, state in zip(pages, states, strict=False):
+                    buffer = self.acquire(len(state), wait=True)
+                    if buffer is None:
+                        break
+                    news.append(PendingPage(node_of(page), settings, buffer))
+                    buffer.view[:] = state
+            return super().commit([new for new in news if self.place(new) is Placement.ADDED])
+        except BaseException:
+            self._catalog.abandon(news)
+            raise
+        finally:
+            for new in news:
+                new.release()

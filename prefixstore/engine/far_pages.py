@@ -1,0 +1,133 @@
+"""What waits for a far location: captured pages, pages that the nearer one has, snapshots to be thinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from prefixstore.engine.fetch import States
+from prefixstore.engine.index import Page
+from prefixstore.engine.pending import PendingPage
+from prefixstore.format.keys import Tokens
+
+__all__ = ["NamedPage", "Nearer", "SharedPage", "Thinning", "chains", "node_of", "pieces"]
+
+
+class Nearer(Protocol):
+    """The location in front of this one."""
+
+    def path(self, page: Page) -> list[Page]:
+        """The pages from the start of the sequence up to this one, as far as they are known."""
+
+    def n_near(self, pages: Sequence[Page]) -> int:
+        """How many of the first of these pages it has."""
+
+    def settings_of(self, namespace: bytes) -> bytes | None:
+        """Canonical settings of a namespace. Raises `StorageError`."""
+
+    def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
+        """Their verified states, each valid until the next one is requested."""
+
+
+def node_of(page: Page) -> Page:
+    """The same page, for the index of another location."""
+    return replace(
+        page,
+        stored_bytes=0,
+        hits=0,
+        pinned=False,
+        announced_expiry=0,
+        is_stored=False,
+        child_tokens=[],
+        children=[],
+        sealed=[False],
+        snapshots={},
+        knows_snapshots=False,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class SharedPage(PendingPage):
+    """A captured page, whose buffer the nearer engine has, too.
+
+    One that is lost, since its holder was interrupted, no longer counts when it is collected.
+    """
+
+    # sets its weight to 0, and may be called again
+    on_release: Callable[[SharedPage], None]
+    # bytes that it counts as, until it is released
+    weight: int = 0
+
+    def release(self) -> None:
+        PendingPage.release(self)
+        self.on_release(self)
+
+    def __del__(self) -> None:
+        # not of one whose making was interrupted
+        if getattr(self, "weight", 0):
+            self.on_release(self)
+
+
+@dataclass(slots=True, eq=False)
+class NamedPage(PendingPage):
+    """A page that the nearer location has: its state is read there when its turn comes."""
+
+    # sets that it is not counted, and may be called again
+    on_release: Callable[[NamedPage], None]
+    is_counted: bool = False
+
+    @property
+    def n_bytes(self) -> int:
+        # so that the queue bounds what is copied at a time
+        return self.page.raw_bytes
+
+    def release(self) -> None:
+        self.on_release(self)
+
+    def __del__(self) -> None:
+        # as that of a `SharedPage`
+        if getattr(self, "is_counted", False):
+            self.on_release(self)
+
+
+class Thinning(NamedTuple):
+    """Arguments of `Engine.thin`."""
+
+    namespace: bytes
+    tokens: Tokens
+    page_tokens: int
+    keep: int
+    interval: int
+
+    def continues(self, other: Thinning) -> bool:
+        """Whether it is about the same conversation, or a longer one."""
+        n = len(other.tokens)
+        return self.namespace == other.namespace and np.array_equal(self.tokens[:n], other.tokens)
+
+
+def chains(pages: Iterable[Page]) -> list[list[Page]]:
+    """The same pages, those together of which each follows the one before it."""
+    by_last: dict[bytes, list[Page]] = {}
+    for page in pages:
+        chain = by_last.pop(page.parent, [])
+        chain.append(page)
+        by_last[page.key] = chain
+    return list(by_last.values())
+
+
+def pieces(pages: Iterable[Page], n_bytes: int) -> Iterator[list[Page]]:
+    """Pages whose states have so many bytes together at most, or one page."""
+    piece: list[Page] = []
+    size = 0
+    for page in pages:
+        if piece and size + page.raw_bytes > n_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(page)
+        size += page.raw_bytes
+    if piece:
+        yield piece

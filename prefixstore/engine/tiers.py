@@ -1,0 +1,494 @@
+"""A location in front of another one: a local one that answers fast, and one that several machines share.
+
+To everything above it is an engine: that of the nearer location, which also asks the far one, takes from it what it
+lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one goes on alone.
+
+    method                                         asks, reads or changes
+    match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
+    fetching                                       the near one for the first pages, the far one for the others
+    touch, condemn                                 each for its own pages
+    submit, thin                                   the near one now, the far one later
+    flush, drain(), sync, close                    both
+    check, clear, pin, namespaces                  both
+    note, change_note                              the far one; the near one if that fails
+    all others (evict, delete, used, bookmarks)    the near one
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from prefixstore.backends.base import View
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.far import FarEngine
+from prefixstore.engine.far_pages import node_of
+from prefixstore.engine.fetch import Deadline, Shifted, States
+from prefixstore.engine.index import Page, Path, is_same
+from prefixstore.engine.invariants import Violation
+from prefixstore.engine.pending import Fits, PendingPage
+from prefixstore.engine.queue import Drained
+from prefixstore.engine.readers import Admit, Look, ReaderPool
+from prefixstore.engine.relay import Keep
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
+from prefixstore.format.keys import Tokens
+from prefixstore.format.namespace import Namespace
+from prefixstore.stats import TierStats
+
+__all__ = ["TieredEngine"]
+
+log = logging.getLogger("prefixstore")
+
+# of the time that computing takes, for a lookup; and how much longer it may take while that is not known
+SHARE = 0.04
+UNKNOWN_SECONDS = 0.5
+# namespaces whose settings are remembered
+KEPT_SETTINGS = 1024
+
+Ask = Callable[[Engine], Path]
+
+
+class TieredEngine(Engine):
+    """The engine of a location that has another one behind it. Parameters as for `Engine`.
+
+    Parameters
+    ----------
+    make_far
+        Makes the engine behind this one, given this one.
+    max_delay
+        Seconds that a lookup waits for the far location, or a share of what computing the rest of the prompt takes, if
+        that is more; None for as long as it takes.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        make_far: Callable[[TieredEngine], FarEngine],
+        max_delay: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._max_delay = max_delay
+        self._kept_settings: dict[bytes, bytes] = {}
+        super().__init__(*arguments, **options)
+        try:
+            self.far = make_far(self)
+        except BaseException:
+            # nothing was written
+            self._release()
+            raise
+
+    def _start(self) -> None:
+        super()._start()
+        self._lookups = ReaderPool()
+        # a question to the far location that was not waited for any longer
+        self._overdue: Future[Path] | None = None
+
+    def close(self) -> None:
+        """As `Engine.close`; what waits for the far location is written first, if it takes it."""
+        try:
+            self._without_far("was not closed in order", self.far.close)
+        finally:
+            super().close()
+
+    def _release(self) -> None:
+        self._lookups.close()
+        super()._release()
+
+    @property
+    def location(self) -> str:
+        """Both locations."""
+        return f"{super().location}, {self.far.location}"
+
+    def _without_far(self, what: str, work: Callable[[], object]) -> None:
+        """Do something with the far location; if it fails, say so and go on."""
+        try:
+            work()
+        except (StorageError, ClosedError) as error:
+            log.warning("the far location %s: %s", what, error)
+
+    # -- what the far engine needs ------------------------------------------------------------------------------------
+
+    def settings_of(self, namespace: bytes) -> bytes | None:
+        """Canonical settings of a namespace, if one of its pages is in the nearer location."""
+        with self._backend.view() as view:
+            return view.namespace(namespace)
+
+    def states_of(self, pages: Sequence[Page]) -> AbstractContextManager[States]:
+        """The verified states of pages in the nearer location, each valid until the next one is requested."""
+        return super().fetching([self._near(page) or page for page in pages], streamed=True, along=False)
+
+    # -- looking up ---------------------------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
+        """As `Engine.match`, of both locations: the longer one, each page from the nearer location if it has it."""
+        near = partial(super().match, namespace, tokens, page_tokens)
+        path = self._longer(near, lambda far: far.match(namespace, tokens, page_tokens), len(tokens))
+        return self._told(namespace, tokens, page_tokens, path)
+
+    def match_snapshot(
+        self, namespace: bytes, tokens: Tokens, page_tokens: int, limit: int, multiple_of: int = 1
+    ) -> Path:
+        """As `Engine.match_snapshot`, of both locations."""
+        near = partial(super().match_snapshot, namespace, tokens, page_tokens, limit, multiple_of)
+        most = min(limit, len(tokens))
+        path = self._longer(
+            near,
+            lambda far: far.match_snapshot(namespace, tokens, page_tokens, limit, multiple_of),
+            most - most % multiple_of,
+        )
+        return self._told(namespace, tokens, page_tokens, path)
+
+    def _longer(self, ask_near: Callable[[], Path], ask: Ask, most: int) -> Path:
+        failed: StorageError | None = None
+        try:
+            near = ask_near()
+        except StorageError as error:
+            near, failed = Path((), 0), error
+        far = self._ask_far(ask, most - near.n_tokens) if near.n_tokens < most else None
+        if far is None or far.n_tokens <= near.n_tokens:
+            if failed is not None:
+                raise failed
+            return near
+        now = time.time_ns()
+        chosen = [(self._near(page), page) for page in far.pages]
+        return Path(
+            tuple(here if here is not None and not here.has_expired(now) else page for here, page in chosen),
+            far.n_tokens,
+        )
+
+    def _ask_far(self, ask: Ask, n_tokens: int) -> Path | None:
+        """What the far location has; None if it fails, or is late, or an earlier question is not answered yet.
+
+        `n_tokens` have to be computed without it.
+        """
+        is_patient = self._max_delay is None or self._stores_all > 0
+        # read once: another thread may set it to None
+        overdue = self._overdue
+        if not is_patient and overdue is not None and not overdue.done():
+            self.far.counters.count("late_lookups")
+            return None
+        self._overdue = None
+        if self.far.is_failing:
+            return None
+        try:
+            if is_patient or self._max_delay is None:
+                return ask(self.far)
+            asked: Future[Path] = self._lookups.submit(ask, self.far)
+            if self.token_seconds is None:
+                seconds = self._max_delay + UNKNOWN_SECONDS
+            else:
+                seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
+            if not wait([asked], seconds).done:
+                self._overdue = asked
+                self.far.counters.count("late_lookups")
+                return None
+            return asked.result()
+        except Exception as error:  # a fault of the far location must not cost what the nearer one has
+            is_expected = isinstance(error, StorageError | ClosedError)
+            level = logging.INFO if is_expected else logging.ERROR
+            log.log(level, "the far location is not asked: %s", error, exc_info=None if is_expected else error)
+            return None
+
+    def _near(self, page: Page) -> Page | None:
+        """The node of a page in the nearer location, if it is known to be there."""
+        here = self._catalog.get(page.key)
+        return here if here is not None and is_same(here, page) else None
+
+    def n_near(self, pages: Sequence[Page]) -> int:
+        """How many of the first of these pages are in the nearer location."""
+        return next((n for n, page in enumerate(pages) if self._near(page) is None), len(pages))
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def fetching(
+        self,
+        pages: Sequence[Page],
+        *,
+        streamed: bool = False,
+        along: bool = True,
+        look: Look | None = None,
+        admit: Admit | None = None,
+        deadline: Deadline | None = None,
+        keep: Keep | None = None,
+    ) -> Iterator[States]:
+        """As `Engine.fetching`, each page from the nearest location that has it; what the far one gives is kept."""
+        # a page is known to be here only if those before it are
+        n_near = 0 if self._breaker.is_open else self.n_near(pages)
+        near = [self._near(page) or page for page in pages[:n_near]]
+        first = super().fetching(near, streamed=streamed, along=along, look=look, admit=admit, deadline=deadline)
+        if n_near == len(pages):
+            with first as states, self._counting(near, [], states):
+                yield states
+            return
+        rest = self.far.fetching(
+            pages[n_near:],
+            streamed=streamed,
+            look=look,
+            admit=admit,
+            deadline=Shifted(deadline, n_near) if deadline is not None else None,
+            keep=_Chain(partial(self._settings_in, pages[n_near].namespace), self._keep),
+        )
+        if not near:
+            with rest as states, self._counting([], pages, states):
+                yield states
+            return
+        # both begin at once: what is far is on its way while what is near is used
+        with rest as far_states, first as near_states:
+            joined = _JoinedStates((len(near), near_states), far_states)
+            with self._counting(near, pages[n_near:], joined):
+                yield joined
+
+    @contextmanager
+    def _counting(self, near: Sequence[Page], far: Sequence[Page], states: States) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            given = [*near, *far][: states.n_given]
+            for counters, pages in ((self.counters, given[: len(near)]), (self.far.counters, given[len(near) :])):
+                counters.count("given_pages", len(pages))
+                counters.count("given_bytes", sum(page.raw_bytes for page in pages))
+
+    def _settings_in(self, namespace: bytes, view: View) -> bytes | None:
+        """The settings of a namespace, to keep its pages; asked for once, in the thread that reads the far location."""
+        settings = self._kept_settings.get(namespace)
+        if settings is not None or self._read_only:
+            return settings
+        try:
+            settings = view.namespace(namespace)
+            if settings is None or Namespace.parse(settings).key != namespace:
+                return None
+        except (CorruptError, IncompatibleError) as error:
+            log.info("what is fetched cannot be kept: %s", error)
+            return None
+        if len(self._kept_settings) >= KEPT_SETTINGS:
+            self._kept_settings.clear()
+        self._kept_settings[namespace] = settings
+        return settings
+
+    def _keep(self, page: Page, state: memoryview, settings: bytes) -> bool:
+        """Keep a page that the far location has given; whether pages after it can be kept."""
+        if self._read_only or self._closed:
+            return False
+        if self._near(page) is not None:
+            return True
+        # of recurrent memory, pages hold tokens only: nobody fetches them
+        before = [one for one in self.far.path(page)[:-1] if self._near(one) is None]
+        if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
+            return False
+        return self._keep_one(page, state, settings)
+
+    def _keep_one(self, page: Page, state: memoryview, settings: bytes) -> bool:
+        buffer = self.acquire(len(state))
+        if buffer is None:
+            self.counters.count("not_kept")
+            return False
+        new = PendingPage(node_of(page), settings, buffer)
+        try:
+            buffer.view[:] = state
+        except BaseException:
+            new.release()
+            raise
+        # what is kept is not new: it is neither passed on nor recorded
+        is_kept = self._take(new, None)
+        self.counters.count("kept" if is_kept else "not_kept")
+        return is_kept
+
+    def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
+        """As `Engine.touch`, in both locations; the far one is offered what it lacks of the pages."""
+        near = [node for page in pages if (node := self._near(page)) is not None]
+        self._note_use(namespace, near, n_tokens)
+        self._tell_use(namespace, pages, n_tokens)
+        far = self.far.known(pages)
+        if not self.far.read_only and not self.far.is_failing:
+            if pages and len(near) == len(pages) and len(far) < len(pages):
+                self.far.offer_stored(pages[len(far) :])
+            self.far.touch(namespace, far, n_tokens)
+            self.far.nudge()
+
+    def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
+        """As `Engine.condemn`, in the location that has given the page."""
+        if self._near(page) is page:
+            super().condemn(page, fits, size)
+        else:
+            self.far.condemn(page, fits, size)
+
+    # -- capturing ----------------------------------------------------------------------------------------------------
+
+    def submit(self, new: PendingPage) -> bool:
+        """As `Engine.submit`; the page is written to the far location, too, later."""
+        # held for the far queue: the nearer location may have written it before this returns
+        held = new.buffer if new.buffer is not None and new.buffer.hold() else None
+        try:
+            is_wanted = super().submit(new)
+            if is_wanted and held is not None and not self.far.read_only:
+                self.far.offer(PendingPage(new.page, new.settings, held, is_wanted=new.is_wanted))
+            return is_wanted
+        finally:
+            if held is not None:
+                held.release()
+
+    @property
+    def queue_bytes(self) -> int:
+        """How many bytes may wait to be written to the nearer location."""
+        # the far queue holds the same buffers: there are as many again for it
+        return self._queue_bytes // 2
+
+    @contextmanager
+    def storing_all(self) -> Iterator[None]:
+        """As `Engine.storing_all`, in both locations, and the far one is waited for however long it takes."""
+        with super().storing_all(), self.far.storing_all():
+            yield
+
+    def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
+        """As `Engine.drain`; without a limit, nothing waits for the far location either."""
+        until = time.monotonic() + seconds if seconds is not None else None
+        drained = super().drain(pages, n_bytes, seconds)
+        if pages is None and n_bytes is None and not self._closed:
+            left = None if until is None else max(until - time.monotonic(), 0.0)
+            self._without_far("has not taken all that waits for it", partial(self.far.drain, seconds=left))
+        return drained
+
+    def sync(self) -> None:
+        """As `Engine.sync`, of both locations."""
+        super().sync()
+        far = self.far
+        if not (far.read_only or far.is_failing or far.is_closed):
+            self._without_far("does not say that all is durable", far.sync)
+
+    # -- maintenance, notes -------------------------------------------------------------------------------------------
+
+    def check(self, *arguments: Any) -> list[Violation]:
+        """As `Engine.check`, of both locations."""
+        return super().check(*arguments) + self.far.check()
+
+    def clear(self, namespace: bytes | None) -> int:
+        """As `Engine.clear`, in both locations; the pages of both are counted."""
+        return super().clear(namespace) + self.far.clear(namespace)
+
+    def pin(self, namespace: bytes, tokens: Tokens, page_tokens: int, *, pinned: bool) -> int:
+        """As `Engine.pin`, in both locations."""
+        far = partial(self.far.pin, namespace, tokens, page_tokens, pinned=pinned)
+        n_near = super().pin(namespace, tokens, page_tokens, pinned=pinned)
+        self._without_far("does not follow", far)
+        return n_near
+
+    def namespaces(self) -> list[Namespace]:
+        """As `Engine.namespaces`, of both locations."""
+        found = super().namespaces()
+        known = {namespace.key for namespace in found}
+
+        def more() -> None:
+            found.extend(namespace for namespace in self.far.namespaces() if namespace.key not in known)
+
+        if not self.far.is_failing:
+            self._without_far("does not say what it has", more)
+        return found
+
+    def note(self, name: bytes) -> bytes | None:
+        """As `Engine.note`, of the far location: it is the one that jobs share. Without it, of the nearer one."""
+        try:
+            return self.far.note(name)
+        except StorageError as error:
+            log.info("a note is looked for in the nearer location: %s", error)
+            return super().note(name)
+
+    def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
+        """As `Engine.change_note`, in the far location; without it, in the nearer one."""
+        try:
+            self.far.change_note(name, change)
+        except StorageError as error:
+            log.info("a note is written to the nearer location: %s", error)
+            super().change_note(name, change)
+
+    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+        """As `Engine.thin`; the far location follows with its next commit."""
+        self.far.thin_later(namespace, tokens, page_tokens, keep, interval)
+        return super().thin(namespace, tokens, page_tokens, keep, interval)
+
+    @property
+    def late(self) -> int:
+        """As `Engine.late`, of both locations."""
+        far = self.far.counters
+        return super().late + far["late"] + far["late_lookups"]
+
+    def tiers(self) -> tuple[TierStats, ...]:
+        """What came from which location, the nearest first."""
+        kept = self.counters["kept"]
+        return self._tier(self, self._backend.location, kept), self._tier(self.far, self.far.location, 0)
+
+    def _tier(self, engine: Engine, location: str, kept: int) -> TierStats:
+        counters = engine.counters
+        used = engine.last_used()[0]
+        return TierStats(
+            location=location,
+            is_available=not engine.is_failing,
+            pages=counters["given_pages"],
+            bytes=counters["given_bytes"],
+            kept=kept,
+            late=counters["late"] + counters["late_lookups"],
+            entries=used.entries,
+            bytes_used=used.bytes,
+            queued_bytes=engine.queued_bytes,
+            dropped=counters.group("dropped"),
+            unreadable=counters.group("unreadable"),
+            outages=counters["outages"],
+        )
+
+
+class _Chain(Keep):
+    """Keeps pages until one of them is not kept: those that follow it would have no parent."""
+
+    def __init__(
+        self, settings_in: Callable[[View], bytes | None], keep: Callable[[Page, memoryview, bytes], bool]
+    ) -> None:
+        self._settings_in = settings_in
+        self._keep = keep
+        # of their namespace; None if nothing can be kept, or not any more
+        self._settings: bytes | None = None
+
+    def opened(self, view: View) -> None:
+        self._settings = self._settings_in(view)
+
+    def keep(self, page: Page, state: memoryview) -> None:
+        if self._settings is not None and not self._keep(page, state, self._settings):
+            self._settings = None
+
+
+class _JoinedStates(States):
+    """The states of two fetches: those of the first, and if that has given all of its own, those of the second."""
+
+    def __init__(self, first: tuple[int, States], second: States) -> None:
+        self._n_first, self._first = first
+        self._second = second
+        self.n_given = 0
+        self.n_verified = 0
+
+    def __next__(self) -> memoryview:
+        part = self._first
+        if part.n_given == self._n_first:
+            # what was given is good before anything follows it
+            part = self._second if part.verified() == self._n_first else part
+        try:
+            return next(part)
+        finally:
+            self._add_up()
+
+    def verified(self) -> int:
+        if self._first.verified() == self._n_first:
+            self._second.verified()
+        self._add_up()
+        return self.n_verified
+
+    def _add_up(self) -> None:
+        self.n_given = self._first.n_given + self._second.n_given
+        self.n_verified = self._first.n_verified + self._second.n_verified
+
+    def close(self) -> None:
+        self._first.close()
+        self._second.close()

@@ -1,0 +1,142 @@
+"""What became of one prompt: where its tokens came from, and how long that took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LastPrompt", "PromptMeter"]
+
+
+@dataclass(frozen=True)
+class LastPrompt:
+    """What became of a prompt that a store was asked for.
+
+    Attributes
+    ----------
+    source
+        ``"store"`` (something was restored), ``"live"`` (nothing had to be: the context held a part of it already) or
+        ``"cold"`` (all of it had to be computed).
+    n_tokens
+        Length of the prompt.
+    live, restored, computed
+        Tokens of it that the context held, that were restored from the store, and that were computed. Together they are
+        `n_tokens` once the prompt is evaluated. A store that is not attached does not see the evaluation: there,
+        `computed` is what was left to do.
+    lookup_seconds
+        Time that it took to find out what is stored, and to capture what the context held before.
+    restore_seconds
+        Time that it took to restore it.
+    compute_seconds
+        Time that it took to evaluate the tokens that were computed; None if the store is not attached.
+    miss
+        Why nothing was used from the store: a name in ``Stats.misses``. None if something was restored, or the context
+        held as much as the store.
+    """
+
+    source: str
+    n_tokens: int
+    live: int
+    restored: int
+    computed: int
+    lookup_seconds: float
+    restore_seconds: float
+    compute_seconds: float | None
+    miss: str | None
+
+
+class PromptMeter:
+    """Counts what happens to a prompt. It is written by the thread that uses the ``Llama``, and read by any.
+
+    Parameters
+    ----------
+    sees_evaluation
+        Whether `begun` and `evaluated` are called.
+    is_prompt
+        False for the tokens of a session that is resumed.
+
+    Attributes
+    ----------
+    is_prompt
+        As given.
+    n_tokens
+        Length of the prompt; None until it is looked up.
+    reused
+        How many of its tokens need not be computed.
+    restored
+        How many of these were restored.
+    restore_seconds
+        Time of that.
+    miss
+        As in `LastPrompt`.
+    """
+
+    __slots__ = (
+        "_computed",
+        "_due",
+        "_is_begun",
+        "_sees_evaluation",
+        "compute_seconds",
+        "is_prompt",
+        "lookup_seconds",
+        "miss",
+        "n_tokens",
+        "restore_seconds",
+        "restored",
+        "reused",
+    )
+
+    def __init__(self, *, sees_evaluation: bool = True, is_prompt: bool = True) -> None:
+        self.is_prompt = is_prompt
+        self._sees_evaluation = sees_evaluation
+        self._computed = 0
+        # tokens of the prompt that were not evaluated yet
+        self._due = 0
+        self._is_begun = False
+        self.n_tokens: int | None = None
+        self.reused = 0
+        self.restored = 0
+        self.lookup_seconds = 0.0
+        self.restore_seconds = 0.0
+        self.compute_seconds = 0.0
+        self.miss: str | None = None
+
+    def looked_up(self, n_tokens: int, reused: int, seconds: float) -> None:
+        """A prompt of so many tokens was looked up, of which the context now holds `reused`, in so much time."""
+        self.n_tokens, self.reused = n_tokens, reused
+        self.lookup_seconds = max(seconds - self.restore_seconds, 0.0)
+        self._due = n_tokens - reused
+
+    def begun(self, n_live: int) -> None:
+        """An evaluation begins, after so many tokens. The first one says how many of the prompt are indeed reused."""
+        if not self._is_begun and self.n_tokens is not None:
+            self._is_begun = True
+            self.reused = min(n_live, self.n_tokens)
+            self._due = self.n_tokens - self.reused
+
+    def evaluated(self, n: int, seconds: float) -> None:
+        """So many tokens were evaluated; those after the end of the prompt are not of it."""
+        if self._due:
+            mine = min(n, self._due)
+            self._due -= mine
+            self._computed += mine
+            self.compute_seconds += seconds * mine / n
+
+    def record(self) -> LastPrompt | None:
+        """What became of the prompt up to now; None if it was not looked up."""
+        if self.n_tokens is None:
+            return None
+        restored = min(self.restored, self.reused)
+        live = self.reused - restored
+        sees = self._sees_evaluation
+        return LastPrompt(
+            source="store" if restored else "live" if live else "cold",
+            n_tokens=self.n_tokens,
+            live=live,
+            restored=restored,
+            computed=self._computed if sees else self.n_tokens - self.reused,
+            # to the microsecond, since people read it
+            lookup_seconds=round(self.lookup_seconds, 6),
+            restore_seconds=round(self.restore_seconds, 6),
+            compute_seconds=round(self.compute_seconds, 6) if sees else None,
+            miss=self.miss,
+        )

@@ -1,0 +1,55 @@
+"""The text that a scrape is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from prefixstore.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.metrics_core import Metric
+
+__all__ = ["import_prometheus", "new_registry", "render"]
+
+
+def import_prometheus() -> ModuleType:
+    """The package prometheus_client. Raises `MissingExtraError`."""
+    try:
+        import prometheus_client.core  # noqa: PLC0415 - the extra "server"
+    except ImportError as error:
+        raise MissingExtraError('metrics need prometheus_client; pip install "prefixstore[server]"') from error
+    return prometheus_client
+
+
+def new_registry() -> CollectorRegistry:
+    """An empty registry, so that what else runs in the process neither adds to these metrics nor clashes with them.
+
+    Raises
+    ------
+    MissingExtraError
+        If prometheus_client is not installed.
+    """
+    registry: CollectorRegistry = import_prometheus().CollectorRegistry()
+    return registry
+
+
+def render(registry: CollectorRegistry) -> tuple[bytes, str]:
+    """The body and the content type of an answer to a scrape of this registry."""
+    prometheus = import_prometheus()
+    text: bytes = prometheus.generate_latest(_WithoutCreated(registry))
+    return text, prometheus.CONTENT_TYPE_LATEST
+
+
+class _WithoutCreated:
+    """A registry without the times at which its series began, which are as many series again."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [one for one in metric.samples if one.name != f"{metric.name}_created"]
+            yield metric

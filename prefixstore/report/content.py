@@ -1,0 +1,191 @@
+"""What a report says, as JSON: short columns instead of one object for each run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from prefixstore.backends.base import Facts, View
+from prefixstore.engine.policy_memory import noted_policy
+from prefixstore.errors import CorruptError
+from prefixstore.format.namespace import Namespace
+from prefixstore.report.eviction import estimates, evicted_of
+from prefixstore.report.history import kept_of
+from prefixstore.report.labels import Words, labels_of, visible
+from prefixstore.report.runs import MOST_RUNS, USES, Column, limited, read_facts, runs_of
+
+__all__ = ["Content", "content_of"]
+
+Content: TypeAlias = dict[str, Any]
+
+# facts are not verified: what claims more is damaged
+LARGEST = 1 << 50
+HOUR, DAY = 3600, 86_400
+# Bands of ages in seconds, the shortest last: more than 30 days, up to 30, 7, 1 day, 6 hours, 1 hour.
+AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
+# digits of a key
+DIGITS = 12
+# types of GGML that are used for keys and values
+TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
+
+
+def content_of(
+    view: View,
+    location: str,
+    *,
+    words: Words | None = None,
+    is_of: Callable[[str], bool] = lambda _: True,
+    with_tokens: bool = True,
+    max_bytes: int | None = None,
+    most_runs: int = MOST_RUNS,
+    clock: Callable[[], int] = time.time_ns,
+) -> Content:
+    """What a report says of a location.
+
+    Parameters
+    ----------
+    view
+        Of the location.
+    location
+        Its URL, without passwords.
+    words
+        Tokens to text; None: runs are labelled with token ids.
+    is_of
+        Whether `words` are those of the model with this digest. Asked if the location has several models; runs of the
+        others are labelled with token ids.
+    with_tokens
+        Whether runs are labelled at all. Without, nothing of the prompts is in the report.
+    max_bytes
+        What the location may hold, if that is known.
+    most_runs
+        How many runs are shown one by one.
+    clock
+        Nanoseconds since the epoch.
+    """
+    now = clock()
+    found = read_facts(view)
+    facts = found[found["is_readable"] & (np.maximum(found["stored_bytes"], found["raw_bytes"]) < LARGEST)]
+    settings = dict(view.namespaces())
+    spaces = sorted(settings.keys() | {bytes(key) for key in np.unique(_void(facts["namespace"]))})
+    runs = limited(runs_of(facts, spaces, now), most_runs)
+    labels, shared = [""] * len(runs), [0] * len(runs)
+    if with_tokens:
+        models = [_model(settings.get(key)) for key in spaces]
+        known = {model: len({*models} - {""}) < 2 or not model or is_of(model) for model in {*models}}
+        labels, shared = labels_of(view, facts, runs, [words if known[model] else None for model in models])
+    evicted, kept = evicted_of(view), kept_of(view, now)
+    used = view.used
+    keys = "".join(bytes(facts["key"][head]).hex()[:DIGITS] if head >= 0 else " " * DIGITS for head in runs.head)
+    return {
+        "location": visible(location),
+        "made": now // 10**9,
+        "labels": "none" if not with_tokens else "text" if words is not None else "tokens",
+        "policy": visible(noted_policy(view) or ""),
+        "used_bytes": used.bytes,
+        "max_bytes": max_bytes if max_bytes is not None else kept.max_bytes,
+        "pages": used.entries,
+        "unreadable": len(found) - len(facts),
+        "tokens": int(facts["n_tokens"].sum()),
+        "stored_bytes": int(facts["stored_bytes"].sum()),
+        "raw_bytes": int(facts["raw_bytes"].sum()),
+        "hits": int(facts["hits"].sum()),
+        "pinned": int(facts["pinned"].sum()),
+        "spaces": [_space(key, settings.get(key), kept.titles.get(key.hex()[:16])) for key in spaces],
+        "runs": {
+            "parent": runs.parent.tolist(),
+            "space": runs.space.tolist(),
+            "start": (runs.start + np.array(shared, np.int64)).tolist(),
+            "tokens": runs.tokens.tolist(),
+            "pages": runs.pages.tolist(),
+            "snapshots": runs.snapshots.tolist(),
+            "bytes": runs.n_bytes.tolist(),
+            "hits": runs.hits.tolist(),
+            "least_hits": runs.least_hits.tolist(),
+            "idle": _seconds(now, runs.last_used).tolist(),
+            "age": _seconds(now, runs.created).tolist(),
+            "pinned": runs.pinned.tolist(),
+            "runs": runs.n_runs.tolist(),
+            "keys": keys,
+            "labels": labels,
+        },
+        "bands": _bands(facts, now),
+        "hours": kept.hours,
+        "days": kept.days,
+        "evicted": None
+        if evicted is None
+        else {
+            "pages": len(evicted.uses),
+            "reused": int((evicted.uses > 1).sum()),
+            "seconds": round(evicted.seconds),
+            "uses": _counts(np.digitize(evicted.uses - 1, USES), np.ones(len(evicted.uses)), len(USES) + 1),
+        },
+        "estimates": [
+            [one.share, one.n_bytes, round(one.reuse, 4)] for one in estimates(facts, evicted, now)
+        ],
+    }  # fmt: skip
+
+
+def _void(column: Column) -> Column:
+    return np.ascontiguousarray(column).view("V32")
+
+
+def _settings(stored: bytes | None) -> Mapping[str, str | int | float | bool | None]:
+    """The settings of a namespace; none if they are missing or damaged."""
+    with suppress(CorruptError):
+        return Namespace.parse(stored).settings if stored is not None else {}
+    return {}
+
+
+def _model(stored: bytes | None) -> str:
+    """The digest of the model of a namespace; empty if it has none."""
+    return str(_settings(stored).get("model") or "")
+
+
+def _space(key: bytes, settings: bytes | None, title: str | None) -> dict[str, str]:
+    """What a namespace is called. Its settings are those that a user gave, or a model has."""
+    found = _settings(settings)
+    model = str(found.get("model") or "")[:DIGITS]
+    # a title has them
+    types = [found[name] for name in ("type_k", "type_v") if name in found and title is None]
+    return {
+        "key": key.hex()[:DIGITS],
+        "model": visible(title or str(found.get("label") or model or "unknown model")),
+        "digest": visible(model),
+        "types": visible("/".join(TYPES.get(one, str(one)) if isinstance(one, int) else str(one) for one in types)),
+        "tenant": visible(str(found.get("salt") or "")),
+    }
+
+
+def _seconds(now: int, times: Column) -> Column:
+    """Seconds since then; -1 if that is not known."""
+    return np.where(times > 0, np.maximum(now - times, 0) // 10**9, -1)
+
+
+def _age_bands(ages: Column) -> Column:
+    """The band of each age: 0 for the longest, or one that is not known."""
+    bands = len(AGES) - np.digitize(ages, AGES[::-1], right=True)
+    return np.where(ages >= 0, bands, 0)
+
+
+def _counts(bands: Column, weights: Column, n: int) -> list[int]:
+    return [int(count) for count in np.bincount(bands, weights, n)]
+
+
+def _bands(facts: Facts, now: int) -> dict[str, dict[str, list[int]]]:
+    """Pages and bytes in each band of uses, of time since the last use, and of age."""
+    last_used = facts["last_used"].astype(np.int64)
+    created = facts["created"].astype(np.int64)
+    bands = {
+        "uses": (np.digitize(facts["hits"], USES), len(USES) + 1),
+        "idle": (_age_bands(_seconds(now, last_used)), len(AGES) + 1),
+        "age": (_age_bands(_seconds(now, created)), len(AGES) + 1),
+    }
+    pages = np.ones(len(facts))
+    return {
+        name: {"pages": _counts(band, pages, n), "bytes": _counts(band, facts["stored_bytes"], n)}
+        for name, (band, n) in bands.items()
+    }

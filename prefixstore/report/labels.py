@@ -1,0 +1,134 @@
+"""What a run is called: the text, or the token ids, with which it parts from the others that follow the same page."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from prefixstore.backends.base import Facts, View
+from prefixstore.format.keys import Tokens, common_prefix
+from prefixstore.format.record import Record
+from prefixstore.report.runs import Runs
+
+__all__ = ["Words", "labels_of", "visible"]
+
+# tokens of a label: as text, and as ids
+TEXT_TOKENS, ID_TOKENS = 24, 10
+# tokens of a word that are looked at before them
+WORD_TOKENS = 4
+# characters of a label
+LENGTH = 80
+# where a page has fewer tokens left, those of the next one are read too
+ENOUGH = 6
+# records read at a time
+SLICE = 1000
+
+# the text of some tokens
+Words = Callable[[Sequence[int]], str]
+
+# marks that change the direction of the text around them
+BIDI = dict.fromkeys([0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)])
+CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, 0xFEFF], "·")
+SHOWN = {**CONTROLS, **BIDI, ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): None}
+
+
+def visible(text: str) -> str:
+    """A text as one line, with nothing in it that cannot be seen."""
+    return text.translate(SHOWN).encode("utf-8", "replace").decode()
+
+
+def labels_of(view: View, facts: Facts, runs: Runs, words: Sequence[Words | None]) -> tuple[list[str], list[int]]:
+    """The label of each run, and how many of its first tokens it shares with a sibling.
+
+    Parameters
+    ----------
+    view
+        Has the tokens.
+    facts, runs
+        Of the pages.
+    words
+        Tokens to text, for each namespace; None: its labels are token ids.
+    """
+    labels, shared = [""] * len(runs), [0] * len(runs)
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for i, (siblings, head) in enumerate(zip(runs.siblings.tolist(), runs.head.tolist(), strict=True)):
+        if head >= 0:
+            # a run whose parent is lost has no siblings
+            groups[siblings if siblings >= 0 else -2 - i].append(i)
+    for some in _batches(list(groups.values())):
+        each = [i for group in some for i in group]
+        first = _tokens(view, [bytes(facts["key"][runs.head[i]]) for i in each])
+        found = dict(zip(each, first, strict=True))
+        for group in some:
+            for i, n in _divergence({i: tokens for i in group if (tokens := found[i]) is not None}).items():
+                shared[i] = n
+        short = [
+            i
+            for i in each
+            if (tokens := found[i]) is not None and len(tokens) - shared[i] < ENOUGH and runs.second[i] >= 0
+        ]
+        more = _tokens(view, [bytes(facts["key"][runs.second[i]]) for i in short])
+        following = dict(zip(short, more, strict=True))
+        for i in each:
+            if (tokens := found[i]) is not None:
+                after = following.get(i)
+                whole = tokens if after is None else np.concatenate([tokens, after])
+                labels[i] = _label(whole, shared[i], words[runs.space[i]])
+    return labels, shared
+
+
+def _batches(groups: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    """Some groups at a time: a large one is alone."""
+    some: list[list[int]] = []
+    n = 0
+    for group in groups:
+        some.append(group)
+        n += len(group)
+        if n >= SLICE:
+            yield some
+            some, n = [], 0
+    if some:
+        yield some
+
+
+def _tokens(view: View, keys: Sequence[bytes]) -> list[Tokens | None]:
+    """The tokens of these pages; None for one that is gone or damaged."""
+    found: list[Tokens | None] = []
+    for at in range(0, len(keys), SLICE):
+        some = keys[at : at + SLICE]
+        records = view.records(some)
+        for key in some:
+            record = records[key][0] if key in records else None
+            found.append(np.frombuffer(record.tokens, "<i4") if isinstance(record, Record) else None)
+    return found
+
+
+def _divergence(siblings: dict[int, Tokens]) -> dict[int, int]:
+    """How many tokens each shares with the one that is most like it: a neighbour, in the order of their bytes."""
+    ordered = sorted(siblings, key=lambda i: siblings[i].tobytes())
+    found = dict.fromkeys(ordered, 0)
+    for one, other in pairwise(ordered):
+        n = common_prefix(siblings[one], siblings[other])
+        found[one], found[other] = max(found[one], n), max(found[other], n)
+    return found
+
+
+def _label(tokens: Tokens, first: int, words: Words | None) -> str:
+    """The tokens from the first one that is not shared; as text from the beginning of its word."""
+    rest = tokens[first : first + TEXT_TOKENS].tolist()
+    if not rest:
+        return ""
+    if words is None:
+        return " ".join(map(str, rest[:ID_TOKENS])) + (" …" if len(tokens) - first > ID_TOKENS else "")
+    # a token may begin in the middle of a character
+    text = words(rest).lstrip("�")
+    for token in tokens[max(first - WORD_TOKENS, 0) : first][::-1].tolist():
+        before = words([token])
+        if not before or text[:1].isspace() or before[-1].isspace():
+            break
+        text = before + text
+    text = visible(text).strip()
+    return text if len(text) <= LENGTH else text[: LENGTH - 1] + "…"

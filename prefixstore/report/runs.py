@@ -1,0 +1,207 @@
+"""The prefix tree of a location as runs, in columns: of each page only what a report shows is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.backends.base import FACTS, Facts, View
+from prefixstore.format.keys import KEY_BYTES, PAGE
+from prefixstore.format.record import CLOCK_SLACK
+
+__all__ = ["MOST_RUNS", "USES", "Column", "Runs", "limited", "read_facts", "runs_of"]
+
+Column = npt.NDArray[Any]
+
+# pages whose facts are read at a time
+SLICE = 10_000
+# runs of a report; smaller ones are counted together
+MOST_RUNS = 150_000
+# Bands of uses: none, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 63, more. Pages of a run are in the same band.
+USES = (1, 2, 4, 8, 16, 64)
+
+
+def read_facts(view: View) -> Facts:
+    """Facts of all pages, those that cannot be read included."""
+    found, after = [], b""
+    while len(some := view.facts(after, SLICE)):
+        found.append(some)
+        after = bytes(some["key"][-1])
+    return np.concatenate(found) if found else np.empty(0, FACTS)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of pages without a branch, parents before their children. All columns have one value for each run.
+
+    Attributes
+    ----------
+    parent
+        The run that it follows; -1 for the first of a namespace.
+    space
+        Number of the namespace.
+    head, second
+        Rows of the first page and of the next one in the facts; -1 if there is none.
+    siblings
+        Equal for runs that follow the same page; -1 for a run whose parent is lost.
+    start, tokens, pages, snapshots, n_bytes
+        Position of the first token, and what the run has. Snapshots belong to the run that they follow.
+    hits, least_hits
+        How often its first page was restored, and its least used one.
+    last_used, created
+        Nanoseconds since the epoch: of the page used last, and of the oldest one. 0 if that is not believable.
+    pinned
+        Whether its pages are pinned.
+    n_runs
+        How many runs it stands for: 1, or how many small ones were left out after `parent`. Those have no `head`.
+    """
+
+    parent: Column
+    space: Column
+    head: Column
+    second: Column
+    siblings: Column
+    start: Column
+    tokens: Column
+    pages: Column
+    snapshots: Column
+    n_bytes: Column
+    hits: Column
+    least_hits: Column
+    last_used: Column
+    created: Column
+    pinned: Column
+    n_runs: Column
+
+    def __len__(self) -> int:
+        return len(self.parent)
+
+
+def _keys(column: Column) -> Column:
+    """Keys that can be compared and searched."""
+    return np.ascontiguousarray(column).view(f"S{KEY_BYTES}").reshape(-1)
+
+
+def _parents(facts: Facts) -> Column:
+    """The row of the parent of each page; -1 if it has none, or another one than its place says."""
+    keys, wanted, spaces = (_keys(facts[name]) for name in ("key", "parent", "namespace"))
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    end = facts["start"].astype(np.int64) + facts["n_tokens"]
+    # facts are not verified: that starts increase keeps a damaged record from making a circle
+    fits = (keys[at] == wanted) & (facts["form"][at] == PAGE) & (spaces[at] == spaces)
+    fits &= (end[at] == facts["start"]) & (facts["n_tokens"][at] > 0)
+    return np.where(fits, at, -1)
+
+
+def runs_of(facts: Facts, spaces: Sequence[bytes], now: int) -> Runs:
+    """The runs of readable pages, whose namespaces are those in `spaces`.
+
+    Parameters
+    ----------
+    facts
+        Of readable pages, in the order of their keys.
+    spaces
+        Keys of all their namespaces, in order.
+    now
+        Nanoseconds since the epoch.
+    """
+    n = len(facts)
+    if not n:
+        return Runs(*(np.empty(0, np.int64) for _ in range(16)))
+    parent, is_page = _parents(facts), facts["form"] == PAGE
+    children = np.bincount(parent[is_page & (parent >= 0)], minlength=n)
+    band = np.digitize(facts["hits"], USES)
+    differs = (band != band[parent]) | (facts["pinned"] != facts["pinned"][parent])
+    is_head = (parent < 0) | (is_page & ((children[parent] != 1) | differs))
+    # each page points to its parent and each head to itself, until all point to their heads
+    head = np.where(is_head, np.arange(n), parent)
+    while not np.array_equal(further := head[head], head):
+        head = further
+    heads = np.flatnonzero(is_head)
+    heads = heads[np.argsort(facts["start"][heads], kind="stable")]
+    number = np.zeros(n, np.int64)
+    number[heads] = np.arange(len(heads))
+    run = number[head]
+
+    def total(values: Column) -> Column:
+        return np.bincount(run, values, len(heads)).astype(np.int64)
+
+    def extreme(function: Any, values: Column, start: int) -> Column:
+        found = np.full(len(heads), start, np.int64)
+        function.at(found, run, values)
+        return found
+
+    second = np.full(n, -1, np.int64)
+    inner = np.flatnonzero(~is_head & is_page)
+    second[parent[inner]] = inner
+    above = parent[heads]
+    wanted, of = _keys(facts["parent"])[heads], _keys(facts["namespace"])
+    space = np.searchsorted(np.array(spaces, f"S{KEY_BYTES}"), of)[heads]
+    is_lost = (above < 0) & (wanted != of[heads])
+    latest = _believable(facts["last_used"].astype(np.int64), now)
+    return Runs(
+        parent=np.where(above >= 0, run[above], -1),
+        space=space,
+        head=heads,
+        second=second[heads],
+        siblings=np.where(above >= 0, above, np.where(is_lost, -1, n + space)),
+        start=facts["start"][heads].astype(np.int64),
+        tokens=total(np.where(is_page | is_head, facts["n_tokens"], 0)),
+        pages=total(is_page),
+        snapshots=total(~is_page),
+        n_bytes=total(facts["stored_bytes"]),
+        hits=facts["hits"][heads].astype(np.int64),
+        least_hits=extreme(np.minimum, np.where(is_page | is_head, facts["hits"], 2**32), 2**32),
+        last_used=extreme(np.maximum, latest, 0),
+        created=extreme(np.minimum, facts["created"].astype(np.int64), now),
+        pinned=facts["pinned"][heads].astype(np.int64),
+        n_runs=np.ones(len(heads), np.int64),
+    )
+
+
+def _believable(times: Column, now: int) -> Column:
+    """Times of use, as `prefixstore.format.record.time_of_use` has them, and none after now."""
+    return np.where(times <= now + CLOCK_SLACK, np.minimum(times, now), 0)
+
+
+def limited(runs: Runs, most: int = MOST_RUNS) -> Runs:
+    """At most so many runs, those with the largest subtrees, and one more after each for what is left out there."""
+    if len(runs) <= most:
+        return runs
+    below = runs.n_bytes.tolist()
+    parents = runs.parent.tolist()
+    for i in range(len(runs) - 1, -1, -1):
+        if parents[i] >= 0:
+            below[parents[i]] += below[i]
+    # parents are first, and at least as large as their children
+    kept = np.sort(np.argsort(-np.array(below), kind="stable")[:most])
+    is_kept = np.zeros(len(runs), bool)
+    is_kept[kept] = True
+    number = np.full(len(runs), -1, np.int64)
+    number[kept] = np.arange(most)
+    # what is left out is counted after the nearest run that is kept, or in its namespace
+    place = [0] * len(runs)
+    for i, parent in enumerate(parents):
+        if not is_kept[i]:
+            is_top = parent < 0 or is_kept[parent]
+            place[i] = (int(number[parent]) if parent >= 0 else -1 - int(runs.space[i])) if is_top else place[parent]
+    left = np.flatnonzero(~is_kept)
+    places, group = np.unique(np.array(place)[left], return_inverse=True)
+    added: dict[str, Column] = {name: np.zeros(len(places), np.int64) for name in Runs.__dataclass_fields__}
+    added["parent"] = np.maximum(places, -1)
+    added["space"] = np.zeros(len(places), np.int64)
+    added["space"][group] = runs.space[left]
+    for name in ("head", "second", "siblings"):
+        added[name] -= 1
+    for name in ("tokens", "pages", "snapshots", "n_bytes", "n_runs"):
+        added[name] = np.bincount(group, getattr(runs, name)[left], len(places)).astype(np.int64)
+    np.maximum.at(added["last_used"], group, runs.last_used[left])
+    added["created"] = np.full(len(places), np.iinfo(np.int64).max)
+    np.minimum.at(added["created"], group, runs.created[left])
+    columns = {name: np.concatenate([getattr(runs, name)[kept], column]) for name, column in added.items()}
+    columns["parent"][:most] = np.where(runs.parent[kept] >= 0, number[runs.parent[kept]], -1)
+    return Runs(**columns)

@@ -1,0 +1,242 @@
+"""The arguments of a llama-server: which of them change its states, and which say that nothing can be stored.
+
+Only what is known not to change a state is left out. An option that is not in these tables, of a newer server, is kept
+as it was given, so it can at most give the server a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Arguments", "option_name", "parse_arguments"]
+
+# Options with one value that change no state, and some that name the model: its content is in the namespace.
+VALUED = """
+-t --threads -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb
+--cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch -n --predict --n-predict -b --batch-size -ub
+--ubatch-size --keep -dt --defrag-thold --rpc -lm --load-mode -lzm --lazy-mode --numa -dev --device -ot
+--override-tensor -ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -ngl --gpu-layers --n-gpu-layers -sm --split-mode -ts
+--tensor-split -mg --main-gpu -fit --fit -fitt --fit-target -fitc --fit-ctx -m --model -mu --model-url -dr
+--docker-repo -hf -hfr --hf-repo -hff --hf-file -hft --hf-token --log-file --log-colors -lv --verbosity
+--log-verbosity --samplers -s --seed --sampler-seq --sampling-seq --temp --temperature --top-k --top-p --min-p
+--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p --repeat-last-n --repeat-penalty
+--presence-penalty --frequency-penalty --dry-multiplier --dry-base --dry-allowed-length --dry-penalty-last-n
+--dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range --dynatemp-exp --mirostat --mirostat-lr
+--mirostat-ent -l --logit-bias --grammar --grammar-file -j --json-schema -jf --json-schema-file -ctxcp
+--ctx-checkpoints --swa-checkpoints -cms --checkpoint-min-step -cram --cache-ram -r --reverse-prompt -mm --mmproj -mmu
+--mmproj-url -mmdev --mmproj-device --image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --video-fps
+--video-timestamp-interval --video-ffmpeg-dir -a --alias --tags --embd-normalize --host --port --path --cors-origins
+--cors-methods --cors-headers --api-prefix --ui-config --webui-config --ui-config-file --webui-config-file --tools
+--tools-runtime --mcp-servers-config --mcp-servers-json --api-key --api-key-file --ssl-key-file --ssl-cert-file
+--chat-template-kwargs -to --timeout --sse-ping-interval --threads-http --media-path
+--reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --chat-template
+--chat-template-file -sps --slot-prompt-similarity --sleep-idle-seconds --log-prompts-dir
+""".split()  # noqa: SIM905 - to be read beside the help of llama-server
+
+# Options without a value that change no state.
+FLAGS = """
+--perf --no-perf -e --escape --no-escape -kvo --kv-offload -nkvo --no-kv-offload --repack -nr --no-repack --no-host
+-cmoe --cpu-moe --check-tensors --op-offload --no-op-offload --log-disable --log-jsonl --no-log-jsonl -v --verbose
+--log-verbose --offline --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps --ignore-eos -bs
+--backend-sampling --cache-idle-slots --no-cache-idle-slots --no-context-shift -sp --special --warmup --no-warmup
+--spm-infill -cb --cont-batching -nocb --no-cont-batching --mmproj-auto --no-mmproj --no-mmproj-auto --mmproj-offload
+--no-mmproj-offload --reuse-port --cors-credentials --no-cors-credentials --ui-mcp-proxy --webui-mcp-proxy
+--no-ui-mcp-proxy --no-webui-mcp-proxy -ag --agent -no-ag --no-agent --ui --webui --no-ui --no-webui --cache-prompt
+--no-cache-prompt --metrics --props --slots --no-slots --jinja --no-jinja --reasoning-preserve --no-reasoning-preserve
+--skip-chat-parsing --no-skip-chat-parsing --prefill-assistant --no-prefill-assistant
+""".split()  # noqa: SIM905 - as above
+
+# Options that are understood, by all of their names: the setting, and how many values it has.
+KNOWN: dict[str, tuple[str, int]] = {
+    "-c": ("n_ctx", 1),
+    "--ctx-size": ("n_ctx", 1),
+    "-np": ("n_parallel", 1),
+    "--parallel": ("n_parallel", 1),
+    "-kvu": ("kv_unified", 0),
+    "--kv-unified": ("kv_unified", 0),
+    "-no-kvu": ("no_kv_unified", 0),
+    "--no-kv-unified": ("no_kv_unified", 0),
+    "-fa": ("flash_attn", 1),
+    "--flash-attn": ("flash_attn", 1),
+    "-ctk": ("type_k", 1),
+    "--cache-type-k": ("type_k", 1),
+    "-ctv": ("type_v", 1),
+    "--cache-type-v": ("type_v", 1),
+    "--swa-full": ("swa_full", 0),
+    "--rope-scaling": ("rope_scaling", 1),
+    "--rope-scale": ("rope_scale", 1),
+    "--rope-freq-base": ("rope_freq_base", 1),
+    "--rope-freq-scale": ("rope_freq_scale", 1),
+    "--yarn-orig-ctx": ("yarn_orig_ctx", 1),
+    "--yarn-ext-factor": ("yarn_ext_factor", 1),
+    "--yarn-attn-factor": ("yarn_attn_factor", 1),
+    "--yarn-beta-slow": ("yarn_beta_slow", 1),
+    "--yarn-beta-fast": ("yarn_beta_fast", 1),
+    "--override-kv": ("override_kv", 1),
+    "--context-shift": ("context_shift", 0),
+    "--cache-reuse": ("cache_reuse", 1),
+    "--spec-type": ("spec_type", 1),
+    "--slot-save-path": ("slots_dir", 1),
+}
+
+# Options with which nothing is stored, by how they begin, and the reason.
+REFUSED = (
+    ("--lora", "lora"),
+    ("--control-vector", "control_vector"),
+    ("--spec-draft-model", "draft"),
+    ("--spec-draft-hf", "draft"),
+    ("--spec-default", "draft"),
+    ("--model-draft", "draft"),
+    ("--hf-repo-draft", "draft"),
+    ("-md", "draft"),
+    ("-hfd", "draft"),
+    ("-hfrd", "draft"),
+    ("--fim-qwen-", "preset"),
+    ("--gpt-oss-", "preset"),
+    ("--vision-gemma-", "preset"),
+    ("--embd-gemma-", "preset"),
+    ("--embedding", "embeddings"),
+    ("--rerank", "embeddings"),
+    ("--models-", "router"),
+)
+
+# The environment has the same settings: the variable of an option, where it has one.
+VARIABLES = {
+    "LLAMA_ARG_CTX_SIZE": "n_ctx",
+    "LLAMA_ARG_N_PARALLEL": "n_parallel",
+    "LLAMA_ARG_KV_UNIFIED": "kv_unified",
+    "LLAMA_ARG_FLASH_ATTN": "flash_attn",
+    "LLAMA_ARG_CACHE_TYPE_K": "type_k",
+    "LLAMA_ARG_CACHE_TYPE_V": "type_v",
+    "LLAMA_ARG_SWA_FULL": "swa_full",
+    "LLAMA_ARG_ROPE_SCALING_TYPE": "rope_scaling",
+    "LLAMA_ARG_ROPE_SCALE": "rope_scale",
+    "LLAMA_ARG_ROPE_FREQ_BASE": "rope_freq_base",
+    "LLAMA_ARG_ROPE_FREQ_SCALE": "rope_freq_scale",
+    "LLAMA_ARG_YARN_ORIG_CTX": "yarn_orig_ctx",
+    "LLAMA_ARG_YARN_EXT_FACTOR": "yarn_ext_factor",
+    "LLAMA_ARG_YARN_ATTN_FACTOR": "yarn_attn_factor",
+    "LLAMA_ARG_YARN_BETA_SLOW": "yarn_beta_slow",
+    "LLAMA_ARG_YARN_BETA_FAST": "yarn_beta_fast",
+    "LLAMA_ARG_CONTEXT_SHIFT": "context_shift",
+    "LLAMA_ARG_CACHE_REUSE": "cache_reuse",
+    "LLAMA_ARG_SPEC_TYPE": "spec_type",
+}
+ORDER = {name: i for i, name in enumerate(VARIABLES)}
+FLAG_SETTINGS = ("kv_unified", "swa_full", "context_shift")
+# Variables that change no state, beside those of the options above that do not.
+HARMLESS_VARIABLES = """
+THREADS N_PREDICT BATCH UBATCH PERF KV_OFFLOAD REPACK NO_HOST DEFRAG_THOLD RPC LOAD_MODE LAZY_MODE NUMA
+DEVICE OVERRIDE_TENSOR CPU_MOE N_CPU_MOE N_CPU_FFN N_GPU_LAYERS SPLIT_MODE TENSOR_SPLIT MAIN_GPU FIT FIT_TARGET FIT_CTX
+MODEL MODEL_URL DOCKER_REPO HF_REPO HF_FILE LOG_FILE LOG_COLORS LOG_VERBOSITY OFFLINE LOG_PREFIX LOG_TIMESTAMPS
+LOG_JSONL TEMPERATURE TOP_K TOP_P MIN_P REPEAT_PENALTY PRESENCE_PENALTY FREQUENCY_PENALTY BACKEND_SAMPLING
+CTX_CHECKPOINTS CHECKPOINT_MIN_SPACING_NT CACHE_RAM CACHE_IDLE_SLOTS CONT_BATCHING MMPROJ MMPROJ_URL MMPROJ_AUTO
+MMPROJ_OFFLOAD IMAGE_MIN_TOKENS IMAGE_MAX_TOKENS MTMD_BATCH_MAX_TOKENS VIDEO_FPS VIDEO_TIMESTAMP_INTERVAL
+VIDEO_FFMPEG_DIR ALIAS TAGS HOST PORT REUSE_PORT STATIC_PATH CORS_ORIGINS CORS_METHODS CORS_HEADERS CORS_CREDENTIALS
+API_PREFIX UI_CONFIG UI_CONFIG_FILE UI_MCP_PROXY TOOLS TOOLS_RUNTIME MCP_SERVERS_CONFIG MCP_SERVERS_JSON AGENT UI
+API_KEY_FILE SSL_KEY_FILE SSL_CERT_FILE CHAT_TEMPLATE_KWARGS TIMEOUT SSE_PING_INTERVAL THREADS_HTTP CACHE_PROMPT
+ENDPOINT_METRICS ENDPOINT_PROPS ENDPOINT_SLOTS JINJA THINK REASONING REASONING_EFFORT THINK_BUDGET
+THINK_BUDGET_MESSAGE REASONING_PRESERVE CHAT_TEMPLATE CHAT_TEMPLATE_FILE SKIP_CHAT_PARSING PREFILL_ASSISTANT
+""".split()  # noqa: SIM905 - as above
+REFUSED_VARIABLES = {"SPEC_DRAFT_MODEL": "draft", "SPEC_DRAFT_HF_REPO": "draft"} | {
+    "EMBEDDINGS": "embeddings",
+    "RERANKING": "embeddings",
+    "MODELS_DIR": "router",
+    "MODELS_PRESET": "router",
+}
+VARIABLE = re.compile(r"LLAMA_ARG_(NO_)?(\w+)")
+# not of an option: rotates K and V before they are quantized
+ROTATION = "LLAMA_ATTN_ROT_DISABLE"
+TRUE = ("on", "enabled", "true", "1")
+
+
+@dataclass
+class Arguments:
+    """What arguments and environment say.
+
+    Attributes
+    ----------
+    settings
+        Values of the options that are understood, by name; ``"1"`` for a flag.
+    unknown
+        The rest, as given.
+    reason
+        Why nothing may be stored of a server with these; None if something may.
+    """
+
+    settings: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    reason: str | None = None
+
+    def is_on(self, name: str) -> bool:
+        """Whether a flag is set."""
+        return self.settings.get(name) == "1"
+
+
+def option_name(argument: str) -> str:
+    """An option as llama-server's tables have it, which takes ``--api_key``, too."""
+    return argument.replace("_", "-") if argument.startswith("--") else argument
+
+
+def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
+    """What the arguments of a llama-server, after its name, and its environment say; arguments go over variables."""
+    found = Arguments()
+    # of two variables for one setting, the one whose option stands last in llama-server's own list counts
+    for name in sorted(environ, key=lambda name: (ORDER.get(name, 0), name)):
+        _variable(found, name, environ)
+    left = iter(argv)
+    for given in left:
+        name = option_name(given)
+        reason = next((reason for prefix, reason in REFUSED if name.startswith(prefix)), None)
+        if reason is not None:
+            found.reason = found.reason or reason
+        if name in KNOWN:
+            setting, n_values = KNOWN[name]
+            value = next(left, "") if n_values else "1"
+            if setting == "no_kv_unified":
+                setting, value = "kv_unified", "0"
+            _set(found, setting, value)
+        elif name in VALUED_NAMES:
+            next(left, "")
+        elif name not in FLAG_NAMES:
+            found.unknown.append(given)
+    return found
+
+
+VALUED_NAMES, FLAG_NAMES, VARIABLE_NAMES = set(VALUED), set(FLAGS), set(HARMLESS_VARIABLES)
+
+
+def _set(found: Arguments, setting: str, value: str) -> None:
+    if setting == "override_kv" and setting in found.settings:
+        value = f"{found.settings[setting]},{value}"
+    found.settings[setting] = value
+    # the last one counts: both give the same setting
+    for one, other in (("rope_scale", "rope_freq_scale"), ("rope_freq_scale", "rope_scale")):
+        if setting == one:
+            found.settings.pop(other, None)
+
+
+def _variable(found: Arguments, name: str, environ: Mapping[str, str]) -> None:
+    value = environ[name]
+    if name == ROTATION:
+        found.unknown.append(f"{name}={value}")
+        return
+    match = VARIABLE.fullmatch(name)
+    if match is None:
+        return
+    is_negated, base = bool(match[1]), match[2]
+    setting = VARIABLES.get(f"LLAMA_ARG_{base}")
+    if base in VARIABLE_NAMES or (is_negated and f"NO_{base}" in VARIABLE_NAMES):
+        return
+    if base in REFUSED_VARIABLES:
+        found.reason = found.reason or REFUSED_VARIABLES[base]
+    elif setting in FLAG_SETTINGS:
+        # the negated name counts, whatever its value is
+        is_off = is_negated or f"LLAMA_ARG_NO_{base}" in environ or value.lower() not in TRUE
+        found.settings[setting] = "0" if is_off else "1"
+    elif setting is not None and not is_negated:
+        _set(found, setting, value)
+    else:
+        found.unknown.append(f"{name}={value}")

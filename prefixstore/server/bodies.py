@@ -1,0 +1,58 @@
+"""The bodies of requests: how much memory they may take together, and what must not stop others while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["BodiesFullError", "BodyBudget", "aside"]
+
+T = TypeVar("T")
+
+# Smaller inputs are read faster than a thread is asked.
+LARGE = 64 << 10
+# One: what JSON becomes in memory can be many times as large as its text, and only one such is made at a time.
+_reader = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-parse")
+
+
+class BodiesFullError(Exception):
+    """The requests that are being answered have as many bytes together as they may."""
+
+
+class BodyBudget:
+    """Bytes that the bodies of all requests may have together. Used in the event loop only.
+
+    Parameters
+    ----------
+    limit
+        How many.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    def check(self, n: int) -> None:
+        """Raise `BodiesFullError` if so many bytes have no room at present."""
+        if self.used + n > self.limit:
+            raise BodiesFullError
+
+    def take(self, n: int) -> None:
+        """Take so many bytes. Raises `BodiesFullError`."""
+        self.check(n)
+        self.used += n
+
+    def give_back(self, n: int) -> None:
+        """Give bytes back that were taken."""
+        self.used -= n
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """The result of work on an input of this size, in a thread if that is large: other requests go on meanwhile.
+
+    The parser of JSON itself lets no other thread run; `prompts.parse` bounds how long that may take.
+    """
+    if size < LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_reader, work)

@@ -1,0 +1,244 @@
+"""A llama-server as a child process: started, watched, started again after a crash, ended with its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from prefixstore.errors import ServerError
+from prefixstore.server.process import work_of_session
+from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError
+from prefixstore.server.watchdog import Patience, hangs
+
+__all__ = ["CHILD_URL", "Child"]
+
+log = logging.getLogger("prefixstore.server")
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+# a server that has lived so long begins again with the shortest pause
+STABLE_SECONDS = 60.0
+HEALTH_INTERVAL = 0.05
+STOP_SECONDS = 15.0
+# how long after its connections a process may end
+DYING_SECONDS = 1.0
+PR_SET_PDEATHSIG = 1
+# a name: it listens on a socket
+CHILD_URL = "http://llama-server"
+
+
+class Command(Protocol):
+    """What is started."""
+
+    @property
+    def key(self) -> str:
+        """A key with which it can be asked."""
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+
+    def prepare(self) -> None:
+        """Make what it needs on disk. Raises `ServerError`."""
+
+    def argv(self) -> list[str]:
+        """All arguments."""
+
+
+class Child:
+    """A llama-server that runs until `stop`, and is started again if it ends before, or hangs.
+
+    It must be run from a thread that lives as long as the process: Linux kills the child when the
+    thread that started it ends.
+
+    Parameters
+    ----------
+    command
+        What is started.
+    environ
+        Its environment.
+    when_ready
+        Called each time the server answers that it is healthy.
+    when_down
+        Called as soon as the process has ended.
+    is_busy
+        Whether it has requests to answer.
+    patience
+        How long it may neither answer nor do anything, before it is ended and started again. Linux; elsewhere it may
+        for ever.
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        environ: Mapping[str, str],
+        when_ready: Callable[[], Awaitable[None]],
+        when_down: Callable[[], None],
+        *,
+        is_busy: Callable[[], bool] = lambda: False,
+        patience: Patience | None = None,
+    ) -> None:
+        self._command, self._environ = command, dict(environ)
+        self._when_ready, self._when_down = when_ready, when_down
+        self._is_busy, self._patience = is_busy, patience or Patience()
+        self.process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep it running until `stop`.
+
+        Raises
+        ------
+        ServerError
+            If it ends before it was healthy for the first time, or cannot be started at all.
+        """
+        pause, was_ready = FIRST_PAUSE, False
+        while not self._stopping.is_set():
+            began = asyncio.get_running_loop().time()
+            process = await self._start()
+            if self._stopping.is_set():
+                # `stop` has not seen this one
+                await self.stop()
+            became_ready = await self._watch(process)
+            self._when_down()
+            if self._stopping.is_set():
+                return
+            was_ready |= became_ready
+            how = _how_it_ended(process.returncode)
+            if not was_ready:
+                raise ServerError(f"llama-server {how} before it was ready; its own messages say why")
+            if asyncio.get_running_loop().time() - began > STABLE_SECONDS:
+                pause = FIRST_PAUSE
+            log.warning("llama-server %s; it is started again in %.1f s", how, pause)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def stop(self, *, at_once: bool = False) -> None:
+        """End it, and wait until it has ended; `at_once` without a chance to do so itself."""
+        self._stopping.set()
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        if not at_once:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_SECONDS)
+            except asyncio.TimeoutError:
+                log.warning("llama-server did not end within %.0f s of SIGTERM and is killed", STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        argv = self._command.argv()
+        self._command.prepare()
+        try:
+            # a session of its own: Ctrl-C in the terminal must not end it before its slots are stored
+            self.process = await asyncio.create_subprocess_exec(
+                *argv,
+                env=self._environ,
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        except (OSError, ValueError) as error:
+            raise ServerError(f"{argv[0]} cannot be started: {error}") from error
+        return self.process
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> bool:
+        """Wait until the process ends; whether it was ready before."""
+        ended = asyncio.ensure_future(process.wait())
+        ready = asyncio.ensure_future(self._ready())
+        try:
+            await asyncio.wait((ended, ready), return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() and not ready.done():
+                return False
+            try:
+                await ready
+            except (UpstreamError, ServerError, ValueError):
+                # it may have died while it was asked
+                await asyncio.wait((ended,), timeout=DYING_SECONDS)
+                if not ended.done():
+                    raise
+                return False
+            watching = asyncio.ensure_future(self._end_if_it_hangs(process))
+            try:
+                await ended
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            return True
+        finally:
+            for task in (ready, ended):
+                task.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+
+    async def _ready(self) -> None:
+        async with self._asking() as server:
+            while True:
+                with contextlib.suppress(UpstreamError):
+                    if (await server.ask("/health")).is_ok:
+                        break
+                await asyncio.sleep(HEALTH_INTERVAL)
+        await self._when_ready()
+
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> AsyncIterator[Upstream]:
+        server = Upstream(CHILD_URL, timeout=ASK_SECONDS, key=self._command.key, socket=self._command.socket)
+        try:
+            yield server
+        finally:
+            await server.close()
+
+    async def _end_if_it_hangs(self, process: asyncio.subprocess.Process) -> None:
+        async with self._asking() as server:
+            await hangs(
+                lambda seconds: self._answers(server, seconds), lambda: work_of_session(process.pid), self._patience
+            )
+        log.warning("llama-server neither answers nor does anything: it is killed")
+        with contextlib.suppress(ProcessLookupError):
+            # the session that was made for it, so that nothing of it keeps the model in memory
+            os.killpg(process.pid, signal.SIGKILL)
+
+    async def _answers(self, server: Upstream, seconds: float) -> bool:
+        """Whether its threads for requests answer, and the one that computes as well if it has something to do.
+
+        The latter is not asked without need: that would wake a server that sleeps.
+        """
+        try:
+            await server.ask("/health", timeout=seconds)
+            if self._is_busy():
+                await server.ask("/slots", server.credentials(()), timeout=seconds)
+        except UpstreamError:
+            return False
+        return True
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the child does before it becomes llama-server: have Linux kill it when its parent ends in any way."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it has ended before the call
+            os._exit(1)
+
+    return prepare

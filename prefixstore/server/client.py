@@ -1,0 +1,344 @@
+"""A client of llama-server: what it is doing, what its slots hold, and their files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from prefixstore.errors import (
+    InvalidParameterError,
+    ServerBusyError,
+    ServerError,
+    ServerRefusedError,
+    ServerTooOldError,
+    ServerUnreachableError,
+)
+from prefixstore.server.process import ProcessMemory, listening_process, memory_of
+from prefixstore.server.records import Health, Props, Slot, SlotAction
+from prefixstore.units import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["LlamaServer"]
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+# more than any answer of the endpoints that are asked here
+MAX_ANSWER = 16 << 20
+MAX_MESSAGE = 300
+KEEPALIVE_SECONDS = 3.0
+
+
+NO_PROPS = Props("", "", 0, 0)
+
+
+class LlamaServer:
+    """A client of one llama-server. May be used from many threads; close it, or use it as a context manager.
+
+    Parameters
+    ----------
+    url
+        Where it listens: ``"http://127.0.0.1:8080"``.
+    timeout
+        Seconds that an answer may take.
+    api_key
+        Its key, if it wants one.
+    socket
+        The Unix socket that it listens on, if it does; `url` is a name then.
+
+    Attributes
+    ----------
+    url
+        As given, without a slash at the end.
+    bytes_per_token
+        Bytes of state a token, once a slot was saved (see `SlotStore`); None before.
+
+    Notes
+    -----
+    With ``quiet=True`` a question to a server that fails is answered with an empty record, as monitoring wants it.
+
+    Examples
+    --------
+    >>> LlamaServer("http://127.0.0.1:8080").slot(0).capacity  # doctest: +SKIP
+    0.25
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 10.0,
+        api_key: str | None = None,
+        *,
+        socket: str | os.PathLike[str] | None = None,
+    ) -> None:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidParameterError(f'url={shown(url)} must be a URL such as "http://127.0.0.1:8080"')
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
+            raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds above 0")
+        self.url = url.rstrip("/")
+        self.bytes_per_token: int | None = None
+        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # proxies of the environment are for other hosts, and would see the prompts
+        # the server closes connections that were idle for 5 s
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
+        transport = httpx.HTTPTransport(
+            limits=limits, trust_env=False, uds=None if socket is None else os.fspath(socket)
+        )
+        self._http = httpx.Client(timeout=timeout, headers=headers, trust_env=False, transport=transport)
+
+    def __repr__(self) -> str:
+        return f"LlamaServer({self.url!r})"
+
+    def close(self) -> None:
+        """Close the connections. A second call does nothing."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def health(self, *, quiet: bool = False) -> Health:
+        """Whether it takes requests. Raises `ServerUnreachableError`."""
+        try:
+            self._ask("GET", "/health")
+        except ServerBusyError:
+            return Health("loading")
+        except ServerError:
+            if not quiet:
+                raise
+            return Health("unreachable")
+        return Health("ok")
+
+    def props(self, *, quiet: bool = False) -> Props:
+        """What it says about itself.
+
+        Raises
+        ------
+        ServerError
+            `ServerUnreachableError`, `ServerBusyError` (loading), `ServerRefusedError` (the key), `ServerTooOldError`.
+        """
+        try:
+            return _props(self._ask("GET", "/props"))
+        except ServerError:
+            if not quiet:
+                raise
+            return NO_PROPS
+
+    def slots(self, *, quiet: bool = False) -> tuple[Slot, ...]:
+        """All slots. Raises `ServerError`; `ServerRefusedError` if it was started with ``--no-slots``."""
+        try:
+            answer = self._ask("GET", "/slots")
+            if not isinstance(answer, list):
+                raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known")
+            return tuple(self._slot(one) for one in answer)
+        except ServerError:
+            if not quiet:
+                raise
+            return ()
+
+    def slot(self, i: int, *, quiet: bool = False) -> Slot:
+        """One slot.
+
+        Raises
+        ------
+        ServerError
+            As `slots`.
+        InvalidParameterError
+            If there is no such slot; with ``quiet=True`` an idle one without room is returned.
+        """
+        found = {slot.id: slot for slot in self.slots(quiet=quiet)}
+        if i in found:
+            return found[i]
+        if quiet:
+            return Slot(i, "idle", None, 0)
+        raise InvalidParameterError(f"slot={shown(i)}: {self.url} has the slots {', '.join(map(str, sorted(found)))}")
+
+    def process(self) -> ProcessMemory | None:
+        """The memory of its process, if that is on this machine and may be read."""
+        if self._host not in LOCAL_HOSTS:
+            return None
+        pid = listening_process(self._port)
+        return memory_of(pid) if pid is not None else None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it listens on this machine."""
+        return self._host in LOCAL_HOSTS
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._port
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def save(self, slot: int, filename: str) -> SlotAction:
+        """Have it write a slot into a file of its slot directory. All slots wait meanwhile.
+
+        The file is written in place: read it only after this has returned. If the slot is processing, the server does
+        it when that ends, or after this has given up.
+
+        Raises
+        ------
+        ServerError
+            `ServerRefusedError` also if it was started without ``--slot-save-path``.
+        """
+        answer = self._act(slot, "save", filename)
+        return self._action(answer, "n_saved", "n_written", "save_ms")
+
+    def restore(self, slot: int, filename: str) -> SlotAction:
+        """Have it load a file of its slot directory into a slot. All slots wait meanwhile.
+
+        If it refuses the file, the slot is empty afterwards. A file whose rows are cut short ends the server.
+
+        Raises
+        ------
+        ServerError
+            As `save`.
+        """
+        answer = self._act(slot, "restore", filename)
+        return self._action(answer, "n_restored", "n_read", "restore_ms")
+
+    def erase(self, slot: int) -> SlotAction:
+        """Empty a slot. Raises `ServerError`, as `save`."""
+        answer = self._act(slot, "erase", None)
+        return self._action(answer, "n_erased", None, None)
+
+    def evaluate(self, slot: int, tokens: Sequence[int]) -> None:
+        """Have a slot hold these tokens, instead of what it holds. Raises `ServerError`."""
+        body = {"prompt": list(tokens), "n_predict": 0, "id_slot": slot, "cache_prompt": False, "temperature": 0}
+        self._ask("POST", "/completion", body)
+
+    def apply_template(self, messages: Any) -> str:
+        """The prompt of a conversation, in the template of the model. Raises `ServerError`."""
+        answer = self._ask("POST", "/apply-template", {"messages": messages})
+        prompt = answer.get("prompt") if isinstance(answer, dict) else None
+        if not isinstance(prompt, str):
+            raise ServerTooOldError(f"{self.url}/apply-template has answered in a form that is not known")
+        return prompt
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a prompt, as the server's completions have them. Raises `ServerError`."""
+        answer = self._ask("POST", "/tokenize", {"content": text, "add_special": special, "parse_special": True})
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ServerTooOldError(f"{self.url}/tokenize has answered in a form that is not known")
+        return tokens
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _act(self, slot: int, action: str, filename: str | None) -> Any:
+        if isinstance(slot, bool) or not isinstance(slot, int) or slot < 0:
+            raise InvalidParameterError(f"slot={shown(slot)} must be the number of a slot, from 0")
+        body = {} if filename is None else {"filename": filename}
+        try:
+            return self._ask("POST", f"/slots/{slot}?action={action}", body)
+        except ServerBusyError as error:
+            raise ServerBusyError(f"slot {slot} was not {action}d: {error}") from error.__cause__
+
+    def _action(self, answer: Any, n_tokens: str, n_bytes: str | None, milliseconds: str | None) -> SlotAction:
+        try:
+            return SlotAction(
+                int(answer[n_tokens]),
+                int(answer[n_bytes]) if n_bytes else 0,
+                float(answer["timings"][milliseconds]) / 1000 if milliseconds else 0.0,
+            )
+        except (KeyError, TypeError, ValueError):
+            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
+
+    def _slot(self, answer: Any) -> Slot:
+        try:
+            n_tokens = answer.get("n_prompt_tokens")
+            n_tokens = None if n_tokens is None else int(n_tokens)
+            per_token = self.bytes_per_token
+            return Slot(
+                int(answer["id"]),
+                "processing" if answer["is_processing"] else "idle",
+                n_tokens,
+                int(answer["n_ctx"]),
+                None if n_tokens is None or per_token is None else n_tokens * per_token,
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
+
+    def _ask(self, method: str, path: str, body: Any = None) -> Any:
+        """The answer to a request, as JSON. Raises `ServerError`."""
+        url = self.url + path
+        try:
+            with self._http.stream(method, url, json=body) as response:
+                data = bytearray()
+                for chunk in response.iter_bytes():
+                    data += chunk
+                    if len(data) > MAX_ANSWER:
+                        raise ServerTooOldError(f"{url} has answered with more than {MAX_ANSWER} bytes")
+        except httpx.ConnectError as error:
+            raise ServerUnreachableError(f"no server answers at {self.url}: {error}") from error
+        except httpx.TimeoutException as error:
+            raise ServerBusyError(f"{url} has not answered in time") from error
+        except httpx.HTTPError as error:
+            raise ServerUnreachableError(f"the connection to {self.url} has broken: {error}") from error
+        if response.status_code >= httpx.codes.BAD_REQUEST:
+            raise _refused(url, response.status_code, _parsed(bytes(data)))
+        answer = _parsed(bytes(data))
+        if answer is None:
+            raise ServerTooOldError(f"{url} has not answered with JSON: is it a llama-server?")
+        return answer
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return httpx.Response(200, content=data).json()
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refused(url: str, code: int, answer: Any) -> ServerError:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = str(error.get("message", "")) if isinstance(error, dict) else ""
+    said = f"{code} {message[:MAX_MESSAGE]}".rstrip()
+    if code in (httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.TOO_MANY_REQUESTS):
+        return ServerBusyError(f"{url} is not ready: {said}")
+    if code == httpx.codes.NOT_FOUND:
+        return ServerTooOldError(f"{url} does not exist there: {said}. Is it a llama-server, and new enough?")
+    if code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        return ServerRefusedError(f"{url} wants another API key: {said}")
+    if code == httpx.codes.NOT_IMPLEMENTED:
+        return ServerRefusedError(
+            f"{url} is switched off there: {said}. llama-server needs --slot-save-path DIR, and not --no-slots"
+        )
+    return ServerRefusedError(f"{url} was refused: {said}")
+
+
+def _props(answer: Any) -> Props:
+    try:
+        if answer.get("role") == "router":
+            raise ServerRefusedError(
+                "this llama-server is a router, without slots; start it with a model (-m FILE), or name the URL of one "
+                "of its models"
+            )
+        media = answer.get("modalities") or {}
+        return Props(
+            str(answer.get("build_info", "")),
+            str(answer.get("model_path", "")),
+            int(answer["total_slots"]),
+            int(answer["default_generation_settings"]["n_ctx"]),
+            bool(answer.get("is_sleeping", False)),
+            any(media.values()),
+            answer,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ServerTooOldError("/props has answered in a form that is not known: is it a llama-server?") from None

@@ -1,0 +1,186 @@
+"""The command line of a llama-server as a child process: what the user gave, checked, and what is added."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prefixstore.errors import InvalidParameterError, ServerError
+from prefixstore.server.arguments import option_name
+
+__all__ = ["ServerCommand", "api_keys_of", "check_program", "drafts", "number_of"]
+
+# Options that would work against the proxy, and what to do instead.
+REFUSED = {
+    "--host": "the proxy listens; give --host before the --",
+    "--port": "the proxy listens; give --port before the --",
+    "--slot-save-path": "the proxy has a directory of its own, in memory",
+    "--no-slots": "the proxy reads /slots",
+    "--context-shift": "shifted rows cannot be stored",
+    "--cache-reuse": "shifted rows cannot be stored",
+    "--cache-idle-slots": "it empties the slots that the proxy has filled",
+    "--api-prefix": "the proxy passes paths on as they are",
+    "--ssl-key-file": "the proxy is reached first; put TLS in front of it",
+    "--ssl-cert-file": "the proxy is reached first; put TLS in front of it",
+    "--models-dir": "a router starts other servers, whose slots the proxy does not see; serve one model",
+    "--models-preset": "a router starts other servers, whose slots the proxy does not see; serve one model",
+}
+# the same, from the environment; what is added overrides the others
+REFUSED_VARIABLES = {
+    "LLAMA_ARG_CONTEXT_SHIFT": "--context-shift",
+    "LLAMA_ARG_CACHE_REUSE": "--cache-reuse",
+    "LLAMA_ARG_API_PREFIX": "--api-prefix",
+    "LLAMA_ARG_SSL_KEY_FILE": "--ssl-key-file",
+    "LLAMA_ARG_SSL_CERT_FILE": "--ssl-cert-file",
+    "LLAMA_ARG_MODELS_DIR": "--models-dir",
+    "LLAMA_ARG_MODELS_PRESET": "--models-preset",
+}
+OFF = {"", "0", "false", "off", "disabled"}
+DRAFTS = {
+    "-md",
+    "--model-draft",
+    "--spec-draft-model",
+    "-hfd",
+    "-hfrd",
+    "--hf-repo-draft",
+    "--spec-draft-hf",
+    "--spec-default",
+}
+# llama-server takes it for a Unix socket by its ending. No other user of the machine can reach it, and no other process
+# can have it before the server does, as it could have a port.
+SOCKET = "server.sock"
+MAX_SOCKET = 103
+
+
+class ServerCommand:
+    """The arguments of a llama-server.
+
+    Parameters
+    ----------
+    argv
+        What the user gave: the program and its options.
+    environ
+        The environment in which it will run: llama-server takes options from there too.
+    private
+        A directory that only this user can read, in which the server saves slots; it is given a file with a key.
+    separated
+        Whether tenants are separated. The server then has no cache of prompts in RAM.
+
+    Raises
+    ------
+    InvalidParameterError
+        If an option cannot be used behind the proxy.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], environ: Mapping[str, str], private: Path, *, separated: bool = False
+    ) -> None:
+        if not argv:
+            raise InvalidParameterError("no llama-server is given; put its command after --: -- llama-server -m FILE")
+        _check(argv, environ)
+        self.given = tuple(argv)
+        self.socket = private / SOCKET
+        if len(os.fsencode(self.socket)) > MAX_SOCKET:
+            raise InvalidParameterError(f"{private} is too long for the path of a socket; set TMPDIR to a shorter one")
+        self.slots_dir = private / "slots"
+        self.has_keys = bool(api_keys_of(argv, environ))
+        self.key = secrets.token_urlsafe(32)
+        self._private, self._key_file = private, private / "api-key"
+        self.prepare()
+        cache_ram = number_of(argv, ("-cram", "--cache-ram"), environ.get("LLAMA_ARG_CACHE_RAM"))
+        if separated and cache_ram not in (None, 0):
+            raise InvalidParameterError(
+                f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
+            )
+        self._cache_ram = cache_ram
+
+    def prepare(self) -> None:
+        """Make what the server needs in the directory, and the directory if somebody has removed it.
+
+        Logind does that to users who are not system users, when they log out.
+
+        Raises
+        ------
+        ServerError
+            If it cannot be made, or is another's by now.
+        """
+        try:
+            self._private.mkdir(mode=0o700, exist_ok=True)
+            found = self._private.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ServerError(f"{self._private} was replaced by something that is not private; start again")
+            # of one that was killed: the next one would not start
+            self.socket.unlink(missing_ok=True)
+            self.slots_dir.mkdir(mode=0o700, exist_ok=True)
+            if not self._key_file.exists():
+                self._key_file.touch(mode=0o600)
+                self._key_file.write_text(f"{self.key}\n")
+        except OSError as error:
+            raise ServerError(f"{self._private} cannot be prepared for llama-server: {error.strerror}") from error
+
+    def argv(self) -> list[str]:
+        """All arguments, for a server that listens on `socket`."""
+        ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
+        ours += ["--no-cache-idle-slots", "--no-context-shift", "--api-key-file", str(self._key_file)]
+        if self._cache_ram is None:
+            # the store has a RAM tier of its own, and its budget is known
+            ours += ["--cache-ram", "0"]
+        return [*self.given, *ours]
+
+
+def check_program(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Raise `InvalidParameterError` if the command does not begin with a program that can be started."""
+    if argv and argv[0].startswith("-"):
+        raise InvalidParameterError(f"{argv[0]} follows --; the program comes first: -- llama-server {argv[0]} ...")
+    if argv and shutil.which(argv[0], path=environ.get("PATH")) is None:
+        where = "is not an executable file" if "/" in argv[0] else "is not on the PATH"
+        raise InvalidParameterError(f"{argv[0]} {where}; give the path of llama-server after --")
+
+
+def _check(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    for i, argument in enumerate(argv):
+        name = option_name(argument.split("=", 1)[0])
+        if name == "--cache-reuse" and argv[i + 1 : i + 2] == ["0"]:
+            continue
+        if name in REFUSED:
+            raise InvalidParameterError(f"{name} cannot be used behind the proxy: {REFUSED[name]}")
+    for variable, name in REFUSED_VARIABLES.items():
+        if environ.get(variable, "").lower() not in OFF:
+            raise InvalidParameterError(f"{variable} cannot be used behind the proxy: {REFUSED[name]}")
+
+
+def values_of(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The values given to an option, in order."""
+    return [argv[i + 1] for i, argument in enumerate(argv[:-1]) if option_name(argument) in names]
+
+
+def number_of(argv: Sequence[str], names: Sequence[str], variable: str | None) -> float | None:
+    """The last number given to an option, or else that of its environment variable; None if there is none."""
+    given = values_of(argv, names)
+    text = given[-1] if given else variable
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None  # the server says so
+
+
+def api_keys_of(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the server asks its clients for a key."""
+    options = values_of(argv, ("--api-key", "--api-key-file"))
+    return any(options) or bool(environ.get("LLAMA_API_KEY") or environ.get("LLAMA_ARG_API_KEY_FILE"))
+
+
+def drafts(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the server drafts tokens: a slot then has more state than its file."""
+    kinds = values_of(argv, ("--spec-type",)) or [environ.get("LLAMA_ARG_SPEC_TYPE", "none")]
+    from_environment = any(
+        environ.get(name)
+        for name in ("LLAMA_ARG_SPEC_DRAFT_MODEL", "LLAMA_ARG_SPEC_DRAFT_HF_REPO", "LLAMA_ARG_HFD_REPO")
+    )
+    return (
+        kinds[-1] not in ("none", "") or from_environment or any(option_name(argument) in DRAFTS for argument in argv)
+    )

@@ -1,0 +1,41 @@
+"""A slot while one request has it, and what was done to it for that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixstore.server.slot_pool import PoolSlot, Tokens
+
+__all__ = ["HeldSlot"]
+
+
+@dataclass
+class HeldSlot:
+    """A slot, held for one request.
+
+    Attributes
+    ----------
+    slot
+        The slot.
+    tokens
+        The prompt; empty if it is unknown.
+    owner
+        Its tenant.
+    n_restored
+        How many tokens were restored for it.
+    restored_seconds, lookup_seconds
+        Time that this took; None if nothing was to be restored, or the store was not asked.
+    saved_seconds
+        Time by which that was faster than computing the tokens.
+    reason
+        Why nothing was restored; None if something was, or nothing was needed.
+    """
+
+    slot: PoolSlot
+    tokens: Tokens
+    owner: str | None
+    n_restored: int = 0
+    restored_seconds: float | None = None
+    saved_seconds: float = 0.0
+    lookup_seconds: float | None = None
+    reason: str | None = None

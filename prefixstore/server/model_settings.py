@@ -1,0 +1,211 @@
+"""What the arguments of a llama-server say about its model, as the settings of a ``Llama``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from prefixstore.errors import ServerTooOldError
+from prefixstore.llama.gguf import CACHE_TYPES, Metadata, read_metadata
+from prefixstore.llama.model_file import file_digest, file_identity, model_parts
+from prefixstore.server.arguments import Arguments
+from prefixstore.server.records import Props
+from prefixstore.server.slot_file import STATE_VERSION
+
+__all__ = [
+    "FLASH_AUTO",
+    "FLASH_OFF",
+    "FLASH_ON",
+    "YARN_DEFAULTS",
+    "ModelSettings",
+    "Setting",
+    "commit_of",
+    "model_settings",
+    "yarn_factor",
+]
+
+Setting: TypeAlias = "str | int | float | bool | None"
+
+ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
+ON = ("on", "enabled", "true", "1")
+OFF = ("off", "disabled", "false", "0")
+AUTO = ("auto", "-1")
+# llama_flash_attn_type
+FLASH_AUTO = -1
+FLASH_OFF = 0
+FLASH_ON = 1
+# What -1 stands for, unless the model says something else: the defaults of llama.cpp, which a Llama passes as numbers.
+YARN_DEFAULTS = {"yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}
+# these read YaRN's factors from the model, or have defaults of their own
+OWN_YARN = ("grok", "mistral3")
+# Numbers that C and Python read in the same way: 10_000 is 10 for one of them, 10000 for the other.
+INTEGER = re.compile(r"[-+]?[0-9]+")
+DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+# contexts are as long as a multiple of this
+CONTEXT_STEP = 256
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """What the states of a server depend on, as far as its arguments and its model tell.
+
+    Attributes
+    ----------
+    settings
+        As in the namespace of a ``Llama``.
+    window
+        Tokens in the model's sliding window, if it has one; 0 if that is not known.
+    files
+        What the files of the model were.
+    """
+
+    settings: dict[str, Setting]
+    window: int
+    files: Mapping[str, Sequence[int]]
+
+
+def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSettings:
+    """What arguments say about a model.
+
+    Raises
+    ------
+    ValueError, KeyError, ZeroDivisionError
+        If a value is not understood.
+    ContextError
+        If a file of the model cannot be read.
+    """
+    given = arguments.settings
+    parts = model_parts(str(path))
+    metadata = read_metadata(parts[0])
+    files = {part: file_identity(Path(part).stat()) for part in parts}
+    overrides = _overrides(given.get("override_kv", ""))
+    model = {**metadata, **overrides}
+    architecture = str(model.get("general.architecture", ""))
+    kept = {name: value for name, value in overrides.items() if not name.startswith("tokenizer.")}
+    scaling = ROPE_SCALINGS[given["rope_scaling"]] if "rope_scaling" in given else -1
+    long_context, n_ctx = _context(arguments, props, model, architecture)
+    settings: dict[str, Setting] = {
+        "type_k": CACHE_TYPES[given.get("type_k", "f16")],
+        "type_v": CACHE_TYPES[given.get("type_v", "f16")],
+        "flash_attn_type": _flash(given.get("flash_attn", "auto")),
+        "rope_scaling_type": scaling,
+        "rope_freq_base": _float(given.get("rope_freq_base", "0")),
+        "rope_freq_scale": _freq_scale(given),
+        "yarn_ext_factor": _float(given.get("yarn_ext_factor", "-1")),
+        **{name: yarn_factor(name, _float(given.get(name, "-1")), model) for name in YARN_DEFAULTS},
+        "yarn_orig_ctx": _int(given.get("yarn_orig_ctx", "0")),
+        "attention_type": -1,
+        "model": "+".join(file_digest(part) for part in parts),
+        "lora": None,
+        "lora_scale": None,
+        "kv_overrides": json.dumps(kept, sort_keys=True) if kept else None,
+        "long_context": long_context,
+        "n_ctx": n_ctx,
+        "llama_cpp": commit_of(props),
+        "state_version": STATE_VERSION,
+        "label": None,
+    }
+    if arguments.unknown:
+        settings["arguments"] = json.dumps(arguments.unknown)
+    window = model.get(f"{architecture}.attention.sliding_window", 0)
+    return ModelSettings(settings, int(window) if isinstance(window, int) else 0, files)
+
+
+def commit_of(props: Props) -> str:
+    """The llama.cpp of a server. Raises `ServerTooOldError` if it does not say which."""
+    if not props.commit:
+        raise ServerTooOldError("the server does not say which llama.cpp it is")
+    return props.commit
+
+
+def _flash(value: str) -> int:
+    for values, number in ((ON, FLASH_ON), (OFF, FLASH_OFF), (AUTO, FLASH_AUTO)):
+        if value.lower() in values:
+            return number
+    raise ValueError(value)
+
+
+def _int(text: str) -> int:
+    """Raises `ValueError` if llama.cpp may read another number."""
+    return int(text if INTEGER.fullmatch(text) else _invalid(text))
+
+
+def _decimal(text: str) -> float:
+    """Raises `ValueError` if llama.cpp may read another number."""
+    return float(text if DECIMAL.fullmatch(text) else _invalid(text))
+
+
+def _float(text: str) -> float:
+    """As llama.cpp has it: a C float."""
+    return float(np.float32(_decimal(text)))
+
+
+def _freq_scale(given: Mapping[str, str]) -> float:
+    if "rope_scale" in given:
+        return float(np.float32(1) / np.float32(_decimal(given["rope_scale"])))
+    return _float(given.get("rope_freq_scale", "0"))
+
+
+def yarn_factor(name: str, value: float, metadata: Mapping[str, object]) -> float:
+    """A factor of YaRN as a ``Llama`` would pass it: -1 is llama.cpp's default, unless the model has factors."""
+    is_default = metadata.get("general.architecture") not in OWN_YARN and not any(
+        ".rope.scaling.yarn_" in key for key in metadata
+    )
+    return YARN_DEFAULTS[name] if value < 0 and is_default else value
+
+
+def _overrides(text: str) -> Metadata:
+    """``--override-kv KEY=TYPE:VALUE,...``. Of two values for a key, llama.cpp takes the first."""
+    found: Metadata = {}
+    for item in text.split(",") if text else ():
+        key, _, typed = item.partition("=")
+        if key in found:
+            continue
+        kind, _, value = typed.partition(":")
+        if kind == "bool" and value in ("true", "false"):
+            found[key] = value == "true"
+        elif kind == "str" and '"' not in item:
+            found[key] = value
+        else:
+            found[key] = {"int": _int, "float": _decimal}[kind](value) if kind in ("int", "float") else _invalid(item)
+    return found
+
+
+def _invalid(item: str) -> float:
+    raise ValueError(item)
+
+
+def _context(arguments: Arguments, props: Props, model: Metadata, architecture: str) -> tuple[bool, int | None]:
+    """Whether llama.cpp uses the factors for long contexts; the length of a context, if RoPE depends on it.
+
+    The server does not show a longer context than the model was trained with: then the arguments tell.
+    """
+    prefix = f"{architecture}.rope.scaling"
+    trained = int(model.get(f"{architecture}.context_length", 0))
+    original = model.get(f"{prefix}.original_context_length")
+    n_ctx = props.n_ctx
+    if n_ctx >= trained:
+        n_ctx = max(n_ctx, _asked_for(arguments, props.n_slots))
+    kind = model.get(f"{prefix}.type")
+    is_longrope = original is not None if kind is None else kind == "longrope"
+    long_context = n_ctx > (trained if original is None else int(original))
+    return long_context, n_ctx if is_longrope else None
+
+
+def _asked_for(arguments: Arguments, n_slots: int) -> int:
+    """Tokens in one sequence of the context that was asked for."""
+    given = arguments.settings
+    wanted = _int(given.get("n_ctx", "0"))
+    is_unified = arguments.is_on("kv_unified") or _int(given.get("n_parallel", "-1")) < 0
+    wanted = _padded(wanted)
+    return wanted if is_unified or n_slots <= 1 else _padded(wanted // n_slots)
+
+
+def _padded(n: int) -> int:
+    return -(-n // CONTEXT_STEP) * CONTEXT_STEP

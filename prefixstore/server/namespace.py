@@ -1,0 +1,327 @@
+"""The namespace of a llama-server: all that its states depend on.
+
+It is the one that a ``Llama`` with the same model and settings has (`llama.fingerprint`), so both share their pages.
+The settings are those of the server's arguments and environment, since the server does not tell them. Its slot files
+tell whether V is transposed, and with which types. What is not understood of the arguments becomes a part of the
+namespace as it was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from prefixstore.errors import (
+    ContextError,
+    InvalidParameterError,
+    ServerRefusedError,
+)
+from prefixstore.format.namespace import Namespace
+from prefixstore.llama.gguf import model_names, read_metadata
+from prefixstore.llama.model_file import file_identity
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.view import PAIR, U32
+from prefixstore.server.arguments import Arguments, parse_arguments
+from prefixstore.server.client import LlamaServer
+from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
+from prefixstore.server.process import (
+    command_of,
+    directory_of,
+    environment_of,
+    listening_process,
+    path_of,
+    start_ticks,
+    started_at,
+)
+from prefixstore.server.records import Props
+from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
+from prefixstore.stats import Kind
+
+__all__ = ["ServerIdentity", "kind_of_layout", "slots_dir_of"]
+
+# pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
+SHORT_PAGE = 64
+# where a GPU shows
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "accel*")
+CONFIG_FILE = "llama.cpp/config.ini"
+
+
+def kind_of_layout(layout: SlotLayout) -> Kind:
+    """What is stored of a server with this layout, as of a ``Llama``."""
+    if layout.shape.recurrent is None:
+        return Kind.PAGES
+    return Kind.PAGES_AND_SNAPSHOTS if layout.shape.sections else Kind.SNAPSHOTS
+
+
+@dataclass(frozen=True)
+class ServerIdentity:
+    """Everything that fixes the namespace of a server, but what its own slot files tell.
+
+    Attributes
+    ----------
+    settings
+        As in the namespace of a ``Llama``, as far as they are known without a slot file.
+    props
+        What the server has said about itself.
+    window
+        Tokens in the model's sliding window, if it has one; 0 if that is not known.
+    swa_full
+        Whether rows outside of the window are kept.
+    reason
+        Why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"draft"``, ``"context_shift"``,
+        ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"arguments"`` (they are
+        not understood); None if something may be.
+    """
+
+    settings: Mapping[str, Setting]
+    props: Props
+    window: int = 0
+    swa_full: bool = False
+    reason: str | None = None
+    # named: only the slot file tells anything of the states
+    is_named: bool = field(default=False, kw_only=True)
+    # what the files of the model were
+    files: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True, repr=False)
+    # where it saves slots, as this process sees it
+    slots_dir: Path | None = field(default=None, kw_only=True)
+    # the process, and when it was started, in ticks
+    process: tuple[int, int] | None = field(default=None, kw_only=True)
+
+    # -- made of ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def named(cls, props: Props, namespace: str, *, slots_dir: Path | None = None) -> ServerIdentity:
+        """That of a server of which little is known: a name stands for its model and all of its settings.
+
+        Raises
+        ------
+        InvalidParameterError
+            If the name is empty.
+        ServerTooOldError
+            If the server does not say which llama.cpp it is.
+        """
+        if not isinstance(namespace, str) or not namespace:
+            raise InvalidParameterError("namespace= must be a name that stands for the server's model and settings")
+        settings: dict[str, Setting] = {
+            "server": namespace,
+            "llama_cpp": commit_of(props),
+            "state_version": STATE_VERSION,
+        }
+        return cls(settings, props, is_named=True, slots_dir=slots_dir)
+
+    @classmethod
+    def of_command(
+        cls,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        props: Props,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> ServerIdentity:
+        """That of a server that was started with these arguments, its name first, in this environment.
+
+        Parameters
+        ----------
+        argv, environ
+            Arguments and environment.
+        props
+            What it says about itself.
+        directory
+            Its working directory; None for that of this process.
+
+        Raises
+        ------
+        ContextError
+            If a file of the model cannot be read.
+        ServerTooOldError
+            If the server does not say which llama.cpp it is.
+        """
+        arguments = parse_arguments(argv[1:], environ)
+        reason = arguments.reason or _reason(arguments, environ)
+        if reason is None:
+            path = Path(directory or ".") / props.model_path
+            try:
+                found = model_settings(arguments, props, path)
+            except (ValueError, KeyError, ZeroDivisionError):
+                reason = "arguments"
+            else:
+                return cls(found.settings, props, found.window, arguments.is_on("swa_full"), files=found.files)
+        return cls({"llama_cpp": commit_of(props)}, props, reason=reason)
+
+    @classmethod
+    def of_process(cls, url: str, props: Props) -> ServerIdentity:
+        """That of a server on this machine, whose arguments and environment can be read.
+
+        Raises
+        ------
+        InvalidParameterError
+            If its process is not found, or may not be read; the message says what to pass.
+        ContextError
+            If a file of the model cannot be read.
+        """
+        with LlamaServer(url) as server:
+            pid = listening_process(server.port) if server.is_local else None
+        argv = command_of(pid) if pid is not None else None
+        environ = environment_of(pid) if pid is not None else None
+        directory = directory_of(pid) if pid is not None else None
+        since, ticks = (started_at(pid), start_ticks(pid)) if pid is not None else (None, None)
+        if pid is None or not argv or environ is None or directory is None or since is None or ticks is None:
+            raise InvalidParameterError(
+                f"the process of {url} is not found on this machine, or belongs to another user: pass --namespace, a "
+                "name that stands for its model and settings"
+            )
+        if "serve" in argv[1:] and any(Path(argument).name == "prefixstore" for argument in argv):
+            raise InvalidParameterError(
+                f"prefixstore serve listens at {url}, and saves and restores slots itself; if it was started with "
+                "--server URL, that is the server to name here"
+            )
+        # llama-swap, for example, has models of its own choice behind it
+        if "llama-server" not in Path(argv[0]).name:
+            raise InvalidParameterError(
+                f"{Path(argv[0]).name} listens at {url}, and not llama-server: pass --namespace, a name that stands "
+                "for its model and settings"
+            )
+        found = cls.of_command(argv, environ, props, directory=directory)
+        for path in found.files:
+            if Path(path).stat().st_ctime > since:
+                raise ContextError(f"{path} has changed since the server was started: restart the server")
+        return replace(found, process=(pid, ticks), slots_dir=slots_dir_of(url))
+
+    # -- used for -----------------------------------------------------------------------------------------------------
+
+    def page_tokens(self, layout: SlotLayout, wanted: int) -> int:
+        """The length of pages, as a ``Llama`` has them."""
+        kind = kind_of_layout(layout)
+        if kind is Kind.PAGES_AND_SNAPSHOTS:
+            return min(wanted, SHORT_PAGE)
+        return min(wanted, self.window) if _has_window(layout) and self.window else wanted
+
+    def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
+        """The namespace of pages.
+
+        Parameters
+        ----------
+        layout
+            Of the server's own slot files.
+        page_tokens
+            Length of a page.
+        salt
+            The tenant.
+
+        Raises
+        ------
+        ServerRefusedError
+            If the server's states have other types than its arguments say.
+        """
+        kind = kind_of_layout(layout)
+        settings = {**self.settings, "kind": kind.value, "page_tokens": page_tokens, "salt": salt}
+        if self.is_named:
+            settings["layout"] = hashlib.sha256(repr(layout.shape).encode()).hexdigest()
+            return Namespace(settings)
+        if kind is not Kind.SNAPSHOTS:
+            self._check_types(layout)
+        if settings["flash_attn_type"] == FLASH_AUTO:
+            # without attention it has no effect: as a Llama has it by default
+            settings["flash_attn_type"] = FLASH_OFF if kind is Kind.SNAPSHOTS else _resolved(layout)
+        settings["swa_full"] = self.swa_full if _has_window(layout) else None
+        settings["streams"] = None if kind is Kind.SNAPSHOTS else 1
+        return Namespace(settings)
+
+    def names(self, namespace: Namespace) -> dict[str, str | None]:
+        """What the model is, for readers; see `model_names`."""
+        path = next(iter(self.files), None)
+        try:
+            metadata = read_metadata(path) if path is not None else {}
+        except ContextError:
+            metadata = {}
+        if path is None and self.props.model_path:
+            metadata["general.name"] = Path(self.props.model_path).stem
+        return model_names(metadata, namespace.settings)
+
+    def is_running(self) -> bool:
+        """Whether the process of the server still runs; False if it is not known."""
+        return self.process is not None and start_ticks(self.process[0]) == self.process[1]
+
+    def check(self, server: LlamaServer) -> None:
+        """Raise `ServerRefusedError` if another server answers there by now, or its model was replaced."""
+        if self.process is not None:
+            is_same = self.is_running()
+        elif self.is_named:
+            props = server.props()
+            is_same = (props.build, props.model_path) == (self.props.build, self.props.model_path)
+        else:
+            is_same = all(_file_identity(path) == found for path, found in self.files.items())
+        if not is_same:
+            raise ServerRefusedError(f"{server.url} was restarted, or its model replaced: open the store again")
+
+    def _check_types(self, layout: SlotLayout) -> None:
+        section = parse_sequence(layout.shape.example(0)).sections[0]
+        (_, n_layers) = PAIR.unpack(section.head)
+        tensors = section.tensors
+        types = {name: {U32.unpack_from(one.head)[0] for one in some} for name, some in _by_name(tensors, n_layers)}
+        for name, found in types.items():
+            if found and found != {self.settings[name]}:
+                raise ServerRefusedError(
+                    f"the states of the server have the ggml types {sorted(found)} as {name}, and its arguments say "
+                    f"{self.settings[name]}: nothing is stored"
+                )
+
+
+def slots_dir_of(url: str) -> Path | None:
+    """Where a server on this machine saves its slots, as this process sees it; None if that is not known."""
+    with LlamaServer(url) as server:
+        pid = listening_process(server.port) if server.is_local else None
+    argv, environ = (command_of(pid), environment_of(pid)) if pid is not None else (None, None)
+    if pid is None or not argv or environ is None:
+        return None
+    given = parse_arguments(argv[1:], environ).settings.get("slots_dir")
+    return path_of(pid, given) if given else None
+
+
+def _by_name(tensors: Sequence[object], n_layers: int) -> list[tuple[str, Sequence]]:  # type: ignore[type-arg]
+    return [("type_k", tensors[:n_layers]), ("type_v", tensors[n_layers:])]
+
+
+def _has_window(layout: SlotLayout) -> bool:
+    return len(layout.shape.sections) > 1
+
+
+def _file_identity(path: str) -> list[int] | None:
+    try:
+        return file_identity(Path(path).stat())
+    except OSError:
+        return None
+
+
+def _reason(arguments: Arguments, environ: Mapping[str, str]) -> str | None:
+    """Why nothing may be stored with these arguments."""
+    settings = arguments.settings
+    if arguments.is_on("context_shift"):
+        return "context_shift"
+    if settings.get("cache_reuse", "0") != "0":
+        return "cache_reuse"
+    if settings.get("spec_type", "none") != "none":
+        return "draft"
+    home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")
+    if any((Path(place) / CONFIG_FILE).exists() for place in ("/etc", home)):
+        return "config_file"
+    return None
+
+
+def _resolved(layout: SlotLayout) -> int:
+    """What flash attention ``auto`` has become, by the layout of V.
+
+    llama.cpp lays out V before it finds out whether a device has flash attention: V that is not transposed says that
+    it is on only where no other device than the processor is there.
+    """
+    if any(U32.unpack_from(section.head)[0] for section in layout.shape.sections):
+        return FLASH_OFF
+    return FLASH_AUTO if _may_have_gpu() else FLASH_ON
+
+
+def _may_have_gpu() -> bool:
+    return sys.platform != "linux" or any(True for pattern in GPU_DEVICES for _ in Path("/dev").glob(pattern))

@@ -1,0 +1,176 @@
+"""The proxy's own endpoints: health, status, metrics, and the report as a page."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from prefixstore.engine.engine import Engine
+from prefixstore.errors import ClosedError, PrefixStoreError, UnavailableError
+from prefixstore.server.exchange import Exchange
+from prefixstore.server.report_page import CONTENT, HTML, PAGE, LiveReport, page_of
+from prefixstore.server.session import ServerSession
+from prefixstore.server.slots import SlotStore
+from prefixstore.server.tenants import api_key_of
+from prefixstore.server.upstream import Reply, Upstream, UpstreamError
+
+__all__ = ["OwnEndpoints"]
+
+HEALTH, STATUS, METRICS = "/prefixstore/health", "/prefixstore/status", "/metrics"
+JSON = "application/json; charset=utf-8"
+
+
+class OwnEndpoints:
+    """What the proxy answers itself.
+
+    All need what the server asks of its clients, but ``/prefixstore/health`` and ``/prefixstore/``, a page without
+    content that asks for the key.
+
+    Parameters
+    ----------
+    upstream, session
+        The server, and what is known of it.
+    render
+        The proxy's own metrics, and their content type.
+    admin_key
+        The key for them; None: a client that the server lets in may read them.
+    has_keys
+        Whether the server asks its clients for a key.
+    separated
+        Whether tenants are separated. Then they need `admin_key`: they tell about all tenants.
+    """
+
+    paths = frozenset({HEALTH, STATUS, METRICS, PAGE, PAGE.rstrip("/"), CONTENT})
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        session: ServerSession,
+        render: Callable[[], tuple[bytes, str]],
+        *,
+        admin_key: str | None = None,
+        has_keys: bool = True,
+        separated: bool = False,
+    ) -> None:
+        self._upstream, self._session, self._render = upstream, session, render
+        self._admin_key, self._has_keys, self._separated = admin_key, has_keys, separated
+        self._report = LiveReport(self._source)
+
+    async def answer(self, exchange: Exchange) -> None:
+        """Answer a request to one of `paths`."""
+        if exchange.method not in ("GET", "HEAD"):
+            await exchange.refuse(405, "invalid_request_error", "this can only be read", allow="GET, HEAD")
+        elif exchange.path == HEALTH:
+            is_ready = self._session.is_ready
+            text = {"status": "ok" if is_ready else "starting"}
+            await exchange.answer(200 if is_ready else 503, json.dumps(text).encode(), JSON)
+        elif exchange.path == PAGE:
+            page, headers = page_of()
+            await exchange.answer(200, page, HTML, **headers)
+        elif exchange.path == PAGE.rstrip("/"):
+            # relative, for those who have put it below a path of their own
+            await exchange.answer(308, b"", "text/plain", location="prefixstore/")
+        elif (refusal := await self._refusal(exchange)) is not None:
+            await exchange.refuse(*refusal)
+        elif exchange.path == STATUS:
+            await exchange.answer(200, json.dumps(await self._status()).encode(), JSON, cache_control="no-store")
+        elif exchange.path == CONTENT:
+            await self._content(exchange)
+        else:
+            await self._metrics(exchange)
+
+    async def _refusal(self, exchange: Exchange) -> tuple[int, str, str] | None:
+        """Why a client may not read one: status, kind, message."""
+        if self._admin_key is not None:
+            given = api_key_of(exchange.headers).encode()
+            if not hmac.compare_digest(given, self._admin_key.encode()):
+                return 401, "authentication_error", "this endpoint needs the key of --admin-key"
+        elif self._separated:
+            return 403, "permission_error", "tenants are separated, and this endpoint tells of all: set --admin-key"
+        elif self._has_keys:
+            # who may read the properties of the server may read these
+            try:
+                reply = await self._get("/props", exchange)
+            except UpstreamError:
+                return 503, "unavailable_error", "the server does not answer, and cannot be asked about the key"
+            if not reply.is_ok:
+                return reply.status, "authentication_error", "the server refuses the API key"
+        return None
+
+    async def _content(self, exchange: Exchange) -> None:
+        """What the report shows."""
+        accepted, with_tokens = exchange.headers.get("accept-encoding", ""), await self._is_protected()
+        try:
+            content, headers = await self._report.content(accepted=accepted, with_tokens=with_tokens)
+        except PrefixStoreError as error:
+            await exchange.refuse(503, "unavailable_error", f"the store cannot be read: {error}")
+        else:
+            await exchange.answer(200, content, JSON, **headers)
+
+    def _source(self) -> tuple[Engine, str]:
+        store = self._session.store
+        if store is None:
+            raise UnavailableError(f"it is not open: {self._session.reason or 'the server is starting'}")
+        return store.engine, store.store.location
+
+    async def _is_protected(self) -> bool:
+        """Whether a key is needed to get here. Where none is, nobody is shown what prompts have in them."""
+        if self._admin_key is not None or not self._has_keys:
+            return self._admin_key is not None
+        try:
+            return not (await self._upstream.ask("/props")).is_ok
+        except UpstreamError:
+            return False
+
+    async def _get(self, path: str, exchange: Exchange) -> Reply:
+        return await self._upstream.ask(path, self._upstream.credentials(exchange.raw_headers))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        # in a thread, as the location is asked: other requests go on while it does not answer
+        text, content_type = await asyncio.to_thread(self._render)
+        if self._session.is_ready:
+            try:
+                reply = await self._get("/metrics", exchange)
+                if reply.is_ok:
+                    text = text.rstrip(b"\n") + b"\n" + reply.content
+            except UpstreamError:
+                pass  # they are worth something without the server's
+        await exchange.answer(200, text, content_type)
+
+    async def _status(self) -> dict[str, Any]:
+        session = self._session
+        status: dict[str, Any] = {"ready": session.is_ready, "passed_through": session.reason, "slots": []}
+        if session.manager is not None:
+            pool = session.manager.pool
+            status["slots"] = [
+                {
+                    "id": slot.id,
+                    "n_ctx": slot.n_ctx,
+                    "tokens": len(slot.tokens),
+                    "unsaved_tokens": slot.n_unsaved,
+                    "in_use": slot.is_held,
+                    "to_be_erased": slot.is_tainted,
+                }
+                for slot in pool.slots
+            ]
+            status["waiting"] = pool.n_waiting
+            status["copies"] = session.manager.n_copies
+            status["saves"] = session.manager.n_saves
+            status["failures"] = dict(session.manager.failures)
+            rates = asdict(session.rates)
+            status["rates"] = {name: value for name, value in rates.items() if not name.startswith("_")}
+        if session.store is not None:
+            status["store"] = await asyncio.to_thread(_told, session.store)
+        return status
+
+
+def _told(store: SlotStore) -> dict[str, Any] | None:
+    """What a store has done, and what its location holds; None if it has been closed meanwhile."""
+    try:
+        return asdict(store.store.stats()) | {"kind": store.kind.value}
+    except ClosedError:
+        return None

@@ -1,0 +1,170 @@
+"""The process of a server on this machine: found by its port, its arguments, its memory. Linux; nothing elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "ProcessMemory",
+    "command_of",
+    "directory_of",
+    "environment_of",
+    "listening_process",
+    "memory_of",
+    "path_of",
+    "start_ticks",
+    "started_at",
+    "work_of_session",
+]
+
+PROC = Path("/proc")
+LISTEN = "0A"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Memory of a process.
+
+    Attributes
+    ----------
+    pid
+        The process.
+    resident
+        Bytes in memory, shared ones too.
+    proportional
+        Bytes in memory; those shared by several processes divided by their number.
+    private
+        Bytes in memory that no other process has.
+    swapped
+        Bytes in swap space.
+    """
+
+    pid: int
+    resident: int
+    proportional: int
+    private: int
+    swapped: int
+
+
+def memory_of(pid: int) -> ProcessMemory | None:
+    """The memory of a process; None if it cannot be read."""
+    try:
+        text = (PROC / str(pid) / "smaps_rollup").read_text()
+    except OSError:
+        return None
+    sizes = {name: int(size) << 10 for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
+    private = sizes.get("Private_Clean", 0) + sizes.get("Private_Dirty", 0)
+    return ProcessMemory(pid, sizes.get("Rss", 0), sizes.get("Pss", 0), private, sizes.get("Swap", 0))
+
+
+def listening_process(port: int) -> int | None:
+    """The process that listens on a port of this machine; None if it is not known, or if there are several."""
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (PROC / "net" / name).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    if not inodes:
+        return None
+    found = {pid for pid in _processes() if _has_open(pid, inodes)}
+    return found.pop() if len(found) == 1 else None
+
+
+def command_of(pid: int) -> list[str] | None:
+    """The arguments that a process was started with, its name first; None if they cannot be read."""
+    arguments = _strings(pid, "cmdline")
+    return arguments or None
+
+
+def environment_of(pid: int) -> dict[str, str] | None:
+    """The environment that a process was started with; None if it cannot be read."""
+    strings = _strings(pid, "environ")
+    return None if strings is None else dict(text.split("=", 1) for text in strings if "=" in text)
+
+
+def directory_of(pid: int) -> Path | None:
+    """The working directory of a process; None if it cannot be read."""
+    try:
+        return (PROC / str(pid) / "cwd").readlink()
+    except OSError:
+        return None
+
+
+def path_of(pid: int, path: str) -> Path | None:
+    """A path as a process sees it, which may have other mounts and another working directory; None if not known."""
+    directory = directory_of(pid)
+    if directory is None:
+        return None
+    seen = PROC / str(pid) / "root" / (directory / path).relative_to("/")
+    try:
+        seen.stat()
+    except OSError:
+        return None
+    return seen
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process was started, in ticks since the system was; None if there is none. The same at each call."""
+    try:
+        # after the name, which may have blanks and brackets
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def started_at(pid: int) -> float | None:
+    """When a process was started at the latest, in seconds since the epoch; None if there is none."""
+    ticks = start_ticks(pid)
+    if ticks is None or not hasattr(time, "CLOCK_BOOTTIME"):
+        return None
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + (ticks + 1) / os.sysconf("SC_CLK_TCK")
+
+
+def work_of_session(leader: int) -> int | None:
+    """What all processes of a session have done: ticks of the processor and pages read from disk; None if unknown."""
+    found = [work for pid in _processes() if (work := _work_in(leader, pid)) is not None]
+    return sum(found) if found else None
+
+
+def _work_in(leader: int, pid: int) -> int | None:
+    try:
+        # after the name, which may have blanks and brackets: state, parent, group, session, ...
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if int(fields[3]) != leader:
+        return None
+    major_faults, user, system = fields[9], fields[11], fields[12]
+    return int(major_faults) + int(user) + int(system)
+
+
+def _processes() -> list[int]:
+    try:
+        return [int(entry.name) for entry in PROC.iterdir() if entry.name.isdecimal()]
+    except OSError:
+        return []
+
+
+def _has_open(pid: int, names: set[str]) -> bool:
+    with suppress(OSError):
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                if str(entry.readlink()) in names:
+                    return True
+    return False
+
+
+def _strings(pid: int, name: str) -> list[str] | None:
+    try:
+        data = (PROC / str(pid) / name).read_bytes()
+    except OSError:
+        return None
+    return [os.fsdecode(part) for part in data.split(b"\0")[:-1]]

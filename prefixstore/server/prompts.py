@@ -1,0 +1,187 @@
+"""What a request asks for: which prompt, and why it is passed on without the store."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prefixstore.server.conversions import chat_of_messages, chat_of_responses
+
+__all__ = ["ENDPOINTS", "SLOTLESS", "Ask", "parse", "pinned"]
+
+TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
+CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
+MESSAGES = frozenset({"/v1/messages"})
+RESPONSES = frozenset({"/responses", "/v1/responses"})
+INFILL = "/infill"
+# The paths of completions: all but the last gain the store.
+ENDPOINTS = TEXT | CHAT | MESSAGES | RESPONSES | {INFILL}
+# Requests with a body that use no slot. All others may put anything into any idle slot.
+SLOTLESS = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/props",
+        "/v1/chat/completions/control",
+        "/chat/completions/input_tokens",
+        "/v1/chat/completions/input_tokens",
+        "/responses/input_tokens",
+        "/v1/responses/input_tokens",
+        "/v1/messages/count_tokens",
+        "/v1/streams/lookup",
+    }
+)
+MEDIA = frozenset({"image", "image_url", "input_image", "input_audio", "audio", "audio_url", "video", "video_url"})
+MEDIA |= {"input_video", "file", "input_file", "document"}
+# Objects and lists of one request: reading more of them would hold up all others for longer than any prompt is worth.
+MAX_PARTS = 100_000
+JSON_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A completion that a client asks for.
+
+    Attributes
+    ----------
+    reason
+        Why it is passed on without the store; None if the store is asked.
+    prompt
+        Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
+    chat
+        A chat as ``/apply-template`` takes it, as JSON; None if it is a prompt.
+    id_slot
+        The slot that the client wants; None if it leaves that to the server.
+    can_pin
+        Whether the server uses the slot that the request names.
+    taints
+        Whether the rows that it leaves in a slot are not those of its tokens alone.
+    """
+
+    reason: str | None = None
+    prompt: str | list[Any] | None = None
+    chat: bytes | None = None
+    id_slot: int | None = None
+    can_pin: bool = True
+    taints: bool = False
+
+
+def parse(path: str, body: bytes) -> Ask:
+    """What the body of a request to one of `ENDPOINTS` asks for."""
+    if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
+        # it may be anything
+        return Ask("structure", can_pin=False, taints=True)
+    try:
+        request = json.loads(body.decode())  # as text: bytes could be in another encoding
+        if not isinstance(request, dict):
+            return Ask("invalid", can_pin=False)
+        return _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
+    except (ValueError, RecursionError):
+        # what is nested deeply may be read, and not be written
+        return Ask("invalid", can_pin=False)
+
+
+def _n_parts(body: bytes) -> int:
+    return body.count(b"{") + body.count(b"[")
+
+
+def _of_messages(request: dict[str, Any]) -> Ask:
+    # llama-server drops id_slot, lora and cache_prompt of these
+    if _has_media(request.get("messages")):
+        return Ask("media", can_pin=False, taints=True)
+    chat = chat_of_messages(request)
+    return Ask("invalid", can_pin=False) if chat is None else Ask(chat=_dump(chat), can_pin=False)
+
+
+def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
+    id_slot = request.get("id_slot", -1)
+    if not isinstance(id_slot, int) or isinstance(id_slot, bool) or id_slot < -1:
+        return Ask("invalid", can_pin=False)
+    wanted = None if id_slot == -1 else id_slot
+    prompts = request.get("prompt") if path in TEXT else request.get("messages", request.get("input"))
+    reason, can_pin, taints = _why_not(path, request, prompts)
+    if reason is not None:
+        # what else it says may leave rows that are not those of its tokens
+        taints = taints or bool(request.get("lora") or request.get("n_cache_reuse")) or _has_media(prompts)
+        return Ask(reason, id_slot=wanted, can_pin=can_pin, taints=taints)
+    if path in TEXT:
+        return _of_prompt(prompts, wanted)
+    if path in CHAT:
+        return Ask(chat=body, id_slot=wanted)
+    chat = chat_of_responses(request)
+    return Ask("invalid", can_pin=False) if chat is None else Ask(chat=_dump(chat), id_slot=wanted)
+
+
+def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str | None, bool, bool]:
+    """Why a request is passed on without the store; whether it can be given a slot; whether it taints that."""
+    is_many, is_batch = _is_many(request), path in TEXT and _is_batch(prompts)
+    reasons = (
+        ("infill", path == INFILL, False),
+        ("lora", bool(request.get("lora")), True),
+        ("media", _has_media(prompts), True),
+        ("several_answers", is_many, False),
+        ("several_prompts", is_batch, False),
+        ("cache_prompt", request.get("cache_prompt") is False, False),
+    )
+    for reason, holds, taints in reasons:
+        if holds:
+            return reason, not is_many and not is_batch, taints
+    return None, True, False
+
+
+def _of_prompt(prompt: object, wanted: int | None) -> Ask:
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt_string")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        return _of_prompt(prompt[0], wanted)
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_piece(piece) for piece in prompt)):
+        return Ask(prompt=prompt, id_slot=wanted)
+    return Ask("invalid", can_pin=False)
+
+
+def _is_many(request: dict[str, Any]) -> bool:
+    return any(request.get(name) not in (None, 0, 1) for name in ("n", "n_cmpl", "best_of"))
+
+
+def _is_piece(piece: object) -> bool:
+    return isinstance(piece, (int, str)) and not isinstance(piece, bool)
+
+
+def _is_batch(prompt: object) -> bool:
+    """Whether the server takes it as several prompts: a list of more than one without a number in it."""
+    return isinstance(prompt, list) and len(prompt) > 1 and not any(isinstance(piece, int) for piece in prompt)
+
+
+def _has_media(value: object) -> bool:
+    """Whether images, audio or other files are in a prompt, or in the messages of a chat."""
+    return any(
+        "multimodal_data" in part or (isinstance(part.get("type"), str) and part["type"] in MEDIA)
+        for part in _dicts(value)
+    )
+
+
+def _dicts(value: object) -> Iterator[dict[str, Any]]:
+    """All objects in a value."""
+    pending = [value]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict):
+            yield one
+            pending.extend(part for part in one.values() if isinstance(part, (dict, list)))
+        elif isinstance(one, list):
+            pending.extend(part for part in one if isinstance(part, (dict, list)))
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+def pinned(body: bytes, **fields: int | bool) -> bytes:
+    """The JSON object with these fields, its other bytes untouched. Of equal names the server takes the last."""
+    end = body.rindex(b"}")
+    separator = b"" if body[:end].rstrip().endswith(b"{") else b","
+    return body[:end] + separator + json.dumps(fields)[1:-1].encode() + body[end:]

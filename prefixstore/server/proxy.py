@@ -1,0 +1,442 @@
+"""A reverse proxy in front of one llama-server, whose completions gain the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from prefixstore.metrics import RequestMetrics
+from prefixstore.server.admission import Admission
+from prefixstore.server.answers import AnswerTail, Usage
+from prefixstore.server.bodies import BodiesFullError, BodyBudget, aside
+from prefixstore.server.exchange import BodyTooLargeError, Exchange
+from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.outbox import ClientGoneError
+from prefixstore.server.own_endpoints import OwnEndpoints
+from prefixstore.server.prompts import ENDPOINTS, SLOTLESS, Ask, parse, pinned
+from prefixstore.server.session import ServerSession
+from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager, SlotUnusableError
+from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Tokens
+from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.upstream import (
+    TargetError,
+    Upstream,
+    UpstreamError,
+    UpstreamLostError,
+    UpstreamTimeoutError,
+    end_to_end,
+)
+
+__all__ = ["Lifetime", "Proxy", "ProxyOptions"]
+
+log = logging.getLogger("prefixstore.server")
+
+RETRY_SECONDS = 2
+# with a longer one, llama-server closes the connection
+MAX_TARGET = 8000
+# What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
+AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
+# These only ask. What is done for all others needs a key, if the server has any.
+READS = ("GET", "HEAD", "OPTIONS")
+# What uses slots without reusing anything of them.
+STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
+STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
+
+
+class Lifetime(Protocol):
+    """What runs as long as the proxy does: the child, or a watch over a running server."""
+
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+    def lost(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """Limits, and who is who.
+
+    Attributes
+    ----------
+    max_body
+        Bytes that the body of a request may have.
+    max_bodies
+        Bytes that the bodies of all requests may have together.
+    tenants
+        Where a request says whose it is; None: all share.
+    """
+
+    max_body: int = 16 << 20
+    max_bodies: int = 256 << 20
+    tenants: TenantSource | None = None
+
+
+class Proxy:
+    """An ASGI application.
+
+    Parameters
+    ----------
+    upstream
+        The server.
+    session
+        What is known of it, and its store.
+    lifetime
+        What runs as long as the application.
+    own
+        The endpoints of the proxy itself.
+    admission
+        Whether the server lets a client in.
+    observer
+        Counts requests.
+    options
+        Limits.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        session: ServerSession,
+        lifetime: Lifetime,
+        own: OwnEndpoints,
+        admission: Admission,
+        observer: RequestMetrics,
+        options: ProxyOptions,
+    ) -> None:
+        self._upstream, self._session, self._lifetime = upstream, session, lifetime
+        self._own, self._admission = own, admission
+        self._observer, self._options = observer, options
+        self._bodies = BodyBudget(options.max_bodies)
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+        send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
+    ) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif scope["type"] == "http":
+            exchange = Exchange(scope, receive, send, self._options.max_body, self._bodies)
+            try:
+                # uvicorn cancels requests when it stops, and would print where they were
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._serve(exchange)
+            finally:
+                await exchange.close()
+        else:
+            await send({"type": "websocket.close", "code": 1003})
+
+    async def _live(self, receive: Any, send: Any) -> None:
+        await receive()
+        try:
+            await self._lifetime.start()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            raise
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._session.close()
+        await self._lifetime.stop()
+        await self._upstream.close()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Answer, unless the client goes away before: then the server is told to stop."""
+        work = asyncio.ensure_future(self._answer(exchange))
+        watch = asyncio.ensure_future(exchange.disconnected())
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if exchange.has_ended:
+                await asyncio.wait((work,))
+        finally:
+            gone = not work.done()
+            work.cancel()
+            watch.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+        if not gone and not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _answer(self, exchange: Exchange) -> None:
+        with contextlib.suppress(ClientGoneError):
+            await self._try_to_answer(exchange)
+            # the slot is given back; the client may still read
+            await exchange.emptied()
+
+    async def _try_to_answer(self, exchange: Exchange) -> None:
+        try:
+            await self._route(exchange)
+        except BodyTooLargeError:
+            limit = self._options.max_body
+            await exchange.refuse(413, "invalid_request_error", f"the body has more than {limit} bytes (--max-body)")
+        except BodiesFullError:
+            limit = self._bodies.limit
+            await self._unavailable(exchange, f"the requests at present have more than {limit} bytes (--max-bodies)")
+        except NoTenantError as error:
+            await exchange.refuse(401, "authentication_error", str(error))
+        except PoolClosedError:
+            await self._unavailable(exchange, "the server was replaced by another one")
+        except PoolFullError:
+            await self._unavailable(exchange, "too many requests wait for a slot")
+        except TargetError:
+            await exchange.refuse(400, "invalid_request_error", "the target of the request is not valid")
+        except UpstreamTimeoutError:
+            await self._broken(exchange, 504, "the server has not answered in time")
+        except UpstreamError as error:
+            if isinstance(error, UpstreamLostError):
+                self._lifetime.lost()
+            await self._broken(exchange, 503, "the server does not answer; it may be starting again")
+
+    async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
+        if exchange.has_begun:
+            # the client must see that the answer is cut short, and what has come of it
+            await exchange.flush()
+            raise ConnectionAbortedError(message)
+        await exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
+
+    async def _unavailable(self, exchange: Exchange, message: str) -> None:
+        await exchange.refuse(503, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
+
+    async def _route(self, exchange: Exchange) -> None:
+        path = exchange.path
+        if not exchange.target.startswith(b"/"):
+            exchange.nothing_to_read()
+            await exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
+        elif AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
+            exchange.nothing_to_read()
+            message = "the target of the request has a segment . or .. or %u in it: write the path that is meant"
+            await exchange.refuse(400, "invalid_request_error", message)
+        elif len(exchange.target) > MAX_TARGET:
+            exchange.nothing_to_read()
+            await exchange.refuse(414, "invalid_request_error", f"the target has more than {MAX_TARGET} bytes")
+        elif path in self._own.paths:
+            exchange.nothing_to_read()
+            await self._own.answer(exchange)
+        elif not self._session.is_ready:
+            exchange.nothing_to_read()
+            await self._unavailable(exchange, "the server is starting")
+        elif exchange.method not in READS and (refusal := await self._admission.refusal(exchange.raw_headers)):
+            exchange.nothing_to_read()
+            await exchange.answer(refusal.status, refusal.content, refusal.content_type)
+        elif exchange.method == "POST" and path in ENDPOINTS:
+            await self._complete(exchange, await exchange.body())
+        else:
+            await self._pass(exchange)
+
+    # -- everything but completions ------------------------------------------------------------------------------------
+
+    async def _pass(self, exchange: Exchange) -> None:
+        path, manager = exchange.path, self._manager
+        if self._options.tenants is not None and not self._may_pass(exchange):
+            exchange.nothing_to_read()
+            message = f"{path} is switched off: tenants are separated, and it tells about others"
+            await exchange.refuse(403, "permission_error", message)
+            return
+        if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
+            # with its directory in memory, it would write there whatever any client wants, and nobody deletes it
+            exchange.nothing_to_read()
+            await exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
+            return
+        # as a whole: while a client sends it, no thread of the server waits for it, and no slot is in doubt
+        content = None
+        if exchange.has_body:
+            content = await exchange.body()
+        else:
+            exchange.nothing_to_read()
+        if exchange.method in READS or path in SLOTLESS:
+            await self._forward(exchange, content)
+        elif path == "/lora-adapters" and not await self._session.has_adapters():
+            # there is nothing to change
+            await self._forward(exchange, content)
+        else:
+            self._observer.passed(path, "endpoint")
+            manager.n_elsewhere += 1
+            try:
+                with manager.pool.tainting() as foreign:
+                    status = await self._forward(exchange, content)
+                    foreign.is_harmless = status >= HTTPStatus.BAD_REQUEST
+            finally:
+                manager.n_elsewhere -= 1
+            if path == "/lora-adapters" and not foreign.is_harmless:
+                self._session.lora_changed()
+                log.warning("LoRA adapters were changed: nothing is stored or restored until the server is restarted")
+
+    def _may_pass(self, exchange: Exchange) -> bool:
+        path = exchange.path
+        if exchange.method in READS:
+            return not path.startswith(("/slots", "/v1/stream", "/metrics", "/props/"))
+        return path in STATELESS or (path in SLOTLESS and not path.startswith(("/v1/stream", "/props")))
+
+    async def _forward(
+        self,
+        exchange: Exchange,
+        content: bytes | None,
+        began: Callable[[int], None] = lambda _: None,
+        tail: AnswerTail | None = None,
+        first_byte: Callable[[], None] = lambda: None,
+    ) -> int:
+        """Pass a request on, and its answer back; the status of the answer."""
+        headers = exchange.raw_headers
+        if self._options.tenants is not None:
+            # who names the conversation of another would end it
+            headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
+        answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
+        try:
+            began(answer.status)
+            await exchange.begin(answer.status, end_to_end(answer.headers))
+            is_first = True
+            async for chunk in answer.chunks():
+                if is_first:
+                    first_byte()
+                    is_first = False
+                if tail is not None:
+                    tail.feed(chunk)
+                await exchange.write(chunk)
+            await exchange.write(b"", more=False)
+        finally:
+            # a cancelled request must reach the server as a closed connection
+            answer.close()
+        return answer.status
+
+    # -- completions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _manager(self) -> SlotManager:
+        manager = self._session.manager
+        assert manager is not None, "the session is ready"
+        return manager
+
+    async def _complete(self, exchange: Exchange, body: bytes) -> None:
+        tenants, path = self._options.tenants, exchange.path
+        owner = None if tenants is None else tenants.salt(exchange.headers)
+        ask = await aside(len(body), lambda: parse(path, body))
+        if not await self._session.look():
+            await self._unavailable(exchange, "the server is starting")
+        elif tenants is None and self._session.reason is not None:
+            # without the store, the server itself knows best which slot has the prompt
+            self._observer.passed(path, self._session.reason)
+            await self._without_slot(exchange, ask, body, None)
+        else:
+            await self._with_store(exchange, ask, body, owner)
+        self._session.used()
+
+    async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
+        path, manager = exchange.path, self._manager
+        reason, tokens, held = self._session.reason or ask.reason, None, None
+        if reason is None and ask.id_slot is None:
+            held = manager.continued(path, body, owner)
+        if reason is None and held is None:
+            tokens = await self._tokens(exchange, ask, owner)
+            reason = "no_tokens" if tokens is None else None
+        if reason is not None:
+            self._observer.passed(path, reason)
+        can_choose = ask.can_pin or len(manager.pool.slots) == 1
+        if not can_choose and reason is not None:
+            await self._without_slot(exchange, ask, body, owner)
+        elif not can_choose and held is None and self._options.tenants is not None:
+            message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
+            await exchange.refuse(501, "not_supported_error", message)
+        else:
+            taints = ask.taints or reason == "lora"
+            try:
+                held = held or await manager.acquire(tokens, owner, ask.id_slot)
+            except SlotUnusableError:
+                await self._unavailable(exchange, "no slot can be emptied")
+                return
+            await self._with_slot(exchange, ask, body, held, is_counted=reason is None, taints=taints)
+
+    async def _tokens(self, exchange: Exchange, ask: Ask, owner: str | None) -> Tokens | None:
+        credentials = self._upstream.credentials(exchange.raw_headers)
+        with contextlib.suppress(UpstreamTimeoutError):
+            return await self._session.tokenizer.tokens(ask, credentials, owner)
+        return None
+
+    async def _without_slot(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
+        """Pass a completion on for which the server chooses slots."""
+        manager, separated = self._manager, self._options.tenants is not None
+        if separated:
+            if ask.reason not in ("several_answers", "several_prompts"):
+                await exchange.refuse(400, "invalid_request_error", "the request is not valid")
+                return
+            # it reuses nothing, and what it leaves is erased before the next request
+            body = pinned(body, cache_prompt=False, n_cache_reuse=0)
+            # while it runs, nobody else may find in a slot what one of its prompts has left
+            try:
+                async with manager.all_slots(owner):
+                    await self._forward(exchange, body)
+            except SlotUnusableError:
+                await self._unavailable(exchange, "no slot can be emptied")
+            return
+        manager.n_elsewhere += 1
+        try:
+            if ask.taints or ask.reason == "invalid":
+                with manager.pool.tainting() as foreign:
+                    foreign.is_harmless = await self._forward(exchange, body) >= HTTPStatus.BAD_REQUEST
+            else:
+                await self._forward(exchange, body)
+        finally:
+            manager.pool.forget_requests()
+            manager.n_elsewhere -= 1
+
+    async def _with_slot(
+        self, exchange: Exchange, ask: Ask, body: bytes, held: HeldSlot, *, is_counted: bool, taints: bool
+    ) -> None:
+        manager, given = self._manager, body
+        answer = _Answer()
+        status = 0
+        try:
+            if ask.can_pin:
+                # the store holds no rows that were moved, and no guess of another slot may undo the restore
+                fields = {"id_slot": held.slot.id} | ({} if taints else {"n_cache_reuse": 0})
+                body = pinned(body, **fields)
+            status = await self._forward(exchange, body, answer.began, answer.tail, lambda: manager.answering(held))
+        finally:
+            is_ok = answer.status == HTTPStatus.OK
+            usage = answer.tail.usage() if is_ok else None
+            if is_ok and is_counted and manager.pool.is_current(held.slot):
+                manager.pool.remember(held.slot, exchange.path, given)
+            manager.release(held, usage, began=answer.status in (None, HTTPStatus.OK), taints=taints)
+            self._session.note(usage, held, is_counted=is_counted)
+        if is_counted and status == HTTPStatus.OK:
+            self._observe(exchange.path, held, usage)
+
+    def _observe(self, path: str, held: HeldSlot, usage: Usage | None) -> None:
+        usage = usage or Usage(held.n_restored, len(held.tokens) - held.n_restored)
+        cached = usage.cached_tokens
+        restored = min(held.n_restored, cached)
+        source = "store" if restored else "live" if cached else "none"
+        reason = held.reason
+        if held.n_restored and not restored:
+            reason = "restored_in_vain"
+        elif source == "none" and reason is None and len(held.tokens) >= WORTH_A_LOOKUP:
+            # it was believed to be in the slot
+            reason = "not_live"
+        self._observer.observe(
+            path,
+            source=source,
+            reason=None if source == "store" else reason,
+            prompt_tokens=cached + usage.computed_tokens,
+            live_tokens=cached - restored,
+            restored_tokens=restored,
+            computed_tokens=usage.computed_tokens,
+            lookup_seconds=held.lookup_seconds,
+            restore_seconds=held.restored_seconds,
+            saved_seconds=held.saved_seconds if restored else 0.0,
+        )
+
+
+class _Answer:
+    """What has come of the answer to a completion."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.tail = AnswerTail()
+
+    def began(self, status: int) -> None:
+        self.status = status

@@ -1,0 +1,119 @@
+"""What a llama-server says: about itself, its slots, and what it did with one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Health", "Props", "Slot", "SlotAction"]
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether a server answers.
+
+    Attributes
+    ----------
+    status
+        ``"ok"``, ``"loading"`` (the model), or, with ``quiet=True``, ``"unreachable"``.
+    """
+
+    status: str
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return self.status == "ok"
+
+
+@dataclass(frozen=True)
+class Props:
+    """What a server says about itself.
+
+    Attributes
+    ----------
+    build
+        Number and commit of llama.cpp, ``"b1-0c1e570"``; empty if it is not known.
+    model_path
+        Path of the model on the server; empty if it is not known.
+    n_slots
+        How many sequences it computes side by side.
+    n_ctx
+        Tokens that one slot has room for.
+    is_sleeping
+        Whether it has unloaded the model until the next request.
+    has_media
+        Whether it takes images, sound or video.
+    raw
+        Everything, as it was answered.
+    """
+
+    build: str
+    model_path: str
+    n_slots: int
+    n_ctx: int
+    is_sleeping: bool = False
+    has_media: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def commit(self) -> str:
+        """The commit of llama.cpp that computes the states; empty if it is not known."""
+        return self.build.rpartition("-")[2]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One sequence of a server.
+
+    Attributes
+    ----------
+    id
+        Its number, from 0.
+    state
+        ``"idle"`` or ``"processing"``.
+    n_tokens
+        Tokens that it holds; None if the server does not say: before the first request, and after a restore.
+    n_ctx
+        Tokens that it has room for.
+    n_bytes
+        Bytes of state that its tokens take, if the bytes of a token are known; see `LlamaServer.bytes_per_token`.
+    """
+
+    id: int
+    state: str
+    n_tokens: int | None
+    n_ctx: int
+    n_bytes: int | None = None
+
+    @property
+    def is_processing(self) -> bool:
+        """Whether it computes a request."""
+        return self.state == "processing"
+
+    @property
+    def capacity(self) -> float:
+        """The share of its room that is taken, 0 to 1."""
+        if not self.n_tokens or self.n_ctx <= 0:
+            return 0.0
+        return min(self.n_tokens / self.n_ctx, 1.0)
+
+
+@dataclass(frozen=True)
+class SlotAction:
+    """What the server did with a slot.
+
+    Attributes
+    ----------
+    n_tokens
+        Tokens saved, restored or erased.
+    n_bytes
+        Bytes of the file written or read; 0 for an erasure.
+    seconds
+        How long all slots had to wait for it; 0 for an erasure.
+    """
+
+    n_tokens: int
+    n_bytes: int = 0
+    seconds: float = 0.0

@@ -1,0 +1,259 @@
+"""All parts of the proxy put together, and run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from prefixstore.errors import InvalidParameterError, PrefixStoreError
+from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
+from prefixstore.opening import Locations
+from prefixstore.server.admission import Admission
+from prefixstore.server.child import CHILD_URL, Child
+from prefixstore.server.client_protocol import ClientProtocol
+from prefixstore.server.command import ServerCommand, check_program, drafts
+from prefixstore.server.lifetime import OwnServer, RunningServer
+from prefixstore.server.listener import Listener, bound, run
+from prefixstore.server.namespace import ServerIdentity, slots_dir_of
+from prefixstore.server.own_endpoints import OwnEndpoints
+from prefixstore.server.private_directory import private_directory
+from prefixstore.server.proxy import Lifetime, Proxy, ProxyOptions
+from prefixstore.server.records import Props
+from prefixstore.server.session import ServerSession, SessionOptions
+from prefixstore.server.slot_manager import Timing
+from prefixstore.server.slots import SlotStore
+from prefixstore.server.tenants import TenantSource
+from prefixstore.server.upstream import Upstream
+from prefixstore.store import PrefixStore
+from prefixstore.units import format_bytes
+
+__all__ = ["ServeSettings", "serve_child", "serve_running"]
+
+log = logging.getLogger("prefixstore.server")
+
+GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What ``prefixstore serve`` was told.
+
+    Attributes
+    ----------
+    location
+        The store.
+    host, port
+        Where to listen.
+    admin_key
+        The key for the endpoints of the proxy itself.
+    tenants
+        Where a request says whose it is.
+    store_options
+        Parameters of the store.
+    max_body
+        Bytes that the body of a request may have.
+    max_bodies
+        Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
+    max_waiting
+        How many requests may wait for a slot.
+    timeout
+        Seconds that the server may be silent.
+    timing
+        When slots are saved.
+    announce
+        Told the address once somebody can connect to it, what the store has once the server is ready, and when it
+        stops.
+    """
+
+    location: Locations
+    host: str = "127.0.0.1"
+    port: int = 8080
+    admin_key: str | None = None
+    tenants: TenantSource | None = None
+    store_options: dict[str, Any] = field(default_factory=dict)
+    max_body: int = 16 << 20
+    max_bodies: int | None = None
+    max_waiting: int = 256
+    timeout: float = 3600.0
+    timing: Timing = field(default_factory=Timing)
+    announce: Callable[[str], None] = log.info
+
+
+def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
+    """Start a llama-server and serve it until SIGINT or SIGTERM.
+
+    Raises
+    ------
+    InvalidParameterError
+        If an option of the server cannot be used behind the proxy, its program is not found, or the port is in use.
+    ServerError
+        If the server cannot be started.
+    StorageError
+        If the store cannot be opened.
+    """
+    environ = dict(os.environ)
+    separated = settings.tenants is not None
+    # a model may take a minute to load: what can be said before is said before
+    check_program(argv, environ)
+    _check_store(settings)
+    with bound(settings.host, settings.port) as sockets, private_directory() as private:
+        command = ServerCommand(argv, environ, private, separated=separated)
+        is_drafting = drafts(argv, environ)
+        if is_drafting and separated:
+            raise InvalidParameterError("--salt-from cannot be used with drafts: slots of drafts are not managed")
+
+        def identify(props: Props) -> ServerIdentity:
+            return ServerIdentity.of_command(command.argv(), environ, props)
+
+        def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
+            session.append(ServerSession(upstream, options))
+            return upstream, session[0], OwnServer(child, session[0], failed)
+
+        async def ready() -> None:
+            await session[0].ready()
+
+        def down() -> None:
+            session[0].down()
+
+        session: list[ServerSession] = []
+        child = Child(command, environ, ready, down, is_busy=lambda: session[0].is_busy)
+        key = None if command.has_keys else command.key
+        upstream = Upstream(CHILD_URL, timeout=settings.timeout, key=key, socket=command.socket)
+        options = SessionOptions(
+            settings.location,
+            str(command.slots_dir),
+            identify,
+            key=command.key,
+            socket=command.socket,
+            separated=separated,
+            max_waiting=settings.max_waiting,
+            store_options=settings.store_options,
+            timing=settings.timing,
+            pass_reason="draft" if is_drafting else None,
+        )
+        run(_serve(settings, sockets, make, has_keys=command.has_keys))
+
+
+def serve_running(
+    settings: ServeSettings, url: str, slots_dir: Path, *, namespace: str | None = None, api_key: str | None = None
+) -> None:
+    """Serve a llama-server that runs already until SIGINT or SIGTERM. Raises as `serve_child`."""
+    models: list[str] = []
+
+    def identify(props: Props) -> ServerIdentity:
+        if namespace is None:
+            return ServerIdentity.of_process(url, props)
+        models.append(props.model_path)
+        identity = ServerIdentity.named(props, namespace, slots_dir=slots_dir_of(url))
+        if props.model_path == models[0]:
+            if len(models) > 1:
+                log.warning("the settings of the server at %s must still be those of --namespace %s", url, namespace)
+            return identity
+        log.warning(
+            "%s has another model than --namespace %s stands for: nothing is stored or restored of it; start "
+            "prefixstore serve again, with a name for it",
+            url,
+            namespace,
+        )
+        return replace(identity, reason="replaced")
+
+    options = SessionOptions(
+        settings.location,
+        str(slots_dir),
+        identify,
+        key=api_key,
+        max_waiting=settings.max_waiting,
+        store_options=settings.store_options,
+        timing=settings.timing,
+    )
+
+    def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
+        upstream = Upstream(url, timeout=settings.timeout)
+        session = ServerSession(upstream, options)
+        return upstream, session, RunningServer(session, failed)
+
+    with bound(settings.host, settings.port) as sockets:
+        run(_serve(settings, sockets, make, has_keys=True))
+
+
+def _check_store(settings: ServeSettings) -> None:
+    """Open the store and close it again. Raises as it does."""
+    PrefixStore(settings.location, namespace="server", **settings.store_options).close()
+
+
+Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
+
+
+async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Make, *, has_keys: bool) -> None:
+    failures: list[PrefixStoreError] = []
+
+    def failed(error: PrefixStoreError) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    upstream, session, lifetime = make(failed)
+    registry = new_registry()
+    stores = StoreMetrics(registry)
+    session.when_store = lambda store: _tell_of(stores, store)
+    session.when_ready = lambda: settings.announce(_what_is_stored(session))
+    separated = settings.tenants is not None
+    own = OwnEndpoints(
+        upstream,
+        session,
+        lambda: render(registry),
+        admin_key=settings.admin_key,
+        has_keys=has_keys,
+        separated=separated,
+    )
+    admission = Admission(upstream, has_keys=has_keys)
+    max_bodies = 16 * settings.max_body if settings.max_bodies is None else settings.max_bodies
+    options = ProxyOptions(max_body=settings.max_body, max_bodies=max_bodies, tenants=settings.tenants)
+    proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
+    config = uvicorn.Config(
+        proxy,
+        log_config=None,
+        access_log=False,  # a target may hold what nobody should read
+        lifespan="on",
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        ws="none",
+        http=ClientProtocol,
+    )
+
+    def hurry() -> None:
+        settings.announce("stopping at once: what the slots hold is not stored")
+        session.hurry()
+
+    farewell = "stopping: running requests end, and what the slots hold is stored"
+    server = Listener(config, settings.announce, farewell, hurry)
+    await server.serve(sockets)
+    if failures:
+        raise failures[0]
+
+
+def _what_is_stored(session: ServerSession) -> str:
+    if session.store is None or session.reason is not None:
+        return f"llama-server is ready; nothing is stored or restored: {session.reason}"
+    store = session.store.store
+    stats = store.stats()
+    held = f"{stats.entries} pages, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
+    nearer = " in the nearer one" if stats.tiers else ""
+    return f"llama-server is ready; store {store.location}: {held}{nearer}"
+
+
+def _tell_of(stores: StoreMetrics, store: SlotStore | None) -> None:
+    """Have the metrics tell of this store, or of none."""
+    if store is None:
+        with contextlib.suppress(KeyError):
+            stores.remove()
+    else:
+        stores.add(store.engine)

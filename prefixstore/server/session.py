@@ -1,0 +1,383 @@
+"""The server behind the proxy, and its store: opened when it is ready, kept or opened again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefixstore.errors import PrefixStoreError, ServerError, ServerRefusedError
+from prefixstore.opening import Locations
+from prefixstore.server.answers import Usage
+from prefixstore.server.client import LlamaServer
+from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.rates import Rates
+from prefixstore.server.records import Props
+from prefixstore.server.slot_manager import SlotManager, Timing
+from prefixstore.server.slot_pool import SlotPool
+from prefixstore.server.slots import SlotStore
+from prefixstore.server.tokenizer import Tokenizer
+from prefixstore.server.upstream import Headers, Upstream, UpstreamError
+
+__all__ = ["ServerSession", "SessionOptions"]
+
+log = logging.getLogger("prefixstore.server")
+
+# Saves are deferred while a slot is busy, and large ones take long.
+SERVER_SECONDS = 60.0
+STOP_SECONDS = 60.0
+# a server may have gone to sleep, and lost its slots, when it had nothing to do for this long
+MAY_SLEEP_AFTER = 1.0
+# how often a server whose process is not known is asked whether it is the same
+LOOK_SECONDS = 1.0
+# how long a request waits for another server to be known
+READY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says about itself that only another one says otherwise.
+
+    Attributes
+    ----------
+    values
+        Its build, its model, its slots.
+    is_sleeping
+        Whether it has unloaded the model until the next request.
+    """
+
+    values: tuple[object, ...] = ()
+    is_sleeping: bool = False
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """How the store of a server is used.
+
+    Attributes
+    ----------
+    location
+        The store.
+    slots_dir
+        The directory in which the server saves slots.
+    identify
+        Makes the identity of the server from what it says about itself.
+    key
+        The key with which slots are saved and restored.
+    socket
+        The Unix socket that the server listens on; None: it listens at the address of `upstream`.
+    separated
+        Whether tenants are separated.
+    max_waiting
+        How many requests may wait for a slot.
+    store_options
+        Parameters of the store.
+    timing
+        When slots are saved.
+    pass_reason
+        Why nothing is stored of this server, if that is known before.
+    """
+
+    location: Locations
+    slots_dir: str
+    identify: Callable[[Props], ServerIdentity]
+    key: str | None = None
+    socket: Path | None = None
+    separated: bool = False
+    max_waiting: int = 256
+    store_options: dict[str, Any] = field(default_factory=dict)
+    timing: Timing = field(default_factory=Timing)
+    pass_reason: str | None = None
+
+
+class ServerSession:
+    """What is known of the server, from one `ready` to the next.
+
+    Attributes
+    ----------
+    manager
+        Its slots; None until it was ready for the first time.
+    store
+        The store; None if it could not be opened.
+    when_store
+        Called with the store when it was opened, and with None when it is closed to be opened again.
+    when_ready
+        Called each time `ready` has ended.
+    when_replaced
+        Called when another server answers than the one that was ready.
+    """
+
+    def __init__(self, upstream: Upstream, options: SessionOptions) -> None:
+        self.upstream, self.options = upstream, options
+        self.server = LlamaServer(upstream.url, SERVER_SECONDS, options.key, socket=options.socket)
+        self.tokenizer = Tokenizer(upstream)
+        self.rates = Rates()
+        self.manager: SlotManager | None = None
+        self.store: SlotStore | None = None
+        self._is_up, self._hurried = asyncio.Event(), asyncio.Event()
+        self._facts: Facts | None = None
+        self._unusable = options.pass_reason
+        self.when_store: Callable[[SlotStore | None], None] = lambda _: None
+        self.when_ready: Callable[[], None] = lambda: None
+        self.when_replaced: Callable[[], None] = lambda: None
+        self._lora_changed = False
+        self._was_open = False
+        self._saving: asyncio.Task[None] | None = None
+        self._last_use = self._last_look = 0.0
+
+    @property
+    def reason(self) -> str | None:
+        """Why the store is not asked at present; None if it is."""
+        if self._lora_changed:
+            return "lora"
+        if self._unusable is not None:
+            return self._unusable
+        if self.store is None:
+            return "store_failed"
+        return self.store.reason
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be passed on."""
+        return self._is_up.is_set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are being answered."""
+        manager = self.manager
+        return manager is not None and (manager.n_elsewhere > 0 or manager.pool.n_held > 0)
+
+    async def ready(self) -> None:
+        """The server is healthy, for the first time or again."""
+        await self._meet()
+        assert self.manager is not None, "it was met"
+        if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
+            log.warning("the model of the server was replaced: the store is opened again")
+            await self.reopen()
+        if self.store is None and self._unusable is None:
+            await self._open()
+        self._lora_changed = False
+        if self.store is not None:
+            self.manager.store = self.store if self.store.reason is None else None
+            self.manager.pool.can_cut = self.store.can_cut
+            self.manager.pool.when_free()
+        self._is_up.set()
+        self.when_ready()
+
+    async def _meet(self) -> None:
+        """Learn which slots the server has: another one than before may answer."""
+        self._facts, slots = await self._ask_facts(), await self._slots()
+        if self.manager is not None:
+            if slots == [(slot.id, slot.n_ctx) for slot in self.manager.pool.slots]:
+                return
+            log.warning("the server has %d slots of %d tokens now", len(slots), slots[0][1])
+            await self._retire(self.manager)
+        options = self.options
+        pool = SlotPool(slots, self.rates, max_waiting=options.max_waiting, separated=options.separated)
+        self.manager = SlotManager(pool, None, self.server.erase, options.timing)
+        self._saving = asyncio.create_task(self.manager.save_when_idle())
+
+    async def _retire(self, manager: SlotManager) -> None:
+        """The slots of this are no longer there."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+        manager.store = None
+        manager.pool.close()
+        await manager.keep_copies(STOP_SECONDS)
+        await asyncio.to_thread(manager.close)
+
+    async def _open(self) -> None:
+        """Open the store. A fault of it must not keep the server from answering."""
+        try:
+            self.store = await asyncio.to_thread(self._open_store)
+            self.when_store(self.store)
+            self._was_open = True
+        except PrefixStoreError as error:
+            if isinstance(error, ServerError) or not self._was_open:
+                raise
+            # it was good at the start: requests are answered without it
+            log.warning("the store cannot be used: %s", error)
+        except Exception as error:  # noqa: BLE001
+            log.warning("the store cannot be used: %s", error)
+
+    def _is_of_this_server(self, store: SlotStore) -> bool:
+        try:
+            store.identity.check(self.server)
+        except ServerRefusedError:
+            return False
+        return True
+
+    def _open_store(self) -> SlotStore:
+        options = self.options
+        identity = options.identify(self.server.props())
+        return SlotStore(options.location, self.server, options.slots_dir, identity, **options.store_options)
+
+    async def _slots(self) -> list[tuple[int, int]]:
+        reply = await self.upstream.ask("/slots", self._headers)
+        if not reply.is_ok:
+            # it says so if it is a router
+            await asyncio.to_thread(self.server.props)
+            raise ServerError(
+                f"{self.upstream.url}/slots answers {reply.status}: the URL must be that of a llama-server "
+                "alone, and the server must be started without --no-slots"
+            )
+        listed = reply.json()
+        is_drafting = any(slot.get("speculative") for slot in listed)
+        self._unusable = "draft" if is_drafting else self.options.pass_reason
+        return [(int(slot["id"]), int(slot["n_ctx"])) for slot in listed]
+
+    @property
+    def _headers(self) -> Headers:
+        return [(b"authorization", f"Bearer {self.options.key}".encode())] if self.options.key else []
+
+    def is_certainly_alive(self) -> bool:
+        """Whether the process of the server is the same as before, as far as that is known."""
+        return self.store is not None and self.store.identity.is_running()
+
+    def down(self) -> None:
+        """The server has ended, and with it what its slots held."""
+        self._is_up.clear()
+        self.tokenizer.forget()
+        if self.manager is not None:
+            self.manager.pool.restarted()
+
+    async def reopen(self) -> None:
+        """Another server may answer by now: find out which."""
+        store, self.store = self.store, None
+        self.when_store(None)
+        if self.manager is not None:
+            self.manager.store = None
+        if store is not None:
+            try:
+                await asyncio.to_thread(store.close)
+            except PrefixStoreError as error:
+                log.warning("not all pages were stored: %s", error)
+
+    async def has_adapters(self) -> bool:
+        """Whether the server has LoRA adapters that a request can switch on."""
+        try:
+            reply = await self.upstream.ask("/lora-adapters", self._headers)
+            return bool(reply.json()) or not reply.is_ok
+        except (UpstreamError, ValueError):
+            return True
+
+    def lora_changed(self) -> None:
+        """The server computes other states than those of the namespace, until it is restarted."""
+        self._lora_changed = True
+        if self.manager is not None:
+            # requests that wait for a slot have asked for the store before
+            self.manager.store = None
+            for slot in self.manager.pool.slots:
+                slot.is_tainted = True
+
+    async def look(self) -> bool:
+        """Notice what has become of the server since the last request; whether it can be asked now.
+
+        It may have unloaded its model, and its slots are empty then. Or an operator has started another one at the same
+        place, with other slots, another model: then this waits until that is known.
+        """
+        now = asyncio.get_running_loop().time()
+        idle, self._last_use = now - self._last_use, now
+        manager, store = self.manager, self.store
+        has_process = store is not None and store.identity.process is not None
+        is_other = has_process and not self.is_certainly_alive()
+        may_sleep = idle >= MAY_SLEEP_AFTER and manager is not None and not manager.pool.n_held
+        may_be_other = not has_process and self.options.socket is None and now >= self._last_look + LOOK_SECONDS
+        if not is_other and (may_sleep or may_be_other):
+            self._last_look = now
+            try:
+                facts = await self._ask_facts()
+            except (UpstreamError, ServerError, ValueError):
+                return True  # what comes next says so
+            if facts.is_sleeping and manager is not None:
+                manager.pool.restarted()
+            is_other = self._facts is not None and replace(facts, is_sleeping=self._facts.is_sleeping) != self._facts
+        if is_other and self.is_ready:
+            log.warning("another server answers at %s than before", self.upstream.url)
+            self.when_replaced()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
+        return self.is_ready
+
+    async def _ask_facts(self) -> Facts:
+        """Raises `UpstreamError`, or what an answer in another form leads to."""
+        reply = await self.upstream.ask("/props", self._headers)
+        if not reply.is_ok:
+            return Facts()
+        props = reply.json()
+        generation = props.get("default_generation_settings") if isinstance(props, dict) else None
+        if not isinstance(generation, dict):
+            raise ServerError(
+                f"{self.upstream.url}/props has answered in a form that is not known: is it a llama-server?"
+            )
+        n_ctx = generation.get("n_ctx")
+        names = ("build_info", "model_path", "total_slots")
+        return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))
+
+    def note(self, usage: Usage | None, held: HeldSlot, *, is_counted: bool) -> None:
+        """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
+        if usage is None:
+            return
+        if usage.computed_seconds is not None:
+            self.rates.computed(usage.computed_tokens, usage.computed_seconds)
+        if self.store is not None:
+            counters, found = self.store.counters, self.store.namespace(held.owner)
+            namespace = found.key if found is not None else None
+            counters.count("tokens_computed", usage.computed_tokens, namespace=namespace)
+            if is_counted:
+                n = usage.cached_tokens + usage.computed_tokens
+                source = "store" if held.n_restored else held.reason or ("live" if usage.cached_tokens else "none")
+                counters.asked(namespace, n, held.n_restored, source)
+                is_told = held.restored_seconds is not None and held.reason != "error"
+                if is_told:
+                    pass  # the store has counted what became of the restore
+                elif held.reason is not None:
+                    counters.count(f"miss:{held.reason}", namespace=namespace)
+                elif usage.cached_tokens:
+                    counters.count("live_hits", namespace=namespace)
+            if usage.computed_seconds is not None:
+                self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
+
+    def used(self) -> None:
+        """Note that the server has just been used."""
+        self._last_use = asyncio.get_running_loop().time()
+
+    def hurry(self) -> None:
+        """Have `close` leave out what takes long: what the slots hold is not stored."""
+        self._hurried.set()
+
+    @property
+    def is_hurried(self) -> bool:
+        """Whether it should end at once."""
+        return self._hurried.is_set()
+
+    async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Store what the slots hold, and close the store."""
+        if self._saving is not None:
+            self._saving.cancel()
+            await asyncio.gather(self._saving, return_exceptions=True)
+        if self.manager is not None:
+            if self.is_ready and self.reason is None:
+                await self._unless_hurried(self.manager.save_all(STOP_SECONDS))
+            await self._unless_hurried(self.manager.keep_copies(STOP_SECONDS))
+            await asyncio.to_thread(partial(self.manager.close, wait=not self.is_hurried))
+        if self.store is not None:
+            try:
+                await asyncio.to_thread(self.store.close)
+            except PrefixStoreError as error:
+                log.warning("not all pages were stored: %s", error)
+        self.server.close()

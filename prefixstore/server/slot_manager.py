@@ -1,0 +1,430 @@
+"""Slots for requests: emptied, saved and filled before, saved after.
+
+The store and the server's slots are worked on in threads; what they hold is decided in the event loop. Any failure of
+the store or of a slot is a miss: the request is computed as if there were no store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from prefixstore.server.answers import Usage
+from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.rates import Rates
+from prefixstore.server.slot_pool import NOTHING, WORTH_A_SAVE, Choice, PoolSlot, SlotPool, Tokens
+from prefixstore.server.store_like import CopyLike, StoreLike
+
+__all__ = ["WORTH_A_LOOKUP", "SlotManager", "SlotUnusableError", "Timing"]
+
+log = logging.getLogger("prefixstore.server")
+
+T = TypeVar("T")
+
+# The store is asked only if so many tokens would have to be computed without it.
+WORTH_A_LOOKUP = 32
+MAX_FAILURES = 3
+# Copies of slots that may wait to be stored, in memory; then the next one waits, too.
+MAX_COPIES = 2
+# While requests wait for a slot, one is copied before it goes only if computing that again would take so many times
+# as long.
+WORTH_WAITING = 8.0
+UNKNOWN_PROMPT_SECONDS = 5.0
+# How long the last saves wait for slots that are still held.
+GIVEN_BACK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When slots are saved, in seconds.
+
+    Attributes
+    ----------
+    debounce
+        How long a slot must be idle.
+    patience
+        How long it waits for a moment at which the server does nothing else. After that it is saved while other
+        slots answer, but never while a request waits.
+    soon
+        What takes no longer to compute is saved in idle time only: no request waits for that.
+    """
+
+    debounce: float = 0.25
+    patience: float = 10.0
+    soon: float = 0.25
+
+
+class SlotManager:
+    """Gives slots to requests, and saves them afterwards.
+
+    Parameters
+    ----------
+    pool
+        The slots.
+    store
+        The store of their contents; None: slots are only given out.
+    erase
+        Empties a slot of the server.
+    timing
+        When slots are saved.
+    """
+
+    def __init__(
+        self, pool: SlotPool, store: StoreLike | None, erase: Callable[[int], object], timing: Timing | None = None
+    ) -> None:
+        self.pool, self.store = pool, store
+        self.failures: dict[str, int] = {}
+        self._erase = erase
+        self._timing = timing or Timing()
+        self._threads = ThreadPoolExecutor(len(pool.slots) + 2, thread_name_prefix="prefixstore-slots")
+        self._wake = asyncio.Event()
+        self._idle_since: dict[int, float] = {}
+        self._dirty_since: dict[int, float] = {}
+        # until when the prompts of running requests are probably being computed, by slot
+        self._prefill_until: dict[int, float] = {}
+        self._copies: set[asyncio.Task[None]] = set()
+        # the idle slot that is being saved, and until when
+        self._saving: tuple[PoolSlot, asyncio.Future[None]] | None = None
+        # requests without a slot of their own
+        self.n_elsewhere = 0
+        self.n_saves = 0
+        pool.when_free = self._wake.set
+
+    @property
+    def n_copies(self) -> int:
+        """How many copies of slots wait to be stored."""
+        return len(self._copies)
+
+    @property
+    def rates(self) -> Rates:
+        """What work costs."""
+        return self.pool.rates
+
+    # -- before the answer ---------------------------------------------------------------------------------------------
+
+    async def acquire(self, tokens: Tokens | None, owner: str | None, wanted: int | None = None) -> HeldSlot:
+        """Hold a slot for a prompt, filled with what the store has of it if that pays.
+
+        Parameters
+        ----------
+        tokens
+            The prompt; None if the store must not be asked.
+        owner
+            Its tenant.
+        wanted
+            The slot that the client wants.
+
+        Raises
+        ------
+        PoolFullError
+            If too many requests wait for a slot.
+        """
+        prompt = NOTHING if tokens is None else tokens
+        await self.pool.wait_for_slot(wanted)
+        while wanted is None and (saving := self._saving_for(prompt, owner)) is not None:
+            await asyncio.wait({saving})
+            await self.pool.wait_for_slot()
+        choice = self.pool.choose(prompt, owner, wanted=wanted)
+        assert choice is not None, "a slot was idle"
+        held = HeldSlot(choice.slot, prompt, owner)
+        preparing = asyncio.ensure_future(self._prepare(held, choice, ask=tokens is not None, wanted=wanted))
+        try:
+            await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            # what a thread does to the slot cannot be interrupted
+            preparing.add_done_callback(lambda _: self.pool.release(held.slot))
+            raise
+        except BaseException:
+            self.pool.release(held.slot)
+            raise
+        return held
+
+    def _saving_for(self, prompt: Tokens, owner: str | None) -> asyncio.Future[None] | None:
+        """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
+        if self._saving is None:
+            return None
+        slot, saving = self._saving
+        lead = self.pool.lead(slot, prompt, owner)
+        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.saving(len(slot.tokens)) < self.rates.computing(lead)
+        return saving if is_worth_it else None
+
+    @contextlib.asynccontextmanager
+    async def all_slots(self, owner: str | None) -> AsyncIterator[None]:
+        """Hold every slot for a request that may use any of them; they are emptied before their next use.
+
+        Raises as `acquire`.
+        """
+        held_slots: list[HeldSlot] = []
+        try:
+            # in order: two such requests cannot wait for each other
+            for slot in self.pool.slots:
+                held_slots.append(await self.acquire(None, owner, slot.id))  # noqa: PERF401 - those held count if one fails
+            yield
+        finally:
+            for held in held_slots:
+                self.release(held, None, began=True, taints=True)
+
+    def continued(self, path: str, body: bytes, owner: str | None) -> HeldSlot | None:
+        """Hold the slot of the conversation that this request continues; None if there is none."""
+        slot = self.pool.continued(path, body, owner)
+        if slot is None:
+            return None
+        slot.request = None
+        return HeldSlot(slot, slot.tokens, owner)
+
+    async def _prepare(self, held: HeldSlot, choice: Choice, *, ask: bool, wanted: int | None) -> None:
+        n_found = n_bytes = 0
+        n_missing = len(held.tokens) - choice.n_usable
+        if ask and len(held.tokens) >= held.slot.n_ctx:
+            held.reason = "prompt_too_long"  # the server says so
+        elif ask and self.store is not None and n_missing >= WORTH_A_LOOKUP:
+            n_found, n_bytes = await self._find(held)
+            if n_found <= choice.n_usable:
+                # every chat begins with the same few tokens: that is not yet a live prompt
+                held.reason = held.reason or ("not_found" if choice.n_live < WORTH_A_LOOKUP else None)
+            # another idle slot may cost less, now that it is known what the store has
+            if wanted is None:
+                held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes)
+        choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes)
+        slot = held.slot
+        if choice.save_first and self._is_worth_a_wait(slot):
+            await self._save(slot)
+        if choice.erase_first and (wanted is None or slot.owner != held.owner):
+            await self._empty(slot)
+        if choice.restore:
+            await self._restore(held)
+        elif n_found > choice.n_usable:
+            held.reason = "slow"
+        # from here on it may hold tokens of this tenant, however the request ends
+        slot.owner, slot.request = held.owner, None
+        n_computed = len(held.tokens) - max(held.n_restored, choice.n_live)
+        computing = self.rates.computing(n_computed) if len(held.tokens) else UNKNOWN_PROMPT_SECONDS
+        self._prefill_until[slot.id] = asyncio.get_running_loop().time() + 1.5 * computing
+
+    async def _find(self, held: HeldSlot) -> tuple[int, int]:
+        began = time.perf_counter()
+        found = await self._quietly("find", lambda: self._store.find(held.tokens, salt=held.owner))
+        held.lookup_seconds = time.perf_counter() - began
+        if found is None:
+            held.reason = "unavailable"
+            return 0, 0
+        return found.n_tokens, found.n_bytes
+
+    async def _restore(self, held: HeldSlot) -> None:
+        slot = held.slot
+        began = time.perf_counter()
+        done = await self._quietly("restore", lambda: self._store.restore(slot.id, held.tokens, salt=held.owner))
+        held.restored_seconds = time.perf_counter() - began
+        if not self.pool.is_current(slot):
+            return
+        if done is not None and done.n_tokens == 0:
+            held.reason = done.reason or "not_found"
+            return
+        # one that fails may have emptied the slot; whose it is stays until it was emptied for certain
+        slot.tokens, slot.n_unsaved, slot.request = NOTHING, 0, None
+        if done is None:
+            held.reason = "error"
+            return
+        slot.tokens, slot.owner = held.tokens[: done.n_tokens], held.owner
+        held.n_restored, held.saved_seconds, held.reason = done.n_tokens, done.saved_seconds, None
+        self.rates.restored(done.n_tokens, done.n_bytes, held.restored_seconds)
+
+    async def _empty(self, slot: PoolSlot) -> None:
+        done = await self._quietly("erase", lambda: (self._erase(slot.id), True)[1])
+        if done and self.pool.is_current(slot):
+            slot.forget()
+            slot.is_tainted = False
+        elif not done:
+            slot.is_tainted = True
+            raise SlotUnusableError
+
+    # -- after the answer ----------------------------------------------------------------------------------------------
+
+    def release(self, held: HeldSlot, usage: Usage | None, *, began: bool, taints: bool = False) -> None:
+        """Give the slot back.
+
+        Parameters
+        ----------
+        held
+            The slot.
+        usage
+            What the answer says about the work; None if it did not come to its end.
+        began
+            Whether the server has begun to answer, so that the slot holds the prompt.
+        taints
+            Whether rows were computed that are not those of the tokens alone.
+        """
+        slot, now = held.slot, asyncio.get_running_loop().time()
+        if began and self.pool.is_current(slot):
+            slot.tokens = held.tokens
+            slot.is_tainted |= taints
+            slot.failures = 0
+            slot.n_unsaved += WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
+            self._dirty_since.setdefault(slot.id, now)
+        self._idle_since[slot.id] = now
+        self.answering(held)
+        self.pool.release(slot)
+
+    def answering(self, held: HeldSlot) -> None:
+        """Note that the prompt is computed: the first byte of the answer has come."""
+        self._prefill_until.pop(held.slot.id, None)
+
+    async def save_when_idle(self) -> None:
+        """Save slots at the right moments, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (wait := self._until_next()) is not None:
+                if wait > 0:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), wait)
+                    self._wake.clear()
+                elif (slot := self._ripe()) is not None:
+                    await self._save_idle(slot)
+
+    def _until_next(self) -> float | None:
+        """Seconds until a slot may have to be saved; 0 if one is to be saved now, None if there is none."""
+        if self.store is None:
+            return None
+        if self._ripe() is not None:
+            return 0.0
+        now = asyncio.get_running_loop().time()
+        times = [self._ripe_at(slot) for slot in self._unsaved()]
+        return max(min(times) - now, 0.01) if times else None
+
+    def _unsaved(self) -> list[PoolSlot]:
+        return [
+            slot
+            for slot in self.pool.slots
+            if slot.is_worth_saving and not slot.is_held and slot.failures < MAX_FAILURES
+        ]
+
+    def _ripe_at(self, slot: PoolSlot) -> float:
+        pause = self._timing.debounce * (1 + 4 * slot.failures)
+        idle = self._idle_since.get(slot.id, 0.0) + pause
+        if self.n_elsewhere == 0 and self.pool.n_held == 0:
+            # between the answer of one conversation and the next question of another the server is not idle yet
+            return max(self._idle_since.values(), default=0.0) + pause
+        return max(idle, self._dirty_since.get(slot.id, 0.0) + self._timing.patience, *self._prefill_until.values())
+
+    def _ripe(self) -> PoolSlot | None:
+        """A slot to be saved now: never while a request waits for the server."""
+        if self.store is None or self.pool.n_waiting:
+            return None
+        now = asyncio.get_running_loop().time()
+        return min((slot for slot in self._unsaved() if self._ripe_at(slot) <= now), key=self._ripe_at, default=None)
+
+    async def _save_idle(self, slot: PoolSlot) -> None:
+        self.pool.hold(slot)
+        saving = asyncio.ensure_future(self._save_and_release(slot))
+        self._saving = slot, saving
+        # what a thread does to the slot cannot be interrupted
+        await asyncio.shield(saving)
+
+    async def _save_and_release(self, slot: PoolSlot) -> None:
+        try:
+            await self._save(slot)
+        finally:
+            if self._saving is not None and self._saving[0] is slot:
+                self._saving = None
+            self.pool.release(slot)
+
+    def _is_worth_a_wait(self, slot: PoolSlot) -> bool:
+        """Whether a request waits until this slot is saved, which it will take for itself."""
+        computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
+        return computing > self._timing.soon and (not self.pool.n_waiting or computing >= WORTH_WAITING * saving)
+
+    async def _save(self, slot: PoolSlot) -> None:
+        """Copy what a slot that is held here holds; it is stored after that, while the slot is used again."""
+        if self.store is None or slot.is_tainted:
+            return
+        while len(self._copies) >= MAX_COPIES:
+            await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
+        began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
+        copied = await self._quietly("save", lambda: self._store.copy(slot.id, salt=owner))
+        if self.pool.is_current(slot):
+            if copied is None:
+                slot.failures += 1
+            else:
+                slot.tokens = np.asarray(copied.tokens, np.int32)
+                slot.n_unsaved = 0
+                self._dirty_since.pop(slot.id, None)
+                self.rates.saved(len(slot.tokens), copied.n_bytes, time.perf_counter() - began)
+        if copied is not None:
+            keeping = asyncio.ensure_future(self._keep(copied, slot, slot.tokens, n_unsaved))
+            self._copies.add(keeping)
+            keeping.add_done_callback(self._copies.discard)
+
+    async def _keep(self, copied: CopyLike, slot: PoolSlot, tokens: Tokens, n_unsaved: int) -> None:
+        """Store what was copied of a slot; if that fails, it is copied again later, if it is still there."""
+        if await self._quietly("save", copied.store) is not None:
+            self.n_saves += 1
+            slot.failures = 0
+        elif self.pool.is_current(slot) and slot.tokens is tokens:
+            slot.n_unsaved += n_unsaved
+            slot.failures += 1
+            self._dirty_since.setdefault(slot.id, asyncio.get_running_loop().time())
+            self._wake.set()
+
+    async def save_all(self, seconds: float) -> None:
+        """Save what is not stored yet, before the server stops."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._save_each(), seconds)
+
+    async def _save_each(self) -> None:
+        if self._saving is not None:
+            # it was asked for while the server was idle, and the slot is held by that
+            await asyncio.wait({self._saving[1]})
+        # requests that were cut give their slots back just now
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._all_given_back(), GIVEN_BACK_SECONDS)
+        for slot in self.pool.slots:
+            if slot.is_dirty and not slot.is_held:
+                await self._save_idle(slot)
+
+    async def _all_given_back(self) -> None:
+        while self.pool.n_held:
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def keep_copies(self, seconds: float) -> None:
+        """Wait until what was copied is stored."""
+        if self._copies:
+            await asyncio.wait(self._copies, timeout=seconds)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads; wait for what they do if so wanted."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
+
+    # -- threads -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> StoreLike:
+        assert self.store is not None
+        return self.store
+
+    async def _quietly(self, what: str, work: Callable[[], T]) -> T | None:
+        """The result of work in a thread; None if it fails."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except Exception as error:  # noqa: BLE001 - a fault of the cache never breaks a completion
+            self._failed(what, f"{type(error).__name__}: {error}")
+        return None
+
+    def _failed(self, what: str, why: str) -> None:
+        n = self.failures[what] = self.failures.get(what, 0) + 1
+        # the first of a series, then ever fewer
+        if n & (n - 1) == 0:
+            log.warning("%s of a slot failed, and the prompt is computed (%d so far): %s", what, n, why)
+
+
+class SlotUnusableError(Exception):
+    """A slot could not be emptied."""

@@ -1,0 +1,410 @@
+"""What each slot holds, who uses it, and which one a request gets.
+
+All of it runs in the event loop. A slot is *held* by one request or by one save at a time, from before anything is done
+to it until the answer has ended. Requests wait for a slot in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.server.rates import Rates
+
+__all__ = [
+    "NOTHING",
+    "WORTH_A_SAVE",
+    "Choice",
+    "PoolClosedError",
+    "PoolFullError",
+    "PoolSlot",
+    "SlotPool",
+    "Tokens",
+    "common_prefix",
+]
+
+Tokens = npt.NDArray[np.int32]
+# A request that differs from the one before it in its slot by so few bytes at its end is taken for the next turn of the
+# same conversation: there is hardly more of it in the store, and asking would take longer than it may save.
+CONTINUED_BYTES = 2048
+MAX_REMEMBERED = 4 << 20
+# Fewer new tokens are saved only when the server stops.
+WORTH_A_SAVE = 32
+# A shorter common beginning is no reason to prefer a slot.
+WORTH_KEEPING = 32
+NOTHING: Tokens = np.empty(0, np.int32)
+
+
+class PoolFullError(Exception):
+    """Too many requests wait for a slot already."""
+
+
+class PoolClosedError(Exception):
+    """The slots are no longer there: the server was replaced by one with others."""
+
+
+@dataclass(eq=False)
+class PoolSlot:
+    """A slot of the server, as far as it is known.
+
+    Attributes
+    ----------
+    id, n_ctx
+        Its number, and the length of its context.
+    tokens
+        What it is believed to hold. The server compares tokens itself, so that an error here costs time only.
+    owner
+        The tenant whose tokens these are.
+    n_unsaved
+        How many tokens entered it since it was saved.
+    is_tainted
+        Whether its rows may be other than those of its tokens alone: it is not saved, and emptied before its next use.
+    is_held
+        Whether a request or a save has it.
+    generation
+        Which start of the server it belongs to.
+    used
+        When it was given back, in releases of all slots: the lowest was used longest ago.
+    failures
+        How many saves of it have failed since the last answer.
+    request
+        Path and body of the request that it has answered last; None if that is not what it holds.
+    """
+
+    id: int
+    n_ctx: int
+    tokens: Tokens = field(default_factory=lambda: NOTHING)
+    owner: str | None = None
+    n_unsaved: int = 0
+    is_tainted: bool = False
+    is_held: bool = False
+    generation: int = 0
+    used: float = 0.0
+    failures: int = 0
+    request: tuple[str, bytes] | None = None
+
+    def forget(self) -> None:
+        """It is empty, or what it holds is unknown."""
+        self.tokens, self.owner, self.request = NOTHING, None, None
+        self.n_unsaved = self.failures = 0
+
+    @property
+    def is_worth_saving(self) -> bool:
+        """Whether it holds enough of what can be stored, and is not, that all slots may wait for a save."""
+        return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether it holds what can be stored, and is not."""
+        return self.n_unsaved > 0 and not self.is_tainted
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The slot of a request.
+
+    Attributes
+    ----------
+    slot
+        The slot, now held.
+    n_live
+        How many of the tokens of the prompt it is believed to hold.
+    n_usable
+        How many of them the server can certainly use: all, unless it would have to step back to a state that it may
+        not have.
+    restore
+        Whether to restore what the store has.
+    save_first
+        Whether it loses what is not stored.
+    erase_first
+        Whether it must be emptied: for another tenant, or since it is tainted.
+    """
+
+    slot: PoolSlot
+    n_live: int
+    n_usable: int
+    restore: bool
+    save_first: bool
+    erase_first: bool
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request that waits for any slot, or for a certain one."""
+
+    wanted: int | None
+    turn: asyncio.Future[None] | None = None
+
+
+@dataclass
+class Foreign:
+    """A request that may use any slot.
+
+    Attributes
+    ----------
+    is_harmless
+        Whether it turned out that it used none.
+    """
+
+    is_harmless: bool = False
+
+
+class SlotPool:
+    """The slots of a server.
+
+    Parameters
+    ----------
+    slots
+        Number and length of the context of each.
+    rates
+        What work costs, to compare slots.
+    max_waiting
+        How many requests may wait for a slot.
+    separated
+        Whether each request may find only what its own tenant has put into a slot.
+
+    Attributes
+    ----------
+    can_cut
+        Whether the server can use any part of what a slot holds, as with full attention. A recurrent state, or the end
+        of a sliding window, is of use only to a prompt that goes on from there.
+    """
+
+    def __init__(
+        self, slots: Sequence[tuple[int, int]], rates: Rates, *, max_waiting: int = 1024, separated: bool = False
+    ) -> None:
+        self.slots = [PoolSlot(id_, n_ctx) for id_, n_ctx in slots]
+        self.rates = rates
+        self.generation = 0
+        self.can_cut = True
+        self.when_free: Callable[[], None] = lambda: None
+        self._max_waiting = max_waiting
+        self._separated = separated
+        self._waiting: deque[_Waiting] = deque()
+        self._is_closed = False
+        self._clock = 0.0
+        # requests that may use any slot
+        self._foreign = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return len(self._waiting)
+
+    @property
+    def n_held(self) -> int:
+        """How many slots are in use."""
+        return sum(slot.is_held for slot in self.slots)
+
+    def continued(self, path: str, body: bytes, owner: str | None) -> PoolSlot | None:
+        """Hold the idle slot whose last request this one continues; None if there is none, or others wait."""
+        best, most = None, max(len(body) // 2, len(body) - CONTINUED_BYTES)
+        for slot in self.slots:
+            if slot.is_held or slot.is_tainted or slot.owner != owner or slot.request is None or self._waiting:
+                continue
+            last_path, last = slot.request
+            # nor may it cut much off what the slot holds
+            if last_path == path and (n := _common_bytes(last, body)) >= max(most, len(last) - CONTINUED_BYTES):
+                best, most = slot, n
+        if best is not None:
+            self.hold(best)
+        return best
+
+    def remember(self, slot: PoolSlot, path: str, body: bytes) -> None:
+        """Note the request that a slot has answered."""
+        slot.request = (path, body) if len(body) <= MAX_REMEMBERED else None
+
+    def forget_requests(self) -> None:
+        """A request has used slots that are not known: none is certain to hold what it has answered last."""
+        for slot in self.slots:
+            slot.request = None
+
+    async def wait_for_slot(self, wanted: int | None = None) -> None:
+        """Return when a slot is idle, or the one that is wanted, and it is this request's turn.
+
+        Raises
+        ------
+        PoolFullError
+            If too many wait already.
+        PoolClosedError
+            If the slots are no longer there.
+        """
+        if self._is_closed:
+            raise PoolClosedError
+        wanted = None if wanted is None else wanted % len(self.slots)
+        if self._is_idle(wanted) and not any(wanted is None or one.wanted in (None, wanted) for one in self._waiting):
+            return
+        if len(self._waiting) >= self._max_waiting:
+            raise PoolFullError
+        entry = _Waiting(wanted)
+        self._waiting.append(entry)
+        try:
+            entry.turn = asyncio.get_running_loop().create_future()
+            self._next()
+            await entry.turn
+            # one that wants a certain slot may lose it to one that takes any
+            while not self._is_idle(wanted):
+                entry.turn = asyncio.get_running_loop().create_future()
+                await entry.turn
+        except (asyncio.CancelledError, PoolClosedError):
+            self._waiting.remove(entry)
+            self._next()  # its turn may have come just now
+            raise
+        self._waiting.remove(entry)
+
+    def choose(self, tokens: Tokens, owner: str | None, *, wanted: int | None = None) -> Choice | None:
+        """Hold the idle slot with which the answer comes soonest without the store; None if there is none.
+
+        Parameters
+        ----------
+        tokens
+            The prompt; empty if it is unknown.
+        owner
+            Its tenant.
+        wanted
+            The slot that the client wants.
+        """
+        idle = [slot for slot in self._candidates(wanted) if not slot.is_held]
+        if not idle:
+            return None
+        slot = min(idle, key=lambda slot: self._cost(slot, tokens, owner, 0, 0))
+        self.hold(slot)
+        return self.weigh(slot, tokens, owner, 0, 0)
+
+    def lead(self, slot: PoolSlot, tokens: Tokens, owner: str | None) -> int:
+        """How many more tokens of a prompt a slot holds than every idle one."""
+        most = max((self._live(other, tokens, owner) for other in self.slots if not other.is_held), default=0)
+        return self._live(slot, tokens, owner) - most
+
+    def swap(self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int) -> PoolSlot:
+        """The slot that is held, or instead of it an idle one that costs less now that the store was asked."""
+        idle = [slot, *(other for other in self.slots if not other.is_held)]
+        best = min(idle, key=lambda slot: self._cost(slot, tokens, owner, n_found, n_bytes))
+        if best is not slot:
+            self.hold(best)
+            slot.is_held = False  # not used, and not by a request that waits: there was an idle one
+            self._next()
+        return best
+
+    def weigh(self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int) -> Choice:
+        """What is to be done to a slot for a prompt."""
+        n_live = self._live(slot, tokens, owner)
+        n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
+        saved = self.rates.computing(n_found - n_usable)
+        restore = n_found > n_usable and self.rates.restoring(n_bytes) < saved
+        n_lost = len(slot.tokens) - (0 if restore else n_live)
+        is_foreign = self._separated and slot.owner not in (None, owner)
+        # the end of an answer is lost, too, but the tokens of that are not known
+        return Choice(
+            slot, n_live, n_usable, restore, slot.is_worth_saving and n_lost > 0, slot.is_tainted or is_foreign
+        )
+
+    def _cost(
+        self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int
+    ) -> tuple[float, float]:
+        rates, choice = self.rates, self.weigh(slot, tokens, owner, n_found, n_bytes)
+        kept = n_found if choice.restore else choice.n_live
+        if kept < WORTH_KEEPING:
+            # the first token of all prompts, say: no reason to take a slot from a conversation
+            kept = 0
+        seconds = rates.computing(len(tokens) - kept) + (rates.restoring(n_bytes) if choice.restore else 0.0)
+        if choice.save_first:
+            seconds += rates.saving(len(slot.tokens))
+        # who comes back to what is lost here waits for a restore
+        n_lost = len(slot.tokens) - (0 if choice.restore else choice.n_live)
+        seconds += 0.5 * rates.restoring(n_lost * rates.token_bytes)
+        return round(seconds, 4), slot.used
+
+    def _candidates(self, wanted: int | None) -> list[PoolSlot]:
+        return self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
+
+    def _live(self, slot: PoolSlot, tokens: Tokens, owner: str | None) -> int:
+        if slot.is_tainted or slot.owner != owner:
+            return 0
+        return common_prefix(slot.tokens, tokens)
+
+    def hold(self, slot: PoolSlot) -> None:
+        """Take an idle slot."""
+        assert not slot.is_held, "a slot is held once"
+        slot.is_held, slot.generation = True, self.generation
+
+    def release(self, slot: PoolSlot) -> None:
+        """Give a slot back, and let the next request have it."""
+        slot.is_held = False
+        self._clock += 1
+        slot.used = self._clock
+        if self._foreign:
+            slot.is_tainted = True
+        self._next()
+        self.when_free()
+
+    def is_current(self, slot: PoolSlot) -> bool:
+        """Whether the server still runs in which the slot was taken."""
+        return slot.generation == self.generation
+
+    def close(self) -> None:
+        """The slots are no longer there. Requests that wait for one are refused; those that have one are not ended."""
+        self._is_closed = True
+        self.generation += 1
+        for one in self._waiting:
+            if one.turn is not None and not one.turn.done():
+                one.turn.set_exception(PoolClosedError())
+
+    def restarted(self) -> None:
+        """All slots are empty: the server has ended."""
+        self.generation += 1
+        for slot in self.slots:
+            slot.forget()
+            slot.is_tainted = False
+
+    @contextlib.contextmanager
+    def tainting(self) -> Iterator[Foreign]:
+        """While a request runs that may leave any rows in any slot that is idle in the server."""
+        foreign = Foreign()
+        self._foreign += 1
+        try:
+            yield foreign
+        finally:
+            self._foreign -= 1
+            if not foreign.is_harmless:
+                # one that is held here may be idle there already
+                self.forget_requests()
+                for slot in self.slots:
+                    slot.is_tainted = True
+
+    def _is_idle(self, wanted: int | None) -> bool:
+        return any(not slot.is_held for slot in self.slots if wanted is None or slot.id == wanted)
+
+    def _next(self) -> None:
+        """Wake the first that can have a slot. Each that gives up wakes the next one."""
+        n_idle = sum(not slot.is_held for slot in self.slots)
+        for one in self._waiting:
+            if n_idle == 0:
+                return
+            if self._is_idle(one.wanted):
+                if one.turn is not None and not one.turn.done():
+                    one.turn.set_result(None)
+                n_idle -= 1
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two sequences begin with in common."""
+    n = min(len(a), len(b))
+    if n == 0:
+        return 0
+    differ = a[:n] != b[:n]
+    first = int(differ.argmax())
+    return first if differ[first] else n
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return int((np.frombuffer(a, np.uint8, n) != np.frombuffer(b, np.uint8, n)).argmax())

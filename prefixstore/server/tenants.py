@@ -1,0 +1,75 @@
+"""Which tenant a request belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prefixstore.errors import InvalidParameterError
+
+__all__ = ["NoTenantError", "TenantSource", "api_key_of"]
+
+MAX_HEADER = 256
+# what these say must not be in the store
+CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authorization"})
+
+
+class NoTenantError(Exception):
+    """A request does not say whose it is. The text says what it lacks."""
+
+
+@dataclass(frozen=True)
+class TenantSource:
+    """Where a request says whose it is: ``api-key``, or ``header:NAME``.
+
+    Attributes
+    ----------
+    header
+        The name of the header, in lower case; None: the API key.
+    """
+
+    header: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> TenantSource:
+        """What ``--salt-from`` says.
+
+        Raises
+        ------
+        InvalidParameterError
+            If it is neither.
+        """
+        if text == "api-key":
+            return cls()
+        kind, _, name = text.partition(":")
+        if kind != "header" or not name.replace("-", "").replace("_", "").isalnum():
+            raise InvalidParameterError(f"--salt-from={text!r} is not valid; pass api-key or header:NAME")
+        if name.lower() in CREDENTIALS:
+            raise InvalidParameterError(f"--salt-from={text!r} would store a secret; pass api-key")
+        return cls(name.lower())
+
+    def salt(self, headers: Mapping[str, str]) -> str:
+        """The salt of the tenant. Of an API key only a hash is stored.
+
+        Raises
+        ------
+        NoTenantError
+            If the request does not name one.
+        """
+        if self.header is None:
+            key = api_key_of(headers)
+            if not key:
+                raise NoTenantError("an API key is needed: it says whose prompts may be reused")
+            return f"api-key:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+        values = [value.strip() for name, value in headers.items() if name.lower() == self.header]
+        # one that a client has added to that of the gateway must not count
+        if len(values) != 1 or not values[0] or len(values[0]) > MAX_HEADER:
+            raise NoTenantError(f"the header {self.header} is needed, once: it says whose prompts may be reused")
+        return f"{self.header}:{values[0]}"
+
+
+def api_key_of(headers: Mapping[str, str]) -> str:
+    """The key that a request brings, where llama-server looks for it; empty if there is none."""
+    authorization = headers.get("authorization", "")
+    return (authorization or headers.get("x-api-key", "")).removeprefix("Bearer ")

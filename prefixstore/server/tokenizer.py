@@ -1,0 +1,109 @@
+"""The tokens of a prompt, as the server itself makes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+
+import numpy as np
+
+from prefixstore.server.bodies import aside
+from prefixstore.server.prompts import Ask
+from prefixstore.server.slot_pool import Tokens
+from prefixstore.server.upstream import Headers, Upstream
+
+__all__ = ["Tokenizer"]
+
+CACHED_PROMPTS = 256
+CACHED_TOKENS = 4 << 20
+TIMEOUT = 30.0
+# of the text of a token's number, about
+TOKEN_CHARACTERS = 6
+
+
+class Tokenizer:
+    """Asks ``/apply-template`` and ``/tokenize``, and remembers the latest answers.
+
+    Parameters
+    ----------
+    upstream
+        The server.
+    """
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._known: OrderedDict[bytes, Tokens] = OrderedDict()
+        self._n_tokens = 0
+
+    async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
+        """The tokens that the server will compute for this; None if it refuses, which it will say again.
+
+        Parameters
+        ----------
+        ask
+            The completion.
+        headers
+            What the client has sent to be let in.
+        owner
+            Its tenant: what another has asked before must not make this one faster.
+        """
+        kind = b"chat" if ask.chat is not None else b"prompt"
+        size = len(ask.chat or ask.prompt or b"")
+        body = ask.chat if ask.chat is not None else await aside(size, lambda: _request(ask.prompt))
+        salt = hashlib.sha256((owner or "").encode()).digest()
+        key = hashlib.blake2b(kind + salt + body, digest_size=24).digest()
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known
+        if ask.chat is not None:
+            answer = await self._post("/apply-template", body, headers)
+            text = answer.get("prompt") if answer else None
+            if not isinstance(text, str):
+                return None
+            body = await aside(len(text), lambda: _request(text))
+        answer = await self._post("/tokenize", body, headers)
+        listed = answer.get("tokens") if answer else None
+        if not isinstance(listed, list):
+            return None
+        tokens = await aside(len(listed) * TOKEN_CHARACTERS, lambda: _array(listed))
+        if tokens is None:
+            return None
+        self._remember(key, tokens)
+        return tokens
+
+    def forget(self) -> None:
+        """Forget what was asked: another model may answer next."""
+        self._known.clear()
+        self._n_tokens = 0
+
+    async def _post(self, path: str, body: bytes, headers: Headers) -> dict[str, object] | None:
+        reply = await self._upstream.ask(path, headers, body, timeout=TIMEOUT)
+        if not reply.is_ok:
+            return None
+        try:
+            answer = await aside(len(reply.content), reply.json)
+        except ValueError:
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def _remember(self, key: bytes, tokens: Tokens) -> None:
+        self._known[key] = tokens
+        self._n_tokens += len(tokens)
+        while len(self._known) > CACHED_PROMPTS or self._n_tokens > CACHED_TOKENS:
+            self._n_tokens -= len(self._known.popitem(last=False)[1])
+
+
+def _array(listed: list[object]) -> Tokens | None:
+    try:
+        tokens = np.array(listed, np.int32)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return tokens if tokens.ndim == 1 else None
+
+
+def _request(prompt: object) -> bytes:
+    # as the server tokenizes the prompts of completions
+    request = {"content": prompt, "add_special": True, "parse_special": True}
+    return json.dumps(request, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")

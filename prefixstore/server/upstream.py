@@ -1,0 +1,262 @@
+"""The one server that requests are passed on to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Final
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+__all__ = [
+    "ASK_SECONDS",
+    "Answer",
+    "Headers",
+    "Reply",
+    "TargetError",
+    "Upstream",
+    "UpstreamError",
+    "UpstreamLostError",
+    "UpstreamTimeoutError",
+    "end_to_end",
+]
+
+Headers = list[tuple[bytes, bytes]]
+
+# Between two neighbours only (RFC 9110, 7.6.1); and what the next connection says itself.
+HOP_BY_HOP: Final = {
+    b"connection",
+    b"keep-alive",
+    b"proxy-authenticate",
+    b"proxy-authorization",
+    b"proxy-connection",
+    b"te",
+    b"trailer",
+    b"transfer-encoding",
+    b"upgrade",
+}
+# What aiohttp would add to what a client has sent.
+ADDED: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+CONNECT_SECONDS: Final = 5.0
+ASK_SECONDS: Final = 5.0
+# Bytes of a line of the head of an answer.
+LONGEST_LINE: Final = 1 << 16
+
+
+class UpstreamError(Exception):
+    """The server has not answered, or not to the end."""
+
+
+class UpstreamTimeoutError(UpstreamError):
+    """The server was silent for too long."""
+
+
+class UpstreamLostError(UpstreamError):
+    """There is no connection to the server, or it broke, or what came was not HTTP."""
+
+
+class TargetError(Exception):
+    """The target of a request is not valid."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer.
+
+    Attributes
+    ----------
+    status
+        Its status.
+    content_type
+        What its content is.
+    content
+        Its body.
+    """
+
+    status: int
+    content_type: str
+    content: bytes
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether the status is 200."""
+        return self.status == HTTPStatus.OK
+
+    def json(self) -> Any:
+        """The content. Raises `ValueError` if it is not JSON."""
+        return json.loads(self.content)
+
+
+class Answer:
+    """An answer of which only the head has been read; it must be closed."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.status = response.status
+        self.headers: Sequence[tuple[bytes, bytes]] = response.raw_headers
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises `UpstreamError` if it breaks off."""
+        with _translated():
+            async for chunk in self._response.content.iter_any():
+                yield chunk
+
+    def close(self) -> None:
+        """Read no more: the server sees a closed connection."""
+        self._response.close()
+
+
+class Upstream:
+    """Passes requests on, unbuffered, and asks the server itself.
+
+    Parameters
+    ----------
+    url
+        Address of the server. Nothing in a request leads to another.
+    timeout
+        Seconds that the server may be silent.
+    key
+        The key to use instead of what the client has sent; None: what the client has sent.
+    socket
+        The Unix socket that the server listens on; None: it listens at the address.
+    """
+
+    def __init__(
+        self, url: str, *, timeout: float, key: str | None = None, socket: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._host = URL(self.url).raw_authority.rpartition("@")[2].encode()
+        self._key, self._timeout = key, timeout
+        self._socket = None if socket is None else os.fspath(socket)
+        self._opened: aiohttp.ClientSession | None = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        # made in the event loop
+        if self._opened is None:
+            # llama-server closes some connections after a streamed answer without having said so, and the next request
+            # on one of them would fail; one that is kept open keeps one of its threads
+            connector: aiohttp.BaseConnector = (
+                aiohttp.TCPConnector(force_close=True, limit=0)
+                if self._socket is None
+                else aiohttp.UnixConnector(self._socket, force_close=True, limit=0)
+            )
+            self._opened = aiohttp.ClientSession(
+                connector=connector,
+                # proxies of the environment would see the prompts
+                trust_env=False,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=ADDED,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=self._timeout),
+                max_line_size=LONGEST_LINE,
+                max_field_size=LONGEST_LINE,
+            )
+        return self._opened
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    def credentials(self, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+        """The headers by which the server lets a client in."""
+        if self._key is not None:
+            return [(b"authorization", f"Bearer {self._key}".encode())]
+        names = (b"authorization", b"x-api-key")
+        first = {name: value for name, value in reversed(list(headers)) if name in names}
+        return sorted(first.items())
+
+    async def send(self, method: str, target: bytes, headers: Headers, content: bytes | None) -> Answer:
+        """Send a request; the answer is not read yet, and must be closed.
+
+        Raises
+        ------
+        UpstreamError
+            If the server does not answer.
+        TargetError
+            If the target is not valid.
+        """
+        try:
+            url = URL(self.url + target.decode("ascii"), encoded=True)
+        except ValueError:
+            raise TargetError from None
+        kept = [(name, value) for name, value in self._passed_on(headers) if name != b"content-length"]
+        with _translated():
+            return Answer(
+                await self._session.request(method, url, headers=_text(kept), data=content, allow_redirects=False)
+            )
+
+    async def ask(
+        self,
+        path: str,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        content: bytes | None = None,
+        *,
+        timeout: float = ASK_SECONDS,
+    ) -> Reply:
+        """Ask the server for something small; with content, by POST as JSON.
+
+        Raises
+        ------
+        UpstreamError
+            If the server does not answer, or not to the end in time.
+        """
+        listed = [(b"host", self._host), *headers]
+        if content is not None:
+            listed.append((b"content-type", b"application/json"))
+        method, url = "GET" if content is None else "POST", URL(self.url + path, encoded=True)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_SECONDS)
+        with _translated():
+            async with self._session.request(
+                method, url, headers=_text(listed), data=content, allow_redirects=False, timeout=limit
+            ) as response:
+                return Reply(response.status, response.headers.get("content-type", ""), await response.read())
+
+    def _passed_on(self, headers: Headers) -> Headers:
+        kept = [(name, value) for name, value in end_to_end(headers) if name not in (b"host", b"expect")]
+        if self._key is not None:
+            kept = [(name, value) for name, value in kept if name not in (b"authorization", b"x-api-key")]
+            kept.append((b"authorization", f"Bearer {self._key}".encode()))
+        return [(b"host", self._host), *kept]
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """The headers without those for one connection, names in lower case."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {
+        token.strip().lower() for name, value in lowered if name == b"connection" for token in value.split(b",")
+    } | HOP_BY_HOP
+    return [(name, value) for name, value in lowered if name not in named]
+
+
+def _text(headers: Iterable[tuple[bytes, bytes]]) -> CIMultiDict[str]:
+    """As aiohttp takes them, which sends them in UTF-8 again."""
+    listed: CIMultiDict[str] = CIMultiDict()
+    for name, value in headers:
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            text = value.decode("latin-1")
+        listed.add(name.decode("latin-1"), text)
+    return listed
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except asyncio.TimeoutError as error:
+        raise UpstreamTimeoutError(str(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamLostError(f"{type(error).__name__}: {error}") from error
+    except ValueError as error:
+        # a method or a header that cannot be sent
+        raise TargetError(str(error)) from error

@@ -1,0 +1,114 @@
+"""Sessions that outlive the process: their names and tokens, as bookmarks in the location of the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from prefixstore.engine.bookmark import Bookmark, Unset
+from prefixstore.engine.engine import Engine
+from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, page_key, page_keys
+from prefixstore.llama.guard import Guard
+
+__all__ = ["Saved", "SavedSessions"]
+
+
+class Saved(NamedTuple):
+    """A session as it was saved: what it holds, how often it was discarded, and when it was saved."""
+
+    tokens: Tokens
+    generation: int
+    set_at: int
+
+
+class SavedSessions:
+    """The saved sessions of a namespace. A location that fails has none, and loses those that are saved meanwhile.
+
+    Parameters
+    ----------
+    engine
+        Has the location.
+    namespace
+        Key of the namespace.
+    page_tokens
+        Length of a page.
+    min_tokens
+        Shorter sequences are not stored, so they cannot be saved.
+    has_snapshots
+        Whether a sequence is restored from a snapshot at its end.
+    """
+
+    def __init__(
+        self, engine: Engine, namespace: bytes, page_tokens: int, min_tokens: int, *, has_snapshots: bool
+    ) -> None:
+        self._engine = engine
+        self._namespace = namespace
+        self._page_tokens = page_tokens
+        self._min_tokens = min_tokens
+        self._has_snapshots = has_snapshots
+
+    def names(self) -> list[str]:
+        """Those that can be resumed: what they hold is stored as a whole."""
+        with self._looking_up():
+            return self._engine.whole_bookmarks(self._namespace)
+        return []
+
+    def newer(self, set_at: Mapping[str, int]) -> set[str]:
+        """Which of these sessions are saved, and were set after these times."""
+        with self._looking_up():
+            bookmarks = self._engine.bookmarks(self._namespace) if set_at else {}
+            return {name for name, before in set_at.items() if name in bookmarks and bookmarks[name].set_at > before}
+        return set()
+
+    def find(self, newer_than: Mapping[str, int]) -> dict[str, Saved]:
+        """Those of these sessions that were set after these times, by another process or an earlier one."""
+        found: dict[str, Saved] = {}
+        with self._looking_up():
+            bookmarks = self._engine.bookmarks(self._namespace)
+            for name, before in newer_than.items():
+                bookmark = bookmarks.get(name)
+                if bookmark is None or bookmark.set_at <= before:
+                    continue
+                tokens = self._engine.bookmarked(self._namespace, bookmark)
+                if tokens is not None:
+                    found[name] = Saved(tokens, bookmark.generation, bookmark.set_at)
+        return found
+
+    def _looking_up(self) -> Guard:
+        return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
+
+    def save(self, name: str, tokens: Tokens, full_pages: tuple[bytes, ...], generation: int, set_at: int) -> None:
+        """Save a session with the commit after its pages; `full_pages` has the keys of these."""
+        if len(tokens) < max(self._min_tokens, 1):
+            self.forget(name, set_at)
+            return
+        bookmark = Bookmark(
+            full_pages[-1] if full_pages else self._namespace,
+            tokens[len(full_pages) * self._page_tokens :].tobytes(),
+            len(tokens),
+            SNAPSHOT if self._has_snapshots else PAGE,
+            generation,
+            set_at,
+        )
+        self._engine.set_bookmark(self._namespace, name, bookmark)
+
+    def forget(self, name: str, set_at: int | None = None) -> None:
+        """Remove a session, unless another process has saved it after this time."""
+        self._engine.set_bookmark(self._namespace, name, None if set_at is None else Unset(set_at))
+
+    def pages_of(self, tokens: Tokens) -> tuple[bytes, ...]:
+        """As `pages`, from the tokens alone."""
+        return self.pages(tokens, page_keys(self._namespace, tokens, self._page_tokens))
+
+    def pages(self, tokens: Tokens, full_pages: list[bytes]) -> tuple[bytes, ...]:
+        """The keys of all pages and snapshots that may hold a sequence, from those of its full pages."""
+        parent = full_pages[-1] if full_pages else self._namespace
+        rest = tokens[len(full_pages) * self._page_tokens :].tobytes()
+        forms = (PAGE, SNAPSHOT) if self._has_snapshots else (PAGE,)
+        return (*full_pages, *(page_key(parent, rest, form) for form in forms if rest or form == SNAPSHOT))
+
+    @staticmethod
+    def now(before: int) -> int:
+        """The time, later than that of what was saved before."""
+        return max(time.time_ns(), before + 1)

@@ -1,0 +1,1 @@
+"""Requests recorded, and replayed in the engine with other budgets and policies."""

@@ -1,0 +1,291 @@
+"""Replays traces: through the real engine with one of its policies, and through Belady's algorithm, the upper bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from heapq import heappop, heappush
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.buffers import BufferPool
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.index import Path
+from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.autocodec import FixedCodec
+from prefixstore.format.keys import TOKEN_BYTES, namespace_key
+from prefixstore.stats import Counters
+from prefixstore.traces.read import Event, Trace
+from prefixstore.units import shown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "Cache", "InEngine", "Replayed", "replay"]
+
+NAMESPACE = b"a trace replayed"
+BELADY = "belady"
+
+
+class Cache(Protocol):
+    """What a trace is replayed through. `written` is how many blocks it has stored, each time they were missing."""
+
+    written: int
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks are in the cache; then all of them are added."""
+
+
+class InEngine(AbstractContextManager["InEngine"]):
+    """The real engine with one of its policies: a page has one byte, and the budget counts pages.
+
+    Parameters
+    ----------
+    policy
+        Its name.
+    capacity
+        How many pages fit.
+    """
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        if policy not in POLICIES:
+            raise InvalidParameterError(
+                f"policy={shown(policy)} is unknown; choose one of {', '.join(map(repr, POLICIES))}"
+            )
+        budget = Budget(1 << 60, max_entries=capacity)
+        self._counters = Counters()
+        self._engine = Engine(
+            MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
+        )
+        lease = BufferPool(1 << 20).acquire(1)
+        assert lease is not None
+        self._lease = lease
+        self.written = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.close()
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """A request of blocks that are a page each."""
+        path = self._use(blocks, NAMESPACE, 1, None, 0)
+        self._store(blocks, 0, len(blocks), NAMESPACE, 1, path)
+        return path.n_tokens
+
+    def ask(
+        self,
+        blocks: Sequence[int],
+        *,
+        namespace: bytes = NAMESPACE,
+        page: int = 1,
+        limit: int | None = None,
+        least: int = 0,
+    ) -> int:
+        """How many of the first blocks are stored, and use them.
+
+        Parameters
+        ----------
+        blocks
+            The prompt.
+        namespace
+            Whose it is.
+        page
+            Blocks in a page.
+        limit
+            How many blocks may be restored: of a whole prompt, the last token is computed.
+        least
+            Fewer blocks are not restored.
+        """
+        return self._use(blocks, namespace, page, limit, least).n_tokens
+
+    def _use(self, blocks: Sequence[int], namespace: bytes, page: int, limit: int | None, least: int) -> Path:
+        path = self._engine.match(namespace, np.array(blocks, "<i4"), page)
+        n = path.n_tokens if limit is None else min(path.n_tokens, limit)
+        if n < max(least, 1):
+            path, n = Path((), 0), 0
+        path = Path(path.pages[: -(-n // page)], n)
+        self._engine.touch(namespace, path.pages, len(blocks))
+        return path
+
+    def store(self, blocks: Sequence[int], *, namespace: bytes = NAMESPACE, page: int = 1) -> None:
+        """Store the full pages of a prompt that are missing."""
+        self._store(blocks, 0, len(blocks) // page * page, namespace, page)
+
+    def store_page(self, blocks: Sequence[int], *, namespace: bytes = NAMESPACE, page: int = 1) -> None:
+        """Store the last page of a sequence, which may be shorter than others, if those before it are here."""
+        self._store(blocks, (len(blocks) - 1) // page * page, len(blocks), namespace, page)
+
+    def _store(
+        self, blocks: Sequence[int], least: int, end: int, namespace: bytes, page: int, path: Path | None = None
+    ) -> None:
+        tokens = np.array(blocks[:end], "<i4")
+        path = path or self._engine.match(namespace, tokens, page)
+        n_whole = path.n_tokens // page
+        if path.n_tokens == end or n_whole * page < least:
+            return
+        parent = path.pages[n_whole - 1].key if n_whole else namespace
+        raw, batch = tokens.tobytes(), []
+        for start in range(n_whole * page, end, page):
+            piece = raw[start * TOKEN_BYTES : (start + page) * TOKEN_BYTES]
+            new = PendingPage.of(namespace, b"{}", parent, start, piece, self._lease)
+            if not self._engine.announce(new):
+                break
+            batch.append(new)
+            parent = new.page.key
+        self.written += self._engine.commit(batch)
+
+
+class Blockwise:
+    """A cache of blocks that knows nothing of prompts: each block is looked up by itself."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.written = 0
+
+    def request(self, blocks: Sequence[int]) -> int:
+        """How many of the first blocks are in the cache; then all of them are added."""
+        found = [self.access(block) for block in blocks]
+        self.written += found.count(False)
+        return found.index(False) if False in found else len(found)
+
+    def access(self, block: int) -> bool:
+        """Whether a block is in the cache; from now on it is."""
+        raise NotImplementedError
+
+
+class Belady(Blockwise):
+    """Evicts the block that is needed last, even the requested one; of two, the deeper one. The upper bound.
+
+    Parameters
+    ----------
+    capacity
+        How many blocks fit.
+    prompts
+        All that will be requested, in order.
+    are_needed
+        For each of them, whether it is; else its blocks can only be kept from then on. By default all are.
+    """
+
+    def __init__(
+        self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
+    ) -> None:
+        super().__init__(capacity)
+        flat = [block for blocks in prompts for block in blocks]
+        never = len(flat)
+        after = dict.fromkeys(flat, never)
+        self._next = [never] * never
+        at = never
+        for i in range(len(prompts) - 1, -1, -1):
+            is_needed = are_needed is None or are_needed[i]
+            for block in reversed(prompts[i]):
+                at -= 1
+                self._next[at] = after[block]
+                if is_needed:
+                    after[block] = at
+        self._here: dict[int, int] = {}
+        self._order: list[tuple[int, int, int]] = []
+        self._now = -1
+
+    def access(self, block: int) -> bool:
+        """Whether a block is in the cache."""
+        self._now += 1
+        hit = block in self._here
+        wanted = self._here[block] = self._next[self._now]
+        heappush(self._order, (-wanted, -self._now, block))
+        while len(self._here) > self.capacity:
+            wanted, _, last = heappop(self._order)
+            if self._here.get(last) == -wanted:
+                del self._here[last]
+        return hit
+
+
+class Replayed(NamedTuple):
+    """What a replay has found.
+
+    Attributes
+    ----------
+    requests, hits
+        How many requests there were, and how many of them found something.
+    tokens, hit_tokens
+        Tokens of the prompts (blocks, in traces that do not say how long those are), and how many were found.
+    """
+
+    requests: int
+    hits: int
+    tokens: int
+    hit_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens found as a fraction of all."""
+        return self.hit_tokens / max(self.tokens, 1)
+
+
+def replay(trace: Trace, policy: str, pages: int) -> Replayed:
+    """Replay a trace in a store of so many pages.
+
+    Parameters
+    ----------
+    trace
+        What was asked and stored.
+    policy
+        A policy of the engine, or ``"belady"``, which knows the future and evicts single blocks, even such as others
+        depend on: no policy can do better.
+    pages
+        How many pages fit; at least 1.
+    """
+    if policy == BELADY:
+        return _in_belady(trace, max(pages, 1))
+    least = int(trace.about.get("min_tokens") or 0)
+    hits = hit_tokens = 0
+    with InEngine(policy, max(pages, 1)) as cache:
+        for event in trace.events:
+            if not trace.is_ours:
+                n = cache.request(event.blocks)
+            elif not event.is_request:
+                cache.store_page(event.blocks, namespace=_key(event), page=event.page_blocks)
+                continue
+            else:
+                limit = trace.blocks_of(event, event.n_tokens - 1)
+                enough = trace.blocks_of(event, least - 1) + 1 if least else 0
+                n = cache.ask(event.blocks, namespace=_key(event), page=event.page_blocks, limit=limit, least=enough)
+                # what is not found is computed, and stored as the context fills
+                cache.store(event.blocks, namespace=_key(event), page=event.page_blocks)
+            hits += n > 0
+            hit_tokens += trace.tokens_of(event, n)
+    return _result(trace, hits, hit_tokens)
+
+
+def _key(event: Event) -> bytes:
+    return namespace_key(event.namespace.encode("utf-8", "surrogatepass"))
+
+
+def _in_belady(trace: Trace, pages: int) -> Replayed:
+    wanted = [event.blocks if event.is_request else event.blocks[-event.page_blocks :] for event in trace.events]
+    of_page = max((event.page_blocks for event in trace.events), default=1)
+    cache = Belady(pages * of_page, wanted, [event.is_request for event in trace.events])
+    hits = hit_tokens = 0
+    for event, blocks in zip(trace.events, wanted, strict=True):
+        n = cache.request(blocks)
+        if event.is_request:
+            if trace.is_ours:
+                n = min(n, trace.blocks_of(event, event.n_tokens - 1))
+            hits += n > 0
+            hit_tokens += trace.tokens_of(event, n)
+    return _result(trace, hits, hit_tokens)
+
+
+def _result(trace: Trace, hits: int, hit_tokens: int) -> Replayed:
+    requests = trace.requests
+    tokens = sum(event.n_tokens if trace.is_ours else len(event.blocks) for event in requests)
+    return Replayed(len(requests), hits, tokens, hit_tokens)

@@ -1,0 +1,68 @@
+"""Ctrl-C at any place of a session: the `Llama` goes to the next one, and its answers are right."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from prefixstore import PrefixStore
+from tests.support.ctrl_c import interrupted, places_in, sample
+from tests.support.models import TORTURE, answer, load, prompt
+
+SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
+KINDS = {"attention": ("llama", 0), "parked": ("llama", 2), "recurrent": ("mamba", 0)}
+
+
+def in_thread(work):
+    """What `work` returns in another thread."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join(60)
+    assert results, "it waits for ever"
+    return results[0]
+
+
+# what is raised in a finalizer, Python ignores
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
+    arch, max_resident = KINDS[kind]
+    llm, alone = (load(models(arch), **SMALL) for _ in range(2))
+    texts = {seed: answer(alone, prompt(40, seed=seed), 3) for seed in range(2)}
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=16, min_tokens=4) as store:
+        sessions = store.sessions(max_sessions=3, max_resident=max_resident)
+
+        def turn(name, seed, timeout=None):
+            with sessions.admit(name, timeout=timeout) as session:
+                return session.create_completion(prompt(40, seed=seed), max_tokens=3, temperature=0)
+
+        def work():
+            turn("alice", 0)
+            sessions.fork("alice", f"fork {len(sessions._table)}")
+            turn("bob", 1)
+            turn("alice", 0)
+
+        work()
+        assert sessions.stats().parked > 0 or not max_resident
+        n = places_in(work)
+        assert n > 500
+        for at in sample(n, 150 * TORTURE):
+            sessions.evict_all()
+            turn("bob", 1)
+            where = interrupted(work, at)
+            # what an exception keeps alive, such as frames
+            gc.collect()
+            name = ("alice", "bob")[at % 2]
+            found = in_thread(lambda name=name, at=at: turn(name, at % 2, timeout=30))
+            assert found["choices"][0]["text"] == texts[at % 2], where
+            assert len(sessions._queue) == 0, where
+            assert llm.cache is None, where
+            assert store._hook.reads, where
+            assert not store.engine.wants_all, where
+        assert store.check() == []
+    # no cell is left to anybody
+    llm.reset()
+    llm.eval(prompt(255))

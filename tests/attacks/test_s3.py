@@ -1,0 +1,315 @@
+"""An object store that fails in the middle of anything, and writers that die there: what opens is sound."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, closing, suppress
+
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.objects import client as client_module
+from prefixstore.backends.objects import log as log_module
+from prefixstore.backends.objects import strays as strays_module
+from prefixstore.backends.objects.manifest import HEAD
+from prefixstore.errors import LocationError, StorageError, UnavailableError
+from tests.support import ROOT
+from tests.support.engines import MIB, A, B, C, Store, store_of
+from tests.support.http_proxy import CUT, DROP, HANG, LOSE, PASS, HTTPProxy
+from tests.support.models import TORTURE
+from tests.support.places import opened, refusal
+from tests.support.s3 import KEY_ID, SECRET, SeaweedFS, prefix_on, private_server
+from tests.support.timeouts import wait_for
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def _private(seaweedfs, credentials):
+    pass
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Requests that fail are not sent again."""
+    monkeypatch.setattr(client_module, "RETRIES", 0)
+    monkeypatch.setattr(log_module, "MANY_SEGMENTS", 3)
+    monkeypatch.setattr(log_module, "LEFT_SEGMENTS", 1)
+
+
+def sequence(number):
+    return [number + 10] * 8
+
+
+def work(url, known):
+    """Put, use, evict, purge and merge; `known` is what is committed for certain, in the end."""
+    store = Store(open_backend(url, max_bytes=MIB))
+    for number in range(5):
+        if store.put(sequence(number), 2000) == 2:
+            known.append(number)
+        store.fetch(sequence(number))
+        if number == 2:
+            keys = store.stored_keys()
+            known.clear()
+            store.engine.evict_to(9000)
+            known += [one for one in range(3) if store.match(sequence(one)) == 8]
+            assert len(known) < 3
+            assert store.stored_keys() < keys
+    store.backend.scrub()
+    store.engine.close()
+
+
+def dies_at(last, fate):
+    return lambda method, path, number: PASS if number < last else (fate if number == last else DROP)
+
+
+@pytest.mark.parametrize("fate", [DROP, LOSE])
+def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_once, monkeypatch, fate):
+    """Its last request arrives or not, and there are no more."""
+    step = 1 if TORTURE > 1 else 3
+    last, is_over, n_strays = -1 if fate == DROP else 0, False, 0
+    while not is_over:
+        last += step
+        with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
+            proxy.decide = dies_at(last, fate)
+            url, known = prefix_on(seaweedfs, proxy.endpoint), []
+            with suppress(StorageError, AssertionError):
+                work(url, known)
+            is_over = len(proxy.requests) < last
+        direct = url.replace(proxy.endpoint, seaweedfs.endpoint)
+        with store_of(open_backend(direct, max_bytes=MIB)) as store:
+            for number in known[-2:]:
+                assert store.fetch(sequence(number)) == 2, (last, number)
+            for number in range(20, 23):
+                assert store.put(sequence(number), 100) == 2
+            with monkeypatch.context() as old:
+                old.setattr(strays_module, "GRACE_SECONDS", -1.0)
+                with store.backend.view() as view:
+                    n_strays += len(list(view.flaws()))
+                store.backend.scrub()
+            names = [one.name for one in store.backend.client.list(None)]
+            assert len(names) == 2 + len(store.stored_keys())
+            assert HEAD in names
+    assert last > 30
+    assert n_strays > 2
+
+
+def test_replies_that_are_lost_or_cut_change_nothing(seaweedfs, monkeypatch):
+    """obstore sends again what fails; a commit whose reply was lost is found to be there."""
+    chance = random.Random(5)
+    with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:
+        proxy.decide = lambda *_: chance.choice([PASS] * 8 + [LOSE, CUT, DROP])
+        url = prefix_on(seaweedfs, proxy.endpoint)
+        backend = None
+        while backend is None:
+            with suppress(StorageError):
+                backend = open_backend(url, max_bytes=MIB)
+        store = Store(backend)
+        stored = set()
+        for number in range(30):
+            with suppress(StorageError):
+                if store.put(sequence(number), 5000) == 2:
+                    stored.add(number)
+            with suppress(StorageError):
+                assert store.fetch(sequence(chance.randrange(number + 1))) in (0, 2)
+        assert len(stored) > 20
+        proxy.decide = lambda *_: PASS
+        assert {number for number in range(30) if store.fetch(sequence(number)) == 2} >= stored
+        store.close()
+
+
+def test_a_server_that_is_killed_and_comes_back(monkeypatch):
+    with ExitStack() as stack:
+        server = stack.enter_context(private_server(SeaweedFS))
+        store = stack.enter_context(store_of(open_backend(prefix_on(server), max_bytes=64 * MIB)))
+        assert store.put(A) == 3
+        server.kill()
+        for act in (lambda: store.fetch(A), store.engine.check):
+            with pytest.raises(StorageError):
+                act()
+        server.start()
+        wait_for(lambda: fetched(store, A) == 3, "the end of the outage")
+        wait_for(lambda: store.put(C) == 3, "a write after the outage")
+        assert store.fetch(C) == 3
+
+
+def fetched(store, tokens):
+    """How many pages are restored; none while the server does not answer."""
+    try:
+        return store.fetch(tokens)
+    except StorageError:
+        return 0
+
+
+def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
+    with ExitStack() as stack:
+        proxy = stack.enter_context(closing(HTTPProxy(seaweedfs.endpoint)))
+        url = prefix_on(seaweedfs, proxy.endpoint) + "&timeout=1"
+        store = stack.enter_context(store_of(open_backend(url, max_bytes=MIB)))
+        store.put(A)
+        proxy.decide = lambda *_: HANG
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match="no answer"):
+            store.fetch(A)
+        assert time.monotonic() - started < 30
+        proxy.released.set()
+        proxy.decide = lambda *_: PASS
+        assert store.fetch(A) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("AWS_ACCESS_KEY_ID", "wr0ngid"), ("AWS_SECRET_ACCESS_KEY", "wr0ngsecret")]
+)
+def test_wrong_credentials_are_named_and_not_shown(seaweedfs, monkeypatch, caplog, name, value):
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv(name, value)
+    message = refusal(prefix_on(seaweedfs))
+    assert message.startswith("LocationError: ")
+    assert "AWS_SECRET_ACCESS_KEY" in message
+    with pytest.raises(LocationError) as caught:
+        open_backend(prefix_on(seaweedfs), max_bytes=MIB)
+    assert caught.value.__suppress_context__
+    for secret in ("wr0ng", KEY_ID, SECRET):
+        assert secret not in message + caplog.text + repr(caught.value)
+
+
+def test_without_credentials_opening_fails_soon(seaweedfs, monkeypatch):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    started = time.monotonic()
+    message = refusal(prefix_on(seaweedfs))
+    assert "there are no credentials" in message or "no answer" in message
+    assert time.monotonic() - started < 60
+
+
+WRITER = """
+import random, sys
+from contextlib import suppress
+from prefixstore.backends import open_backend
+from prefixstore.backends.objects import log
+from prefixstore.errors import StorageError
+from tests.support.engines import Store
+log.MANY_SEGMENTS, log.LEFT_SEGMENTS = 8, 3
+chance = random.Random(int(sys.argv[2]))
+store = Store(open_backend(sys.argv[1], max_bytes=1 << 20), max_bytes=60_000)
+print("open", flush=True)
+sys.stdin.readline()
+stored = 0
+for turn in range(int(sys.argv[3])):
+    tokens = [chance.randrange(4)] * 4 + [chance.randrange(4)] * 4 + [chance.randrange(100)] * 4
+    with suppress(StorageError):
+        stored += store.put(tokens, chance.choice([100, 3000]))
+    with suppress(StorageError):
+        store.fetch(tokens)
+    if chance.random() < 0.05:
+        with suppress(StorageError):
+            store.backend.scrub()
+print(stored, store.counters.group("dropped"), flush=True)
+store.engine.close()
+"""
+
+
+def writers(url, count, turns):
+    command = [sys.executable, "-c", WRITER, url]
+    found = [
+        subprocess.Popen(
+            [*command, str(seed), str(turns)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for seed in range(count)
+    ]
+    for one in found:
+        assert one.stdout.readline() == "open\n"
+    return found
+
+
+def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
+    """They put the same and different pages, evict, merge segments and scrub."""
+    url = prefix_on(seaweedfs)
+    processes = writers(url, 3, 60 * TORTURE)
+    for one in processes:
+        one.stdin.write("\n")
+        one.stdin.flush()
+    outputs = [one.communicate(timeout=240)[0] for one in processes]
+    assert [one.returncode for one in processes] == [0, 0, 0]
+    assert all(int(output.split()[0]) > 20 for output in outputs), outputs
+    with store_of(open_backend(url, max_bytes=MIB)) as store:
+        assert len(store.stored_keys()) > 5
+        store.backend.reclaim()
+        names = [one.name for one in store.backend.client.list(None)]
+        payloads = [name for name in names if name.startswith("pages/")]
+        assert len(payloads) == len(store.stored_keys())
+
+
+def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
+    chance = random.Random(3)
+    url = prefix_on(seaweedfs)
+    for _ in range(3):
+        processes = writers(url, 2, 10_000)
+        for one in processes:
+            one.stdin.write("\n")
+            one.stdin.flush()
+        for one in processes:
+            time.sleep(chance.random())  # how far it comes is left to chance
+            one.send_signal(signal.SIGKILL)
+            one.communicate()
+        with store_of(open_backend(url, max_bytes=MIB)) as store:
+            assert store.put(A) + store.match(A) >= 3
+    with opened(url) as backend:
+        monkeypatch.setattr(strays_module, "GRACE_SECONDS", -1.0)
+        backend.scrub()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert len(list(backend.client.list("pages/"))) == view.used.entries
+
+
+def test_two_compactors_and_a_writer(seaweedfs, at_once):
+    url = prefix_on(seaweedfs)
+    stores = [Store(open_backend(url, max_bytes=MIB)) for _ in range(3)]
+    is_done, failures = threading.Event(), []
+
+    def compact(store):
+        while not is_done.is_set():
+            try:
+                store.backend.scrub()
+            except UnavailableError:
+                continue
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+    threads = [threading.Thread(target=compact, args=(store,)) for store in stores[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        stored = [number for number in range(40) if stores[0].put(sequence(number)) == 2]
+    finally:
+        is_done.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert len(stored) > 30
+    for store in stores:
+        assert all(store.fetch(sequence(number)) == 2 for number in stored)
+        store.close()
+    with opened(url) as backend:
+        segments = list(backend.client.list("log/"))
+        assert len(segments) == len(backend._log.segments())
+
+
+def test_a_clock_that_is_wrong_by_a_day_changes_nothing(seaweedfs, monkeypatch):
+    """Only signatures depend on it: the server refuses those that are too old."""
+    url = prefix_on(seaweedfs)
+    with store_of(open_backend(url, max_bytes=MIB)) as one, store_of(open_backend(url, max_bytes=MIB)) as two:
+        now = time.time
+        one.put(A)
+        monkeypatch.setattr(time, "time", lambda: now() + 86_400)
+        monkeypatch.setattr(time, "time_ns", lambda: int((now() + 86_400) * 1e9))
+        two.put(B)
+        two.backend.scrub()
+        assert one.fetch(B) == two.fetch(A) == 3

@@ -1,0 +1,378 @@
+"""A Valkey server that fails, forgets or fills up in the middle of anything: lookups are misses, nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+import valkey
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.valkey import connections, transaction
+from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
+from prefixstore.format.keys import as_tokens
+from tests.support.engines import MIB, NS, A, B, C, P, Store
+from tests.support.models import TORTURE
+from tests.support.proxy import Proxy
+from tests.support.timeouts import wait_for
+from tests.support.valkey import private_valkey
+
+
+@contextmanager
+def stored(url, *sequences, max_bytes=64 * MIB):
+    """A store that has these sequences."""
+    with closing(Store(open_backend(url, max_bytes=max_bytes), max_bytes=max_bytes)) as store:
+        for tokens in sequences:
+            store.put(tokens)
+        yield store
+
+
+def lookup(store, tokens):
+    """How many pages of a sequence are restored, each with the right state."""
+    try:
+        return store.fetch(tokens)
+    except StorageError:
+        return 0
+
+
+def tried(work):
+    """Do some work that the server may refuse, or not survive."""
+
+    def done(store):
+        with suppress(StorageError):
+            work(store)
+
+    return done
+
+
+def flush(store):
+    store.engine.touch(NS, store.engine.match(NS, as_tokens(A), P).pages)
+    store.engine.flush()
+
+
+def check(store):
+    assert store.engine.check() == []
+
+
+WORK = {
+    "look up": lambda store: lookup(store, A),
+    "put": tried(lambda store: store.put(B)),
+    "evict": tried(lambda store: store.engine.evict_to(0)),
+    "pin": tried(lambda store: store.engine.pin(NS, as_tokens(A), P, pinned=True)),
+    "clear": tried(lambda store: store.engine.clear(NS)),
+    "flush": tried(flush),
+    "check": tried(check),
+    "note": tried(lambda store: store.engine.change_note(b"job", lambda _: b"mine")),
+    "reindex": tried(lambda store: store.backend.reindex()),
+}
+
+
+def is_intact(url, *sequences):
+    """Another process finds the store sound, and at least these sequences."""
+    with stored(url) as other:
+        assert other.engine.check() == []
+        for tokens in sequences:
+            assert other.fetch(tokens) == 3
+
+
+def name_of(url):
+    return url.rpartition("?name=")[2]
+
+
+def forget(client, url):
+    """Drop the location."""
+    client.delete(*client.keys(f"{{{name_of(url)}}}:*"))
+
+
+# -- lost connections -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", WORK)
+def test_connections_that_are_ended_at_any_command_cost_nothing(new_valkey, valkey_server, monkeypatch, name, when):
+    url, left, sent = new_valkey(), [-1], []
+    real = connections.Connections._do
+
+    def use(self, connection, work):
+        """The first attempt; a second one is made on a new connection."""
+        if left[0] == 0:
+            left[0] = -1
+            if when == "before":
+                valkey_server.client().execute_command("CLIENT", "KILL", "TYPE", "normal")
+            else:
+                real(self, connection, work)
+            raise valkey.ConnectionError("ended")
+        left[0] -= left[0] > 0
+        sent.append(1)
+        return real(self, connection, work)
+
+    monkeypatch.setattr(connections.Connections, "_do", use)
+    with valkey_server.client() as client:
+        k = 0
+        while True:
+            with stored(url, A) as store:
+                del sent[:]
+                left[0] = k
+                WORK[name](store)
+                is_over, left[0] = left[0] > 0, -1
+                assert store.match(A) in ((0, 12) if name in ("clear", "evict") else (12,))
+                assert store.put(C) == 3
+                assert store.fetch(C) == 3
+                assert store.engine.check() == []
+            is_intact(url, C)
+            forget(client, url)
+            if is_over:
+                break
+            k += 1
+    assert k > 0
+
+
+class Line(Proxy):
+    """Fails in the middle of an answer.
+
+    Attributes
+    ----------
+    left
+        Bytes of answers that still pass; None for all.
+    stalls
+        Whether what is left over is swallowed, or the line cut.
+    """
+
+    def __init__(self, path):
+        self.left: int | None = None
+        self.stalls = False
+        self.passed = 0
+        super().__init__(path)
+
+    def forward(self, source, target, answers):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answers:
+                    self.passed += len(data)
+                    if self.left is not None:
+                        data, rest = data[: self.left], data[self.left :]
+                        self.left -= len(data)
+                        if rest and not self.stalls:
+                            target.sendall(data)
+                            break
+                target.sendall(data)
+        # the client sees the end, and the server too
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def line(request, new_valkey):
+    """A line to the server, the location at its end, and the location without it."""
+    if os.environ.get("PREFIXSTORE_TEST_VALKEY"):
+        pytest.skip("the server is not ours")
+    server, url = request.getfixturevalue("valkey_server"), new_valkey()
+    with closing(Line(str(server.socket))) as made:
+        yield made, f"valkey://127.0.0.1:{made.port}/0?name={name_of(url)}", url
+
+
+@pytest.mark.parametrize("name", ["look up", "put", "pin", "check"])
+def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line, valkey_server, monkeypatch, name):
+    cut, through, direct = line
+    # one that has lost its last answer is not waited for
+    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.3)
+    with stored(through, A) as store:
+        before = cut.passed
+        WORK[name](store)
+        n_bytes = cut.passed - before
+    for k in range(0, n_bytes, 1 + n_bytes // (25 * TORTURE)):
+        with stored(through) as store:
+            assert store.match(A) == 12
+            cut.left = k
+            WORK[name](store)
+            cut.left = None
+            assert store.fetch(A) == 3
+            store.put(C)
+            assert store.fetch(C) == 3
+            assert store.engine.check() == []
+        is_intact(direct, A, C)
+        with stored(direct) as other:
+            other.engine.clear(NS)
+            other.put(A)
+
+
+def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line, monkeypatch):
+    cut, through, direct = line
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.3)
+    with stored(through, A) as store:
+        cut.stalls = True
+        for left in (3, 700):
+            cut.left = left
+            assert lookup(store, A) < 3
+            WORK["put"](store)
+            cut.left = None
+            wait_for(lambda: lookup(store, A) == 3, "a hit")
+        store.put(B)
+        assert store.fetch(B) == 3
+    is_intact(direct, A, B)
+
+
+def test_a_server_that_hangs_is_an_outage_that_ends(monkeypatch):
+    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
+    with private_valkey() as server, stored(server.url, A) as store:
+        server.pause()
+        assert lookup(store, A) == 0
+        WORK["put"](store)
+        with pytest.raises(UnavailableError, match="has not answered"):
+            open_backend(server.tcp_url, max_bytes=MIB)
+        server.go_on()
+        wait_for(lambda: lookup(store, A) == 3, "a hit")
+        wait_for(lambda: tried(lambda each: each.put(C))(store) or lookup(store, C) == 3, "a put")
+        assert store.engine.check() == []
+
+
+# -- lost servers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log", ["yes", "no"])
+def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(log, monkeypatch):
+    # its log has the lock of a transaction that has ended with it
+    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.5)
+    with private_valkey(appendonly=log, appendfsync="everysec") as server, stored(server.url) as store:
+        chance = random.Random(5)
+        flushed = []
+        for k in range(4 * TORTURE):
+            tokens = [100 + k] * 12
+            assert store.put(tokens) == 3
+            store.engine.flush()
+            flushed.append(tokens)
+            at = chance.randrange(20)
+            real = store.backend._connections.use
+
+            def use(work, real=real, left=[at]):  # noqa: B006 - counts down
+                left[0] -= 1
+                if left[0] == 0:
+                    server.kill()
+                return real(work)
+
+            store.backend._connections.use = use
+            for i in range(5):
+                tried(lambda each, i=i, k=k: each.put([10_000 + 1000 * k + i] * 12))(store)
+            del store.backend._connections.use
+            if server.process.poll() is not None:
+                assert lookup(store, tokens) == 0
+                server.start()
+            wait_for(lambda tokens=tokens: lookup(store, tokens) == 3 or log == "no", "a hit")
+            assert store.engine.check() == []
+        if log == "yes":
+            is_intact(server.url, *flushed)
+        assert store.put([7] * 12) == 3
+        assert store.fetch([7] * 12) == 3
+
+
+def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
+    """As under a policy that evicts any key: structures as well as pages, and what is not committed yet."""
+    url, chance = new_valkey(), random.Random(7)
+    sequences = [[100 + n] * 12 for n in range(20)]
+    with valkey_server.client() as client, stored(url) as store, stored(url) as other:
+        real = store.backend._connections._use
+
+        def use(connection, work):
+            if chance.random() < 0.05:
+                names = sorted(client.keys(f"{{{name_of(url)}}}:*"))
+                if names:
+                    client.delete(chance.choice(names))
+            return real(connection, work)
+
+        n_found = 0
+        for _ in range(150 * TORTURE):
+            store.backend._connections._use = use
+            tried(lambda each: each.put(chance.choice(sequences)))(store)
+            n_found += lookup(store, chance.choice(sequences)) == 3
+            if chance.random() < 0.1:
+                WORK[chance.choice(["evict", "pin", "flush", "note", "reindex"])](store)
+            store.backend._connections._use = real
+            lookup(other, chance.choice(sequences))
+        assert n_found > 10
+        # what is left can be mended
+        for _ in range(3):
+            store.engine.repair(store.engine.check())
+            store.backend.reclaim()
+        assert store.engine.check() == []
+        for tokens in sequences:
+            store.put(tokens)
+            assert store.fetch(tokens) == 3
+            assert lookup(other, tokens) == 3
+    is_intact(url, *sequences)
+
+
+# -- no memory --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_out_of_memory_evicts_by_our_policy():
+    with (
+        private_valkey(maxmemory="24mb", **{"maxmemory-policy": "noeviction"}) as server,
+        stored(server.url, A, max_bytes=1 << 30) as store,
+    ):
+        written = []
+        for n in range(60):
+            tokens = [1000 + n] * 12
+            with suppress(FullError):
+                if store.put(tokens, size=500_000) == 3:
+                    written.append(tokens)
+        assert len(written) > 20
+        assert store.counters.group("evictions") or store.counters["evictions"] > 0
+        assert lookup(store, written[-1]) == 3
+        assert store.engine.check() == []
+        # what is not ours may fill it to the last byte: then pages are dropped, and can still be read and deleted
+        with server.client() as client, suppress(valkey.exceptions.OutOfMemoryError):
+            for n in range(1000):
+                client.set(f"other{n}", bytes(100_000))
+        held = store.fetch(written[-1])
+        with suppress(StorageError):
+            store.put([5] * 12, size=500_000)
+        assert lookup(store, written[-1]) in (0, held)
+        store.engine.clear(NS)
+        assert store.engine.check() == []
+        for n in range(1000):
+            server.client().unlink(f"other{n}")
+        wait_for(lambda: tried(lambda each: each.put(B))(store) or lookup(store, B) == 3, "a put")
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-ttl"])
+def test_a_server_that_evicts_by_itself_costs_only_what_it_evicts(policy):
+    options = {"maxmemory": "16mb", "maxmemory-policy": policy}
+    with private_valkey(**options) as server, stored(server.url, max_bytes=1 << 30) as store:
+        n_hits = 0
+        for n in range(120 * TORTURE):
+            tokens = [1000 + n] * 12
+            tried(lambda each, tokens=tokens: each.put(tokens, size=300_000))(store)
+            n_hits += lookup(store, tokens) == 3
+            # older ones, whole, in part or not at all, and never wrong
+            lookup(store, [1000 + n // 2] * 12)
+        assert n_hits > 10
+        for _ in range(5):
+            tried(lambda each: each.engine.repair(each.engine.check()))(store)
+        assert {violation.rule for violation in store.engine.check()} <= {"payload"}
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_password_that_is_changed_meanwhile_is_an_error_and_no_crash(new_valkey, valkey_server):
+    url = new_valkey()
+    rights = ["on", "+@all", "~*"]
+    with valkey_server.client() as client:
+        client.execute_command("ACL", "SETUSER", "changing", *rights, ">before")
+        try:
+            with stored(url.replace("unix://", "unix://changing:before@"), A) as store:
+                client.execute_command("ACL", "SETUSER", "changing", "resetpass", ">after")
+                client.execute_command("CLIENT", "KILL", "USER", "changing")
+                with pytest.raises(LocationError, match="refuses") as caught:
+                    store.fetch(A)
+                assert "before" not in str(caught.value)
+                WORK["put"](store)
+                client.execute_command("ACL", "SETUSER", "changing", ">before")
+                wait_for(lambda: lookup(store, A) == 3, "a hit")
+        finally:
+            client.execute_command("ACL", "DELUSER", "changing")

@@ -1,0 +1,387 @@
+"""Servers of Valkey that answer otherwise than usual: strange commands, missing rights, keys that others have put."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from valkey.connection import UnixDomainSocketConnection
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.base import ConflictError
+from prefixstore.backends.valkey import payloads
+from prefixstore.backends.valkey import transaction as transaction_module
+from prefixstore.backends.valkey.connections import translated
+from prefixstore.backends.valkey.transaction import ServerTransaction
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.invariants import violations
+from prefixstore.errors import IncompatibleError, InvalidParameterError, LocationError, StorageError, UnavailableError
+from prefixstore.format.record import Usage
+from prefixstore.testing import make_page
+from tests.support.engines import A, B, store_of
+from tests.support.timeouts import wait_for
+from tests.support.valkey import private_valkey
+
+MIB = 1 << 20
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """A server that answers each request alike; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        while connection.recv(1 << 16):
+                            connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_repeats_the_arguments_of_auth_shows_no_password():
+    # as it does where AUTH was renamed; a traceback shows the lines of this file, too
+    secret = "s3"[::-1] * 3
+    answer = f"-ERR unknown command 'AUTH', with args beginning with: 'me' '{secret}' \r\n"
+    with answering(answer.encode()) as port:
+        url = f"valkey://me:{secret}@127.0.0.1:{port}"
+        with pytest.raises(StorageError, match="unknown command 'AUTH'") as caught:
+            open_backend(url, max_bytes=MIB)
+    assert secret not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_host_whose_name_cannot_be_encoded_is_an_error_of_ours():
+    with pytest.raises(UnavailableError):
+        open_backend(f"valkey://{'a' * 70}.b", max_bytes=MIB)
+
+
+# -- what a commit cannot do ------------------------------------------------------------------------------------------
+
+
+def put(transaction, number, **usage):
+    key, record = make_page(b"x" * 1000, [number])
+    transaction.put_namespace(record.namespace, b"%d" % number)
+    transaction.put(key, record, Usage(1, **usage), b"x" * 1000)
+    return key
+
+
+def all_changes(backend, key, number):
+    """Every kind of change, in one transaction; the key of the new page."""
+    with backend.update() as transaction:
+        transaction.delete(key)
+        transaction.put_note(b"name", b"%d" % number)
+        return put(transaction, number)
+
+
+def check(backend):
+    with backend.view() as view:
+        return violations(view, Budget(MIB))
+
+
+def sound(backend):
+    """All keys; nothing in the location contradicts another part of it."""
+    assert check(backend) == []
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
+
+
+@pytest.fixture
+def url(new_valkey):
+    return new_valkey()
+
+
+@pytest.fixture
+def client(valkey_server):
+    with valkey_server.client() as usual:
+        yield usual
+
+
+@pytest.mark.parametrize("kind", ["notes", "log", "lock", "entries", "order", "children", "settings"])
+def test_a_key_that_another_application_has_replaced_is_refused_before_anything_is_written(url, client, kind):
+    name = f"{{{url.rpartition('=')[2]}}}:{kind}"
+    with closing(open_backend(url, max_bytes=MIB)) as backend:
+        with backend.update() as transaction:
+            key = put(transaction, 1)
+        old = client.dump(name)
+        client.delete(name)
+        (client.rpush if kind != "log" else client.set)(name, "theirs")
+        for number in (2, 3):
+            with pytest.raises(IncompatibleError, match="another application"):
+                all_changes(backend, key, number)
+        client.delete(name)
+        if old is not None:
+            client.restore(name, 0, old)
+        assert sound(backend) == {key}
+        assert {all_changes(backend, key, 4)} == sound(backend)
+
+
+@pytest.mark.parametrize(
+    "command", ["rename", "unlink", "persist", "pexpire", "hset", "hdel", "zadd", "zrem", "del", "set"]
+)
+def test_a_user_who_lacks_a_command_writes_nothing(url, client, valkey_server, command):
+    name = url.rpartition("=")[2]
+    with closing(open_backend(url, max_bytes=MIB)) as backend, backend.update() as transaction:
+        key = put(transaction, 1)
+    client.execute_command("ACL", "SETUSER", "lacking", "reset", "on", ">secret", "+@all", "~*", f"-{command}")
+    try:
+        theirs = open_backend(f"unix://lacking:secret@{valkey_server.socket}?name={name}", max_bytes=MIB)
+        with closing(theirs):
+            with pytest.raises(LocationError, match=rf"permission.*\b{command}\b"):
+                all_changes(theirs, key, 2)
+            assert sound(theirs) == {key}
+            client.execute_command("ACL", "SETUSER", "lacking", f"+{command}")
+            assert {all_changes(theirs, key, 3)} == sound(theirs)
+    finally:
+        client.execute_command("ACL", "DELUSER", "lacking")
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_host_whose_clock_is_wrong_keeps_its_pages_as_long_as_it_says(url, client, monkeypatch, hours):
+    minute, now = 60 * 10**9, time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + hours * 60 * minute)
+    name = f"{{{url.rpartition('=')[2]}}}:page:"
+    with closing(open_backend(url, max_bytes=MIB)) as backend:
+        with backend.update() as transaction:
+            key = put(transaction, 1, expires=time.time_ns() + 5 * minute)
+        for minutes in (5, 10):
+            # the server counts from now on, whatever its own clock says
+            assert 0 < client.pttl(name + key.hex()) - minutes * 60_000 <= 10 * 60_000
+            assert len(sound(backend)) == 1
+            with backend.update() as transaction:
+                transaction.touch(key, Usage(2, expires=time.time_ns() + 10 * minute))
+
+
+@pytest.mark.parametrize("answer", [b"$abc", b"$", b"$1e3", b"$%d" % (1 << 62), b":1", b"*1", b"+OK", b"-ERR no"])
+def test_an_answer_that_is_no_value_is_an_error_of_ours(answer):
+    near, far = socket.socketpair()
+    with near, far:
+        connection = UnixDomainSocketConnection()
+        connection._sock = near
+        far.sendall(answer + b"\r\n")
+        with pytest.raises(UnavailableError), translated("here"):
+            payloads._Replies(connection, payloads.KeptBuffers(), lambda _: None).next()
+
+
+def test_a_payload_for_which_there_is_no_memory_is_an_error_of_ours(url, monkeypatch):
+    with closing(open_backend(url, max_bytes=MIB)) as backend:
+        with backend.update() as transaction:
+            key = put(transaction, 1)
+
+        def acquire(_, size):
+            raise MemoryError
+
+        with monkeypatch.context() as patch, backend.view() as view:
+            patch.setattr(payloads.KeptBuffers, "acquire", acquire)
+            patch.setattr(payloads, "HEAD_BYTES", 16)
+            with pytest.raises(UnavailableError, match="no memory"):
+                view.payload(key)
+        assert sound(backend) == {key}
+
+
+# -- servers that take each other's place -----------------------------------------------------------------------------
+
+
+@contextmanager
+def redirecting(answer: list[bytes]) -> Iterator[int]:
+    """A node of a cluster that answers every command but those of a new connection with `answer[0]`; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                while request := connection.recv(1 << 20):
+                    connection.sendall(b"+OK\r\n" if b"SELECT" in request or b"CLIENT" in request else answer[0])
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def moved_to(port):
+    return b"-MOVED 1 127.0.0.1:%d\r\n" % port
+
+
+def test_a_node_that_is_gone_is_looked_for_again():
+    with private_valkey() as one, private_valkey() as two:
+        answer = [moved_to(one.port)]
+        with redirecting(answer) as port, closing(open_backend(f"valkey://127.0.0.1:{port}", max_bytes=MIB)) as backend:
+            with backend.update() as transaction:
+                key = put(transaction, 1)
+            assert sound(backend) == {key}
+            one.kill()
+            answer[0] = moved_to(two.port)
+            with backend.update() as transaction:
+                key = put(transaction, 2)
+            assert sound(backend) == {key}
+            # a ring of nodes that all name another one is no more than an error
+            two.kill()
+            answer[0] = moved_to(port)
+            with pytest.raises(UnavailableError):
+                sound(backend)
+
+
+def test_a_server_that_has_become_a_replica_is_left_for_the_one_at_its_address():
+    with private_valkey() as one, private_valkey() as two, tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        address = Path(directory, "s")
+        address.symlink_to(one.socket)
+        with closing(open_backend(f"unix://{address}", max_bytes=MIB)) as backend:
+            with backend.update() as transaction:
+                key = put(transaction, 1)
+            two.client().execute_command("REPLICAOF", "127.0.0.1", one.port)
+            wait_for(lambda: two.client().info()["master_link_status"] == "up", "the replica")
+            two.client().execute_command("REPLICAOF", "NO", "ONE")
+            one.client().execute_command("REPLICAOF", "127.0.0.1", two.port)
+            # before the address follows, nothing can be written
+            with pytest.raises(UnavailableError, match="read only replica"), backend.update():
+                pass
+            address.unlink()
+            address.symlink_to(two.socket)
+            with backend.update() as transaction:
+                other = put(transaction, 2)
+            assert sound(backend) == {key, other}
+
+
+def test_a_flush_that_the_user_may_not_wait_for_is_no_promise(url, client, valkey_server):
+    with closing(open_backend(url, max_bytes=MIB)):
+        pass
+    client.execute_command("ACL", "SETUSER", "hasty", "reset", "on", ">secret", "+@all", "~*", "-waitaof")
+    try:
+        theirs = f"unix://hasty:secret@{valkey_server.socket}?name={url.rpartition('=')[2]}"
+        with closing(open_backend(theirs, max_bytes=MIB)) as backend, pytest.raises(LocationError, match="waitaof"):
+            backend.sync()
+    finally:
+        client.execute_command("ACL", "DELUSER", "hasty")
+
+
+# -- values that nobody of us has written -----------------------------------------------------------------------------
+
+
+def name_of(url, kind):
+    return f"{{{url.rpartition('=')[2]}}}:{kind}"
+
+
+@pytest.mark.parametrize("kind", ["entries", "order", "children", "log", "out of order"])
+def test_keys_that_are_none_are_found_and_removed_and_end_every_walk(url, client, kind):
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        store.put(A)
+        if kind == "entries":
+            client.hset(name_of(url, kind), mapping={b"short": b"", b"x" * 33: b"y" * 300})
+        elif kind == "log":
+            (generation,) = client.hmget(name_of(url, "meta"), "generation")
+            client.hset(name_of(url, kind), generation, client.hget(name_of(url, kind), generation) + b"more")
+        else:
+            # more than are read at a time, before all others and after them; or with places in another order
+            score, name = (1, "order") if kind == "out of order" else (0, kind)
+            members = [b"%c%d" % (first, number) for first in b"\0\xff" for number in range(3000)]
+            client.zadd(name_of(url, name), dict.fromkeys([*members, bytes(32)], score))
+        with store_of(open_backend(url, max_bytes=64 * MIB)) as other:
+            assert other.fetch(A) == 3
+            assert other.put(B) == 3
+            with other.backend.view() as view:
+                assert len([key for key, _, _ in view.scan()]) == 6
+                after, found = b"", set()
+                while len(facts := view.facts(after, 4)):
+                    found.update(map(bytes, facts["key"]))
+                    after = max(found)
+                assert {key for key, _, _ in view.scan()} == found - {bytes(32)} or kind == "out of order"
+            assert [one.rule for one in other.engine.check()][:1] == ([] if kind == "log" else ["index"])
+            other.engine.repair(other.engine.check())
+            assert other.engine.check() == []
+            assert other.engine.evict_to(0).pages == 6
+
+
+@pytest.mark.parametrize("field", ["generation", "entries", "bytes", "stored", "raw"])
+@pytest.mark.parametrize("value", [None, b"", b"nan", b"1e3", b"\xff"])
+def test_counts_that_cannot_be_read_start_the_location_over(url, client, field, value):
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        store.put(A)
+        if value is None:
+            client.hdel(name_of(url, "meta"), field)
+        else:
+            client.hset(name_of(url, "meta"), field, value)
+        # what can be read is read
+        assert store.fetch(A) == 3
+        with store_of(open_backend(url, max_bytes=64 * MIB)) as other:
+            assert other.put(B) == 3
+        assert (store.put(A), store.fetch(A), store.fetch(B)) == (3, 3, 3)
+
+
+def test_a_commit_that_starts_a_location_over_is_one_even_if_nothing_can_be_tidied_up(url, client, monkeypatch):
+    def fails(_):
+        raise UnavailableError("gone just now")
+
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        store.put(A)
+        client.delete(name_of(url, "order"))
+        with monkeypatch.context() as patch:
+            patch.setattr(type(store.backend), "_sweep", fails)
+            assert store.put(B) == 3
+        assert (store.fetch(A), store.fetch(B)) == (0, 3)
+        store.backend.reclaim()
+
+
+def test_what_is_left_of_a_location_of_another_version_stays(url, client):
+    with closing(open_backend(url, max_bytes=MIB)) as backend, backend.update() as transaction:
+        put(transaction, 1)
+    client.hset(name_of(url, "meta"), "format", "99")
+    client.delete(name_of(url, "order"))
+    before = set(client.keys(name_of(url, "*")))
+    with pytest.raises(IncompatibleError, match="upgrade"):
+        open_backend(url, max_bytes=MIB)
+    assert set(client.keys(name_of(url, "*"))) == before
+
+
+# -- slow lines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_lasts_as_long_as_a_large_payload_is_sent(url, client, monkeypatch):
+    monkeypatch.setattr(payloads, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(transaction_module, "RENEW_SECONDS", 0)
+    lock, left, renew = name_of(url, "lock"), [], ServerTransaction.keep_lock
+
+    def renewed(transaction):
+        renew(transaction)
+        left.append(client.pttl(lock))
+        # almost over when the next piece is sent
+        client.pexpire(lock, 5000)
+
+    monkeypatch.setattr(ServerTransaction, "keep_lock", renewed)
+    with closing(open_backend(url, max_bytes=MIB)) as backend:
+        payload = bytes(10_000)
+        key, record = make_page(payload, [1])
+        with backend.update() as transaction:
+            transaction.put_namespace(record.namespace, b"{}")
+            transaction.put(key, record, Usage(1), payload)
+        assert len(left) > 10
+        assert min(left) > 5000
+        # one that is lost all the same ends the sending
+        del left[:]
+        monkeypatch.setattr(client, "pexpire", lambda name, _: len(left) > 5 and client.delete(name))
+        with pytest.raises(ConflictError), backend.update() as transaction:
+            transaction.put(key, record, Usage(2), payload)
+        assert len(left) < 10
+        assert sound(backend) == {key}
+        assert client.keys(name_of(url, "new:*")) == []
+
+
+def test_values_of_unknown_options_are_not_repeated():
+    with pytest.raises(InvalidParameterError, match="unknown options key") as caught:
+        open_backend("valkey://host/0?key=S3CRET", max_bytes=MIB)
+    assert "S3CRET" not in str(caught.value)

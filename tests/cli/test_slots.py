@@ -1,0 +1,176 @@
+"""``prefixstore slots``, as hooks run it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.errors import CorruptError
+from prefixstore.server.slots import SlotStore
+from tests.support.llama_server import Running
+from tests.support.models import prompt
+
+N = 300
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def call(*arguments: Any) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = main(["slots", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_hooks_before_unload_and_after_load(
+    run: Callable[..., tuple[int, str, str]], docs_model: Path, llama_server: Callable[..., Running], tmp_path: Path
+):
+    store = tmp_path / "kv"
+    running = llama_server(docs_model)
+    messages = [{"role": "user", "content": "how are files copied? " * 30}]
+    (tmp_path / "messages.json").write_text(json.dumps({"messages": messages}))
+    (tmp_path / "prompt.txt").write_text("The options of a command. " * 30)
+    text = running.client.apply_template(messages)
+    running.complete(text, n=4, slot=0)
+    running.complete((tmp_path / "prompt.txt").read_text(), n=4, slot=1)
+    at = ["--server", running.url, "--slots-dir", running.slots_dir]
+
+    code, out, _ = run("status", "--server", running.url, "--json")
+    assert code == 0
+    assert [slot["state"] for slot in json.loads(out)["slots"]] == ["idle", "idle"]
+    assert json.loads(out)["process"]["pid"] == running.process.pid
+    code, out, _ = run("status", "--server", running.url)
+    assert code == 0
+    assert "idle" in out
+    code, out, _ = run("status", "--server", running.url, "--slots-dir", running.slots_dir, "--json")
+    assert code == 0
+    per_token = {slot["n_bytes"] / slot["n_tokens"] for slot in json.loads(out)["slots"]}
+    assert len(per_token) == 1
+    assert per_token.pop() > 1000
+    assert "MiB" in run("status", *at)[1]
+    assert list(running.slots_dir.iterdir()) == []
+
+    code, out, err = run("save", store, "--all", *at, "--json")
+    assert code == 0, err
+    saved = json.loads(out)
+    assert [one["reason"] for one in saved] == [None, None]
+    assert all(one["new_pages"] > 0 for one in saved)
+    running.stop()
+
+    running = llama_server(docs_model, name="later")
+    at = ["--server", running.url, "--slots-dir", running.slots_dir]
+    code, out, err = run("restore", store, "--deepest", *at, "--json")
+    assert code == 0, err
+    assert json.loads(out)["n_tokens"] == max(one["tokens"] for one in saved)
+    code, _, err = run("restore", store, "--slot", "1", "--messages", tmp_path / "messages.json", *at)
+    assert code == 0, err
+    again = running.complete(text, n=4, slot=1)
+    assert again["timings"]["prompt_n"] <= 1
+    code, _, err = run("restore", store, "--slot", "0", "--prompt-file", tmp_path / "prompt.txt", *at)
+    assert code == 0, err
+    assert running.complete((tmp_path / "prompt.txt").read_text(), n=4)["timings"]["prompt_n"] <= 1
+
+    code, _, err = run("erase", "--server", running.url, "--slot", "1")
+    assert code == 0
+    assert "tokens erased" in err
+    (tmp_path / "other.txt").write_text("Something else. " * 30)
+    code, _, err = run("restore", store, "--slot", "1", "--prompt-file", tmp_path / "other.txt", *at)
+    assert code == 1
+    assert "0 tokens" in err
+    assert list(running.slots_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["PREFIXSTORE_SERVER_KEY", "LLAMA_API_KEY"])
+def test_the_key_of_the_server_may_come_from_the_environment(
+    variable: str,
+    run: Callable[..., tuple[int, str, str]],
+    docs_model: Path,
+    llama_server: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    running = llama_server(docs_model, "--api-key", "sk-slots")
+    code, _, err = run("status", "--server", running.url)
+    assert code == 1
+    assert "API key" in err
+    monkeypatch.setenv(variable, "sk-slots")
+    assert run("status", "--server", running.url)[0] == 0
+    monkeypatch.setenv("PREFIXSTORE_SERVER_KEY", "sk-slots")
+    monkeypatch.setenv("LLAMA_API_KEY", "of another one")
+    assert run("status", "--server", running.url)[0] == 0
+
+
+def test_what_is_wrong_is_said(
+    run: Callable[..., tuple[int, str, str]],
+    models: Callable[..., Path],
+    llama_server: Callable[..., Running],
+    tmp_path: Path,
+):
+    running = llama_server(models("llama", n_head=2))
+    at = ["--server", running.url, "--slots-dir", running.slots_dir]
+    for arguments, message in (
+        (["save", tmp_path / "kv", *at], "either --slot N or --all"),
+        (["save", tmp_path / "kv", "--slot", "7", *at], "has the slots 0, 1"),
+        (["restore", tmp_path / "kv", *at], "one of --prompt-file"),
+        (["restore", tmp_path / "kv", "--prompt-file", tmp_path / "none", *at], "cannot be read"),
+        (["restore", tmp_path / "kv", "--messages", __file__, *at], "not valid JSON"),
+        (["erase", "--server", running.url, "--slot", "7"], "has the slots 0, 1"),
+        (["save", tmp_path / "kv", "--all", "--server", running.url, "--slots-dir", tmp_path], "--slot-save-path"),
+        (
+            ["save", tmp_path / "kv", "--all", "--namespace", "x", "--server", running.url, "--slots-dir", tmp_path],
+            "--slot-save-path",
+        ),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, message in err) == (2, True), err
+    assert list(running.slots_dir.iterdir()) == []
+    (tmp_path / "empty.txt").write_text("Something. " * 30)
+    for source in (["--deepest"], ["--prompt-file", tmp_path / "empty.txt"]):
+        code, _, err = run("restore", tmp_path / "mistyped", *source, *at)
+        assert code == 3
+        assert "mistyped" in err
+    assert not (tmp_path / "mistyped").exists()
+    code, _, err = run("status", "--server", "http://127.0.0.1:9")
+    assert code == 3
+    assert "no server answers" in err
+    # nothing is stored yet
+    PrefixStore(tmp_path / "kv", namespace="x").close()
+    running.complete(prompt(N), n=2)
+    assert run("restore", tmp_path / "kv", "--deepest", *at)[0] == 1
+    # a name instead of the process
+    assert run("save", tmp_path / "kv", "--all", "--namespace", "mine", *at)[0] == 0
+    assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "mine", *at)[0] == 0
+    assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "yours", *at)[0] == 1
+
+
+def test_a_slot_that_cannot_be_saved_costs_no_other(
+    run: Callable[..., tuple[int, str, str]],
+    docs_model: Path,
+    llama_server: Callable[..., Running],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    running = llama_server(docs_model)
+    for slot in (0, 1):
+        running.complete(f"The options of command {slot}. " * 30, n=4, slot=slot)
+    save = SlotStore.save
+
+    def failing(self: SlotStore, slot: int, **options: Any) -> Any:
+        if slot == 0:
+            raise CorruptError("a slot file is not what it should be")
+        return save(self, slot, **options)
+
+    monkeypatch.setattr(SlotStore, "save", failing)
+    at = ["--server", running.url, "--slots-dir", running.slots_dir]
+    code, out, _ = run("save", tmp_path / "kv", "--all", *at, "--json")
+    first, second = json.loads(out)
+    assert code == 1
+    assert "not what it should be" in first["reason"]
+    assert (second["reason"], second["new_pages"] > 0) == (None, True)
+    assert run("save", tmp_path / "kv", "--slot", "0", *at)[0] == 1

@@ -1,0 +1,698 @@
+"""What new users stumbled over: a test for each."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from prefixstore import InvalidParameterError, PrefixStore, load, warm
+from prefixstore.cli import confirm, main, terminal
+from prefixstore.cli import progress as progress_module
+from prefixstore.cli.progress import shown
+from prefixstore.cli.terminal import WIDE
+from prefixstore.config import load_config
+from prefixstore.maintenance.archive import Archive
+from prefixstore.warming.estimate import estimate
+from prefixstore.warming.report import Progress
+from tests.support import ROOT
+from tests.support.models import load as load_model
+from tests.support.models import prompt
+from tests.support.places import fill, space
+from tests.support.warming import shared_prompts, write_jsonl
+
+SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24])
+
+
+@pytest.fixture(autouse=True)
+def _new_user(tmp_path, monkeypatch):
+    """In an empty folder, with nothing set and nothing cached."""
+    monkeypatch.delenv("PREFIXSTORE_LOCATION", raising=False)
+    monkeypatch.delenv("PREFIXSTORE_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+@pytest.fixture
+def run(capfd):
+    """Runs a command: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def as_json(run):
+    """Runs a command with --json: exit code, and its output."""
+
+    def call(*arguments):
+        code, out, _ = run(*arguments, "--json")
+        return code, json.loads(out)
+
+    return call
+
+
+@pytest.fixture
+def store(tmp_path):
+    return filled(tmp_path / "kv")
+
+
+def filled(path, sequences=SEQUENCES, **options):
+    with Archive(path, create=True) as archive:
+        fill(archive.backend, space("mine"), sequences, **options)
+        return archive.location
+
+
+def n_pages(location):
+    with Archive(location, read_only=True) as archive:
+        return archive.used().entries
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """A terminal whose user gives these answers; it notes the questions."""
+    asked = []
+
+    def terminal(*given):
+        left = list(given)
+        monkeypatch.setattr(confirm, "has_terminal", lambda: True)
+        for module in ("delete", "maintain"):
+            monkeypatch.setattr(f"prefixstore.cli.{module}.has_terminal", lambda: True)
+        monkeypatch.setattr(confirm.typer, "confirm", lambda question, **_: asked.append(question) or left.pop(0))
+        return asked
+
+    return terminal
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("group", [[], ["slots"], ["trace"]])
+def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, out, _ = run(*group, "--help")
+    words = " ".join(out[out.index("Commands:") :].split())
+    assert "..." not in words
+    assert words.endswith(".")
+    assert max(map(len, out.splitlines())) <= columns
+
+
+def test_every_option_says_what_it_takes_in_a_word(run):
+    for name in [
+        line.split()[0] for line in run("--help")[1].partition("Commands:\n")[2].splitlines() if line[2:3] > " "
+    ]:
+        code, out, _ = run(name, "--help")
+        options = out.partition("\nOptions:")[2]
+        assert (code, re.findall(r"--[a-z-]+ <(?!text\|)[^>]*>", options)) == (0, []), name
+
+
+def test_a_report_is_replaced_with_yes_as_other_files_are(store, run):
+    assert run("report", store, "--out", "r.html")[0] == 0
+    assert run("report", store, "--out", "r.html")[0] == 3
+    assert run("report", store, "--out", "r.html", "--yes")[0] == 0
+
+
+def test_one_page_is_no_plural(tmp_path, run):
+    one = filled(tmp_path / "one", [[1, 2, 3, 4]])
+    assert run("check", one)[1] == f"{one}: 1 page, no problems found\n"
+    assert run("tree", one)[1].endswith(f"{one}: 1 page\n")
+    assert run("clear", one, "--dry-run")[1].startswith(f"{one}: 1 page (")
+    assert run("export", one, "--out", "f.pstore")[1].startswith("1 page exported")
+    assert run("evict", one, "--to", "1KiB", "--dry-run")[1].startswith(f"{one}: 1 page would be evicted")
+    with Archive(one, read_only=True) as archive:
+        page = archive.pages()[0].key.hex()
+    assert run("pin", one, page)[1] == f"{one}: 1 page pinned\n"
+
+
+def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(terminal, "terminal_width", lambda _: 60)
+    _, _, err = run("ls", "--sort", "colour", filled(tmp_path / "kv"))
+    assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
+    _, _, err = run("stats", "nowhere")
+    assert max(map(len, [line for line in err.splitlines() if "/" not in line])) <= 60
+    assert "what writes first creates a store" in " ".join(err.split())
+
+
+# -- one default location ---------------------------------------------------------------------------------------------
+
+
+def test_the_location_is_that_of_the_environment_then_of_the_config_then_the_cache(tmp_path, run, monkeypatch):
+    cached = filled(tmp_path / "cache" / "prefixstore" / "kv")
+    configured, given, named = (filled(tmp_path / name) for name in ("configured", "given", "named"))
+    config = tmp_path / "prefixstore.toml"
+    config.write_text('[store]\nlocation = "configured"\n')
+    for expected, arguments, environment in (
+        (cached, [], None),
+        (configured, ["--config", config], None),
+        (given, ["--config", config], given),
+        (given, [], given),
+        (named, [named, "--config", config], given),
+    ):
+        if environment is not None:
+            monkeypatch.setenv("PREFIXSTORE_LOCATION", environment)
+        code, out, _ = run("check", *arguments)
+        assert (code, out.startswith(f"{expected}: ")) == (0, True)
+    assert PrefixStore(namespace="n").location == load_config(config).location == given
+    monkeypatch.delenv("PREFIXSTORE_LOCATION")
+    assert PrefixStore(namespace="n").location == cached
+    monkeypatch.setenv("PREFIXSTORE_CONFIG", str(config))
+    assert run("check")[1].startswith(f"{configured}: ")
+
+
+def test_every_command_takes_the_config_and_does_without_a_location(tmp_path, run, as_json, models):
+    filled(tmp_path / "configured")
+    config = tmp_path / "prefixstore.toml"
+    config.write_text(f'[model]\npath = "{models("llama")}"\n[store]\nlocation = "configured"\nmax_bytes = "1GiB"\n')
+    given = ["--config", config]
+    page = as_json("tree", *given)[1][0]["page"]
+    for name, *arguments in (
+        ("stats",),
+        ("ls",),
+        ("tree",),
+        ("show", page[:9]),
+        ("check",),
+        ("pin", page[:9]),
+        ("unpin", page[:9]),
+        ("evict", "--to", "80%"),
+        ("compact",),
+        ("export", "--out", "f.pstore"),
+        ("copy", tmp_path / "other"),
+        ("purge", "--page", page),
+        ("clear",),
+    ):
+        code, out, err = run(name, *arguments, *given)
+        assert (code, f"lmdb://{tmp_path}/configured" in out) == (0, True), (name, err)
+    # its pages are of no model, and that of the file is another one
+    assert run("import", "f.pstore", *given)[0] == 3
+    config.write_text('[store]\nlocation = "configured"\n')
+    assert run("import", "f.pstore", *given)[0] == 0
+    assert run("show", *given)[0] == 2
+    # a location that was left out by mistake is not taken for something else
+    assert run("purge", "", "--everything")[0] == 2
+
+
+def test_of_two_locations_in_a_config_commands_take_the_nearer_one_and_say_so(tmp_path, run, as_json, monkeypatch):
+    # the folder of a test may be longer than a terminal is wide
+    monkeypatch.setenv("COLUMNS", "400")
+    near, far = (filled(tmp_path / name) for name in ("near", "far"))
+    config = tmp_path / "fleet.toml"
+    config.write_text('[store]\nlocation = ["near", "far"]\nmax_bytes = "1GiB"\nfar_max_bytes = "2GiB"\n')
+    for name, *arguments in (("stats",), ("ls",), ("top",), ("check",), ("copy", tmp_path / "other"), ("clear",)):
+        code, out, err = run(name, *arguments, "--config", config)
+        assert (code, near in out) == (0, True), (name, err)
+        assert f"note: this is about {tmp_path}/near alone; for {tmp_path}/far, pass that as LOCATION" in err
+    assert (n_pages(near), n_pages(far) > 0) == (0, True)
+    served = []
+    monkeypatch.setattr(
+        "prefixstore.server.serving.serve_child", lambda settings, _: served.append([settings.location])
+    )
+    for arguments in ([], ["--far", "memory:"]):
+        assert run("serve", "--config", config, *arguments, "--", "llama-server")[0] == 0
+    assert served == [[[f"{tmp_path}/near", f"{tmp_path}/far"]], [[f"{tmp_path}/near", "memory:"]]]
+    config.write_text('[store]\nlocation = ["a", "b", "c"]\n')
+    assert run("ls", "--config", config)[0] == 2
+
+
+def test_init_writes_a_config_that_everything_accepts(tmp_path, run, models, as_json):
+    model = os.path.relpath(models("llama"))
+    code, out, err = run("init", "--model", model, "--store", "kv", "--n-ctx", 512)
+    assert (code, err, "prefixstore warm --config prefixstore.toml" in out) == (0, "", True)
+    settings = load_config("prefixstore.toml")
+    assert (settings.location, settings.model["n_ctx"]) == (str(tmp_path / "work" / "kv"), 512)
+    write_jsonl(tmp_path / "work" / "prompts.jsonl", [{"tokens": prompt(300)}])
+    code, found = as_json("warm", "--config", "prefixstore.toml")
+    assert (code, found["evaluated_tokens"]) == (0, 300)
+    assert as_json("warm", "--config", "prefixstore.toml", "--check")[1]["stored"]
+    _, opened = load("prefixstore.toml")
+    assert opened.match(prompt(300)).n_tokens == 300
+    opened.close()
+    # every commented line is a setting, too
+    text = (tmp_path / "work" / "prefixstore.toml").read_text()
+    (tmp_path / "all.toml").write_text(re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE))
+    assert load_config(tmp_path / "all.toml").warm["pin"]
+    # nothing is overwritten unasked
+    code, _, err = run("init")
+    assert (code, "prefixstore.toml exists" in err) == (1, True)
+    assert (run("init", "--yes")[0], load_config("prefixstore.toml").model["n_ctx"]) == (0, 4096)
+    assert run("init", "no/folder.toml")[0] == 3
+
+
+@pytest.mark.parametrize(("options", "model"), [([], "model.gguf"), (["--model", "no.gguf"], "no.gguf")])
+def test_init_says_if_the_model_is_missing(run, options, model):
+    code, out, err = run("init", "new.toml", *options)
+    assert (code, "new.toml written" in out) == (0, True)
+    assert err.startswith(f"note: model file not found: {model}; put it there, or change path in [model] of new.toml")
+
+
+def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
+    written = tmp_path / "secret.toml"
+    written.touch(0o644)
+    location = "postgresql+psycopg://user:secret@host/kv"
+    assert run("init", written, "--yes", "--store", location)[0] == 0
+    assert written.stat().st_mode & 0o777 == 0o600
+    assert location in written.read_text()
+
+
+def test_init_writes_two_locations(tmp_path, run):
+    far = "valkey://:secret@cache/0"
+    code, out, _ = run("init", "fleet.toml", "--store", "kv", "--store", far)
+    assert (code, "secret" in out) == (0, False)
+    assert f"the store is {tmp_path / 'work' / 'kv'}, in front of valkey://:***@cache/0" in out
+    assert load_config("fleet.toml").locations == [str(tmp_path / "work" / "kv"), far]
+    assert (tmp_path / "work" / "fleet.toml").stat().st_mode & 0o777 == 0o600
+    assert run("init", "more.toml", "--store", "a", "--store", "b", "--store", "c")[0] == 2
+    assert not (tmp_path / "work" / "more.toml").exists()
+
+
+# -- deleting and replacing -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["valkey", "lmdb"])
+def test_a_purge_does_not_claim_to_overwrite_what_a_server_keeps(run, tmp_path, request, kind):
+    location = request.getfixturevalue("new_valkey")() if kind == "valkey" else tmp_path / "kv"
+    with Archive(location, create=True):
+        pass
+    code, out, err = run("purge", location, "--everything")
+    assert (code, "0 pages deleted" in out) == (0, True)
+    is_local = kind == "lmdb"
+    assert ("overwritten" in out, "what the server keeps of them is not overwritten" in err) == (is_local, not is_local)
+
+
+def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch):
+    link, elsewhere = Path("link.toml"), Path("elsewhere")
+    link.symlink_to(elsewhere)
+    assert run("init", link)[0] == 1
+    # one that appears after it was looked for
+    monkeypatch.setattr(os.path, "lexists", lambda _: False)
+    assert run("init", link)[0] == 3
+    assert not elsewhere.exists()
+
+
+def test_init_writes_valid_settings_whatever_is_in_a_path(run):
+    file, model = "a\x1b\n\x7f.toml", "m\x7f\x1b\n.gguf"
+    assert run("init", file, "--model", model)[0] == 0
+    assert str(load_config(file).path).endswith(model)
+
+
+@pytest.mark.parametrize(
+    "command", [["purge", "--everything"], ["purge", "--salt", "mine"], ["evict", "--to", "1"], ["clear"]]
+)
+def test_what_deletes_asks_on_a_terminal_and_has_a_dry_run(store, run, answers, command):
+    name, *arguments = command
+    before = n_pages(store)
+    code, out, _ = run(name, store, *arguments, "--dry-run")
+    assert (code, f"{before} pages" in out, "would be" in out) == (0 if name != "evict" else code, True, True)
+    asked = answers(False, True)
+    code, out, err = run(name, store, *arguments)
+    assert (code, out, n_pages(store)) == (1, "", before)
+    assert "nothing was changed" in err
+    assert f"{before} pages" in asked[0]
+    assert run(name, store, *arguments)[0] in (0, 1)
+    assert n_pages(store) == 0
+    filled(store.removeprefix("lmdb://"))
+    run(name, store, *arguments, "--yes")
+    assert (len(asked), n_pages(store)) == (2, 0)
+
+
+def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, run, monkeypatch, tmp_path):
+    monkeypatch.setenv("PREFIXSTORE_LOCATION", store)
+    before = n_pages(store)
+    for command in (["purge", "--everything"], ["evict", "--to", "1"], ["clear"]):
+        code, _, err = run(*command)
+        assert (code, f"no LOCATION is given; pass one, or --yes for {store}" in err) == (2, True)
+        assert run(*command, "--dry-run")[0] in (0, 1)
+    assert n_pages(store) == before
+    # nor does a variable that names a file name the location
+    config = tmp_path / "p.toml"
+    config.write_text(f'[store]\nlocation = "{store}"\n')
+    monkeypatch.delenv("PREFIXSTORE_LOCATION")
+    monkeypatch.setenv("PREFIXSTORE_CONFIG", str(config))
+    assert run("clear")[0] == 2
+    assert n_pages(store) == before
+    assert run("clear", "--yes")[0] == 0
+    assert n_pages(store) == 0
+
+
+def test_an_export_asks_before_it_replaces_one(store, run, as_json, answers, tmp_path):
+    file = tmp_path / "f.pstore"
+    code, found = as_json("export", store, "--out", file, "--dry-run")
+    assert (code, found["pages"], file.exists()) == (0, n_pages(store), False)
+    assert run("export", store, "--out", file)[0] == 0
+    before = file.stat()
+    asked = answers(False)
+    assert run("export", store, "--out", file)[0] == 1
+    assert (file.stat().st_ino, len(asked)) == (before.st_ino, 1)
+    assert "which would be replaced" in run("export", store, "--out", file, "--dry-run")[1]
+    assert run("export", store, "--out", file, "--yes")[0] == 0
+
+
+def test_an_unknown_tenant_is_a_failure_and_not_a_success_with_no_pages(store, run):
+    code, out, err = run("purge", store, "--salt", "mien")
+    assert (code, out) == (1, "")
+    assert "there is no tenant 'mien'; prefixstore ls lists the tenants" in err
+
+
+# -- locations that cannot be used ------------------------------------------------------------------------------------
+
+
+def test_a_missing_store_a_directory_that_is_none_and_one_without_permission_are_told_apart(tmp_path, run):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    says = {
+        tmp_path / "none": "none does not exist, so there is no store (an LMDB directory) yet; check the path",
+        f"sqlite:///{tmp_path}/none.db": "none.db does not exist, so there is no store (a SQLite file) yet",
+        tmp_path / "folder": "folder exists, and holds no store yet; choose another location",
+    }
+    for command in ("ls", "stats", "check", "clear"):
+        for location, text in says.items():
+            code, _, err = run(command, location)
+            assert (code, text in err) == (3, True), (command, err)
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
+
+
+def as_nobody(path, *commands):
+    """Output of commands of a user who owns nothing."""
+    code = (
+        "import os, sys\n"
+        "from prefixstore.cli import main\n"
+        "import prefixstore.cli.app, prefixstore.backends.lmdb.backend, rich.table, rich.console, rich.box\n"
+        "main(['ls', sys.argv[1]])\n"
+        "if os.geteuid() == 0: os.setgroups([]), os.setgid(65534), os.setuid(65534)\n"
+        "for line in sys.argv[2:]: print(line, '->', main(line.split()), flush=True)\n"
+    )
+    command = [sys.executable, "-c", code, str(path), *commands]
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.stdout
+
+
+def test_inspecting_needs_no_permission_to_write_to_the_directory(tmp_path):
+    place = tmp_path / "kv"
+    filled(place)
+    for folder in (*reversed(tmp_path.parents[:3]), tmp_path):
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(folder.stat().st_mode | 0o011)
+    (place / "data.mdb").chmod(0o644)
+    (place / "lock.mdb").chmod(0o666 if os.geteuid() == 0 else 0o600)
+    place.chmod(0o555)
+    try:
+        out = as_nobody(place, f"ls {place}", f"tree {place}", f"check {place}", f"clear {place}")
+        if os.geteuid() == 0:
+            # everyone may write to the lock: that is refused, with what to do
+            assert "chmod o-w" in out or f"ls {place} -> 0" in out
+        assert f"clear {place} -> 3" in out or os.geteuid() != 0
+        (place / "lock.mdb").chmod(0o600)
+        out = as_nobody(place, f"ls {place}")
+        if os.geteuid() == 0:
+            assert "run as its owner, have the owner run: chmod g+rw" in out
+        place.chmod(0o700)
+        assert f"{place} is not readable for this user" in as_nobody(place, f"ls {place}") or os.geteuid() != 0
+    finally:
+        place.chmod(0o700)
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_path, run, as_json):
+    path = tmp_path / "many"
+    with Archive(path, create=True) as archive:
+        for i in range(5):
+            fill(archive.backend, space(f"tenant-{i}"), [list(range(4 * (i + 1)))], last_used=i)
+    assert [one["pages"] for one in as_json("ls", path, "--sort", "pages", "--limit", 2)[1]] == [5, 4]
+    assert [one["pages"] for one in as_json("ls", path, "--salt", "tenant-2")[1]] == [3]
+    assert "5 namespaces, 2 shown" in run("ls", path, "--limit", 2)[1]
+    head, *rows = run("ls", path, "--format", "csv")[1].splitlines()
+    assert (head.split(",")[:4], len(rows)) == (["namespace", "model", "label", "salt"], 5)
+    head, *rows = run("tree", path, "--format", "tsv")[1].splitlines()
+    assert (head.split("\t")[0], len(rows), {row.count("\t") for row in rows}) == ("page", 15, {head.count("\t")})
+    assert len(as_json("tree", path, "--limit", 3)[1]) == 3
+    assert len(as_json("tree", path, "--salt", "tenant-4")[1]) == 5
+    for arguments in (["ls", path, "--sort", "colour"], ["tree", path, "--sort", "colour"]):
+        assert run(*arguments)[0] == 2
+    assert run("ls", path, "--json", "--format", "csv")[0] == 2
+
+
+def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
+    path = tmp_path / "branches"
+    location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])
+    assert len(run("tree", path)[1].splitlines()) == 1 + 1 + 10 + 1
+    assert len(run("tree", path, "--depth", 1)[1].splitlines()) == 1 + 1 + 1
+    limited = run("tree", path, "--limit", 3)[1].splitlines()
+    assert limited[-2:] == ["    … 7 more", f"{location}: 21 pages"]
+    assert len(as_json("tree", path, "--depth", 1)[1]) == 1
+    page = as_json("tree", path)[1][-1]["page"]
+    run("pin", path, page)
+    assert len(as_json("tree", path, "--pinned")[1]) == 3
+    assert len(as_json("tree", path, "--older-than", "1h")[1]) == 21
+    run("export", path, "--out", tmp_path / "f.pstore")
+
+
+def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
+    llm = load_model(models("llama"))
+    start = prompt(300)
+    ends = [[400 + i, *prompt(60, i)] for i in (1, 2)]
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=256) as opened:
+        for end in ends:
+            opened.restore([*start, *end])
+            llm.eval([*start, *end][llm.n_tokens :])
+            opened.capture()
+    out = run("tree", tmp_path / "kv", "--model", models("llama"))[1]
+    texts = [line.split('"', 1)[1] for line in out.splitlines() if '"' in line]
+    expected = [repr(llm.detokenize(end[:4]).decode(errors="replace"))[1:-1] for end in ends]
+    assert len(texts) == 3
+    assert not texts[0].startswith("…")
+    for text, wanted in zip(sorted(text.split("│")[1] for text in texts[1:]), sorted(expected), strict=True):
+        assert text.startswith(wanted[:8])
+    assert all(text.startswith("…") for text in texts[1:])
+    *_, mark, summary = out.splitlines()
+    assert mark == "│: here the text begins to differ from that of the branches beside it"
+    assert summary.endswith("3 pages")
+    assert "│:" not in run("tree", tmp_path / "kv")[1]
+
+
+def test_a_namespace_is_listed_by_the_name_of_its_model_and_with_the_uses_of_its_pages(tmp_path, models, run, as_json):
+    for _ in range(2):
+        llm = load_model(models("llama"))
+        with PrefixStore(tmp_path / "kv", llm, salt="acme") as opened:
+            llm.set_cache(opened)
+            llm(prompt(600), max_tokens=1)
+        llm.close()
+    code, (one,) = as_json("ls", tmp_path / "kv")
+    name = one["model_name"]
+    assert (code, len(one["settings"]["model"]), bool(name)) == (0, 64, True)
+    assert one["hits"] >= 3
+    header, _, row = [line for line in run("ls", tmp_path / "kv")[1].splitlines() if line.strip()][:3]
+    assert header.split()[-2:] == ["uses", "used"]
+    assert name in row
+    assert one["settings"]["model"][:12] not in row
+    rows = [line.split(",") for line in run("ls", tmp_path / "kv", "--format", "csv")[1].splitlines()]
+    assert [(row[0], row[-1]) for row in rows] == [("namespace", "model_name"), (one["namespace"], name)]
+    heading, branch, *_ = run("tree", tmp_path / "kv")[1].splitlines()
+    assert heading.startswith(f"namespace {one['namespace'][:12]}  {name}")
+    assert heading.endswith(", tenant acme")
+    assert "tokens 1-" in branch
+    assert " use" in branch
+    page = as_json("tree", tmp_path / "kv")[1][0]["page"]
+    assert re.search(f"^model +{re.escape(name)}", run("show", tmp_path / "kv", page)[1], re.MULTILINE)
+
+
+def test_a_page_is_shown_in_words(store, run, as_json):
+    page = as_json("tree", store)[1][1]
+    code, out, _ = run("show", store, page["page"][:10])
+    rows = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in out.splitlines()}
+    assert code == 0
+    assert rows["location"] == store
+    tokens = f"tokens {page['start'] + 1} to {page['start'] + page['tokens']}"
+    assert rows["position"] == f"{tokens} of its sequence, page 2 of its path"
+    assert rows["expires"] == "never"
+    assert rows["bytes"] == "intact"
+    assert "compute us" not in out
+    code, _, err = run("show", store, "ffff")
+    assert (code, err) == (2, f"prefixstore: {store}: no page begins with 'ffff'; prefixstore tree lists them\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_progress_is_one_line_in_every_terminal(monkeypatch, width):
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=width, legacy_windows=False)
+    monkeypatch.setattr(progress_module, "Console", lambda **_: terminal)
+    with shown() as show:
+        show(Progress())
+        show(Progress("evaluating", 5, 2_000_000, 1_000_000, 500_000, 500, 4000, 1 << 34, 2000.0))
+        written.truncate(0)
+        show(Progress("evaluating", 5, 2_000_000, 1_000_000, 600_000, 500, 4000, 1 << 34, 2400.0))
+        terminal.file.flush()
+        lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]", written.getvalue())]
+    shown_lines = [line for line in lines if "%" in line]
+    assert all(len(line.rstrip()) <= width for line in shown_lines)
+    assert "…" not in written.getvalue()
+
+
+# -- warming ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_problems_are_one_line(tmp_path, run, models):
+    lines = [{"tokens": prompt(500 + i)} for i in range(40)] + [{"prompt": ""}] * 5 + [{"tokens": prompt(100)}]
+    file = write_jsonl(tmp_path / "p.jsonl", lines)
+    code, out, err = run("warm", "--model", models("llama"), "--store", tmp_path / "kv", "--n-ctx", 256, file)
+    assert code == 1
+    assert f"40 prompts need up to 539 tokens ({file}:1 … {file}:40)" in err
+    assert f"5 times, {file}:41 … {file}:45: the prompt has no tokens" in err
+    assert len(err.splitlines()) < 10
+    assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
+
+
+def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path, run, models):
+    file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": prompt(900, i)} for i in range(8)])
+    given = ["warm", "--model", models("llama"), "--store", tmp_path / "kv", file]
+    note = r"note: the prompts need about [\d.]+ MiB, and lmdb://\S+ may hold 2.0 MiB: not all will be stored"
+    code, _, err = run(*given, "--max-bytes", "2MiB", "--dry-run")
+    assert (code, re.search(note, err) is not None) == (1, True)
+    code, _, err = run(*given, "--max-bytes", "2MiB")
+    assert code == 1
+    assert re.search(note, err).start() < err.index("evaluating: ")
+    assert "note: the prompts need" not in run(*given)[2]
+    with Archive(tmp_path / "kv") as archive:
+        held = archive.used().bytes
+    write_jsonl(file, [{"tokens": prompt(900, i)} for i in range(50, 54)])
+    err = run(*given, "--max-bytes", held + (1 << 20), "--dry-run")[2]
+    assert "other pages will be evicted" in err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "lfm2"])
+@pytest.mark.parametrize("n", [24, 3])
+def test_a_dry_run_is_near_the_truth_on_prompts_that_share_much(tmp_path, models, kind, n):
+    prompts = shared_prompts(n) if n > 3 else [prompt(400)[:end] for end in (100, 250, 400)]
+    llm = load_model(models(kind))
+    with PrefixStore(tmp_path / "kv", llm) as opened:
+        expected = estimate(llm, opened, prompts)
+        report = warm(llm, opened, prompts)
+    assert expected.missing_tokens == report.evaluated_tokens or kind in ("mamba", "lfm2")
+    assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.5)
+    assert expected.seconds > 0
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_path, run, as_json):
+    source = filled(tmp_path / "source", [list(np.arange(40) + 100 * i) for i in range(60)])
+    file = tmp_path / "f.pstore"
+    run("export", source, "--out", file)
+    target = filled(tmp_path / "target")
+    before, total = n_pages(target), n_pages(source)
+    code, out, err = run("import", target, file, "--max-bytes", "300KiB")
+    assert code == 1
+    assert "pages will be left out, or evicted; pass a larger --max-bytes" in err
+    found = re.findall(r"^([\d,]+) pages (imported|did|evicted)", out, re.MULTILINE)
+    numbers = {what: int(n.replace(",", "")) for n, what in found}
+    assert numbers["imported"] + numbers["did"] == total
+    assert before + numbers["imported"] - numbers.get("evicted", 0) == n_pages(target)
+    # what is there already needs no space
+    assert run("import", filled(tmp_path / "large"), file)[2] == ""
+    assert run("import", tmp_path / "large", file, "--max-bytes", "4MiB")[2] == ""
+    code, found = as_json("copy", source, tmp_path / "small", "--max-bytes", "300KiB")
+    assert (code, found["pages"] + found["refused"]) == (1, total)
+    assert found["pages"] == n_pages(tmp_path / "small")
+
+
+# -- from Python ------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_in_the_wrong_order_and_wrapped_models_are_recognized(tmp_path, models):
+    llm = load_model(models("llama"))
+    with pytest.raises(InvalidParameterError, match="the location comes first: PrefixStore"):
+        PrefixStore(llm, tmp_path)
+    wrapped = SimpleNamespace(client=llm)
+    with pytest.raises(InvalidParameterError, match=r"is its attribute \.client: pass llm\.client"):
+        PrefixStore(tmp_path / "kv", wrapped)
+
+
+def test_no_message_is_said_twice(tmp_path, run, caplog):
+    """The command says what the log of the archive says."""
+    with Archive(tmp_path / "kv", create=True) as archive:
+        namespace = space("mine")
+        fill(archive.backend, namespace, SEQUENCES)
+        with archive.backend.update() as transaction:
+            transaction.put_namespace(namespace.key, b"damaged")
+    with caplog.at_level(logging.WARNING, "prefixstore"):
+        code, _, err = run("purge", tmp_path / "kv", "--salt", "mine")
+    assert code == 1
+    assert err.count(namespace.key.hex()) == 1
+    assert [one for one in caplog.records if one.module == "archive"] == []
+    (tmp_path / "c.toml").write_text("[model]\nn_ctxx = 1\n")
+    err = run("ls", "--config", tmp_path / "c.toml")[2]
+    assert (err.count("c.toml"), err.count("config")) == (1, 1)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_no_word_of_a_table_is_split_in_a_narrow_terminal(store, width):
+    code = (
+        "import os, sys, fcntl, struct, termios\n"
+        f"fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack('HHHH', 40, {width}, 0, 0))\n"
+        "from prefixstore.cli import main\n"
+        "main(['ls', sys.argv[1]])\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=60)
+    os.close(theirs)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode()).splitlines()
+    os.close(ours)
+    # a location may be longer than the terminal is wide
+    text, location, rest = "\n".join(line.rstrip() for line in lines if line.strip()).partition(store)
+    table = text.splitlines()
+    assert all(word in text for word in ("namespace", "tenant", "pages", "tokens", "stored"))
+    assert "label" not in text
+    assert max(map(len, table)) <= width
+    assert f"{location}{rest}".split() == f"{store}: 1 namespace".split()
+
+
+def test_lines_have_no_spaces_at_their_ends(store, run, as_json):
+    page = as_json("tree", store)[1][0]["page"]
+    for arguments in (["ls", store], ["show", store, page], ["bench", store]):
+        out = run(*arguments)[1]
+        assert [line for line in out.splitlines() if line != line.rstrip()] == [], arguments
+
+
+def test_text_outside_a_terminal_is_not_wrapped(store, run):
+    assert WIDE >= 200
+    assert max(map(len, run("ls", store)[1].splitlines())) <= WIDE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["import", "lmdb:kv", "{}"],
+        ["show", "{}"],
+        ["explain", "kv", "--prompt-file", "{}"],
+        ["stats", "--config", "{}"],
+        ["verify", "kv", "--model", "{}"],
+        ["init", "{}"],
+    ],
+)
+@pytest.mark.parametrize("url", ["valkey://me:S3CRET@host/0", "unix://:S3CR@ET@/run/x"])
+def test_a_url_where_something_else_is_expected_is_repeated_without_its_password(run, store, arguments, url):
+    code, out, err = run(*(argument.format(url) for argument in arguments))
+    assert code in (2, 3)
+    assert "S3CR" not in out + err
+    assert "ET@" not in out + err

@@ -1,0 +1,468 @@
+"""``prefixstore stats`` and ``prefixstore top``: what they say of a store that has served prompts, at any width."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+import prefixstore
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.cli.output import emit
+from prefixstore.cli.screen import Screen, _last, lines
+from prefixstore.cli.terminal import grid
+from prefixstore.engine.history import short
+from prefixstore.errors import LocationError
+from prefixstore.format.figure_notes import ABOUT, NOTE
+from prefixstore.format.figures import HOUR, Figures, History, Period, Request, Writer
+from prefixstore.format.saved_state import pack_state
+from prefixstore.llama.gguf import FILE_TYPES
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.hottest import hottest
+from prefixstore.maintenance.verify import verify
+from tests.support import ROOT
+from tests.support.models import answer, load, prompt
+from tests.support.places import fill, space
+
+WIDTHS = (60, 80, 200)
+
+
+@pytest.fixture(scope="module")
+def used(models, tmp_path_factory):
+    """A location that two tenants have used, and a job has warmed; and its model."""
+    location = str(tmp_path_factory.mktemp("used") / "kv")
+    llm = load(models("llama"))
+    for tenant, seeds in (("a tenant with a long name", (1, 2)), ("b", (3,))):
+        with PrefixStore(location, llm, salt=tenant, max_bytes="1GiB") as store:
+            llm.set_cache(store)
+            for seed in (*seeds, *seeds):
+                answer(llm, prompt(600) + prompt(100, seed), 8)
+                llm.reset()
+    with PrefixStore(location, salt="b", max_bytes="1GiB") as store:
+        prefixstore.warm(llm, store, [prompt(600), prompt(900, 7)])
+    return location, llm
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments):
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capfd.readouterr()
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+# -- what is counted --------------------------------------------------------------------------------------------------
+
+
+def test_the_history_of_a_store_is_what_its_stats_say(models, tmp_path):
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path / "kv", llm, salt="mine") as store:
+        llm.set_cache(store)
+        for _ in range(2):
+            answer(llm, prompt(700), 8)
+            llm.reset()
+        answer(llm, prompt(20, 5), 8)
+        stats, history = store.stats(), store.history()
+        figures = history.total()
+        assert (figures.hits, figures.live_hits, figures.misses) == (stats.hits, stats.live_hits, stats.misses)
+        assert figures.prompt_tokens == stats.prompt_tokens
+        assert (figures.tokens_restored, figures.tokens_computed) == (stats.tokens_restored, stats.tokens_computed)
+        assert figures.seconds_saved == pytest.approx(stats.seconds_saved, abs=1e-4)
+        key = short(store.namespace.key)
+    with Archive(tmp_path / "kv", read_only=True) as archive:
+        kept = archive.history()
+    assert kept.total() == figures
+    assert [one.source for one in kept.requests] == ["not_found", "store", "not_found"]
+    assert {one.namespace for one in kept.days} == {key}
+    known = kept.describe(key)
+    assert (known.tenant, known.type_k, known.type_v) == ("mine", "f16", "f16")
+    assert known.title == f"{llm.metadata['general.name']} {known.quantization}"
+
+
+def test_a_portable_store_keeps_figures_too(models, tmp_path):
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path / "kv", namespace="any") as store:
+        llm.set_cache(store)
+        for _ in range(2):
+            answer(llm, prompt(700), 8)
+            llm.reset()
+        stats = store.stats()
+    with Archive(tmp_path / "kv", read_only=True) as archive:
+        history = archive.history()
+    figures = history.total()
+    assert (figures.hits, figures.misses, figures.tokens_restored) == (stats.hits, stats.misses, stats.tokens_restored)
+    assert stats.hits == 1
+    assert history.describe(history.days[0].namespace).label == "any"
+
+
+def test_warming_and_verifying_are_no_hits(used, models, tmp_path):
+    location = str(tmp_path / "kv")
+    llm = load(models("llama"))
+    with PrefixStore(location) as store:
+        for _ in range(2):
+            prefixstore.warm(llm, store, [prompt(600) + prompt(100, seed) for seed in range(4)])
+    with Archive(location) as archive, PrefixStore(location, llm) as store:
+        assert [one.restored > 0 for one in verify(llm, store, archive, 2)] == [True, True]
+    with Archive(location, read_only=True) as archive:
+        history = archive.history()
+        uses = sum(page.hits for page in archive.pages())
+    assert history.total().lookups == 0
+    assert history.total(purpose="warming").lookups > 0
+    assert history.total(purpose="maintenance").hits == 2
+    assert uses > 0
+    assert used
+
+
+def test_a_purged_tenant_is_not_named_any_more(models, tmp_path):
+    location, llm = str(tmp_path / "kv"), load(models("llama"))
+    for tenant in ("one", "two"):
+        with PrefixStore(location, llm, salt=tenant) as store:
+            llm.set_cache(store)
+            answer(llm, prompt(600), 8)
+            llm.reset()
+    with Archive(location) as archive:
+        archive.purge(salt="one")
+        assert {one.tenant for one in archive.history().described.values()} == {"two"}
+        assert archive.history().total().lookups == 2
+        archive.purge(everything=True)
+        assert archive.history().total().lookups == 0
+
+
+# -- stats ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_stats_fit_the_terminal(used, run, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = run("stats", used[0])
+    assert (code, err) == (0, "")
+    # a location cannot be shortened
+    shown = out.splitlines()[1:]
+    assert max(map(len, shown)) <= columns
+    for words in ("hit rate", "tokens restored", "time saved", "last hour", "last day", "1.0 GiB used", "not found 2"):
+        assert words in out, words
+    assert re.search(r"^hit rate +67 % +67 % +67 %$", out, re.MULTILINE)
+    assert re.search(r"^hits +4 +4 +4$", out, re.MULTILINE)
+    assert re.search(r"^a tenant .* 75 % +3 ", out, re.MULTILINE)
+    assert re.search(r"^warming: .* tokens computed", out, re.MULTILINE)
+    for internal in ("compute us", "<namespace>", "None", "evicted", "page_uses"):
+        assert internal not in out, internal
+
+
+def test_stats_as_json_are_complete(used, run):
+    code, out, _ = run("stats", used[0], "--json")
+    found = json.loads(out)
+    assert (code, found["hits"], found["capacity_bytes"], found["tenants"]) == (0, 4, 1 << 30, 2)
+    assert found["page_uses"] > 3
+    assert found["serving"]["all"]["hit_rate"] == 0.6667
+    assert found["serving"]["last_hour"] == found["serving"]["last_day"] == found["serving"]["all"]
+    assert found["warming"]["all"]["tokens_computed"] > 0
+    assert {one["tenant"]: one["hits"] for one in found["by_tenant"]} == {"a tenant with a long name": 3, "b": 1}
+    assert [one["hits"] for one in found["by_model"]] == [4]
+    assert len(found["requests"]) >= 6
+
+
+def test_stats_of_a_store_that_no_one_has_asked(tmp_path, run):
+    with Archive(tmp_path / "kv", create=True):
+        pass
+    code, out, _ = run("stats", tmp_path / "kv")
+    assert code == 0
+    assert "no prompt has been looked up yet" in out
+    assert "hit rate" not in out
+    assert json.loads(run("stats", tmp_path / "kv", "--json")[1])["serving"]["all"]["hit_rate"] is None
+
+
+def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, models, tmp_path, run):
+    far = new_valkey()
+    llm = load(models("llama"))
+    with PrefixStore([tmp_path / "kv", far], llm) as store:
+        llm.set_cache(store)
+        llm(prompt(300), max_tokens=1)
+    note = "note: prompts of processes with a location of their own in front are counted there"
+    assert note in run("stats", far)[2]
+    code, out, err = run("stats", tmp_path / "kv")
+    assert (code, "hit rate" in out, note in err) == (0, True, False)
+
+
+def test_stats_of_a_store_that_has_found_nothing_have_no_row_of_zeros(tmp_path, models, run):
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path / "kv", llm) as store:
+        llm.set_cache(store)
+        answer(llm, prompt(300), 1)
+    llm.close()
+    out = run("stats", tmp_path / "kv")[1]
+    assert "tokens computed" in out
+    assert "time saved" not in out
+    assert "tokens restored" not in out
+
+
+def test_stats_for_prometheus_have_the_budget_and_the_kept_figures(used, run):
+    code, out, _ = run("stats", used[0], "--prometheus")
+    assert code == 0
+    assert 'prefixstore_budget_bytes{tier="location"} 1.073741824e+09' in out
+    assert 'prefixstore_kept_lookups{purpose="serving",source="store",window="day"} 4.0' in out
+    assert "tenant" not in out
+
+
+# -- top --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_top_is_printed_once_without_a_terminal(used, run, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for arguments in ((), ("--once",)):
+        code, out, _ = run("top", used[0], *arguments)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= columns
+        for words in ("requests a minute", "hit rate", "latest prompts", "hottest prefixes", "warming: b"):
+            assert words in out, words
+
+
+def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
+    location, llm = used
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1"}
+    for name in ("COLUMNS", "LINES"):
+        environment.pop(name, None)
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "prefixstore", "top", location, "--seconds", "0.2"], environment
+        )
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
+    seen = b""
+
+    def read_until(words):
+        nonlocal seen
+        until = time.monotonic() + 60
+        while words not in seen:
+            assert time.monotonic() < until, seen[-4000:].decode(errors="replace")
+            if select.select([terminal], [], [], 1)[0]:
+                seen += os.read(terminal, 1 << 16)
+
+    try:
+        read_until(b"hottest prefixes")
+        assert b"q quits" in seen
+        assert b"\x1b[?1049h" in seen  # the screen is another one, and the shell's comes back
+        seen = b""
+        # another process serves a prompt meanwhile
+        with PrefixStore(location, llm, salt="later", max_bytes="1GiB") as store:
+            llm.set_cache(store)
+            answer(llm, prompt(777, 9), 4)
+        read_until(b"later")
+        assert b"777" in seen
+        os.write(terminal, b"x")
+        os.write(terminal, b"q")
+        read_until(b"\x1b[?1049l")
+        assert os.waitpid(child, 0)[1] == 0
+        child = None
+    finally:
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def test_top_says_so_if_the_location_cannot_be_read():
+    screen = Screen("lmdb:///kv", fault="the disk is gone")
+    assert "the location cannot be read: the disk is gone" in lines(screen, 80, None)
+
+
+def test_the_screen_of_top_is_cut_to_the_terminal():
+    now = 1_800_000_030.0
+    figures = Figures(30, 5, {"not_found": 10}, 40_000, 30_000, 12_000, 95.0, 2)
+    history = History(
+        now,
+        minutes=tuple(Period(int(now) - 30 - 60 * n, 60, "", "serving", figures) for n in range(3)),
+        requests=tuple(Request(now - n, "a" * 16, "serving", "store", 1000, 900) for n in range(20)),
+        writers=(Writer("w", now - 1, 12, 5 << 20),),
+        max_bytes=10 << 30,
+    )
+    screen = Screen("lmdb:///kv", history)
+    for columns in (40, 60, 80, 200):
+        for rows in (5, 12, 24, 50):
+            shown = lines(screen, columns, rows)
+            assert len(shown) <= rows
+            assert max(map(len, shown)) <= columns
+            assert shown[-1] == "q quits"
+    text = "\n".join(lines(screen, 80, None))
+    assert "queue: 12 pages (5.0 MiB), 1 process" in text
+    at = lines(screen, 80, None).index("requests in each of the last 60 min, █ is 45:")
+    assert lines(screen, 80, None)[at + 1] == " " * 57 + "███"
+    # 90 lookups in the running half minute and the one before
+    assert re.search(r"requests a minute +60 ", text)
+
+
+def test_the_hour_of_top_is_that_of_the_minutes_that_are_kept():
+    one = Figures(hits=1)
+    for second in (0.0, 59.9):
+        at = 1_800_000_000.0 + second
+        history = History(at, minutes=tuple(Period(1_800_000_000 - 60 * n, 60, "", "serving", one) for n in range(60)))
+        figures, seconds = _last(history, 60)
+        assert (figures.hits, seconds) == (60, pytest.approx(59 * 60 + second))
+
+
+def test_the_hottest_prefixes_are_as_long_as_they_are_used(used):
+    with Archive(used[0], read_only=True) as archive, archive.view() as view:
+        found = hottest(view, 100)
+        stopped = hottest(view, 100, lambda: True)
+        pages = {page.key.hex(): page for page in archive.pages()}
+    assert stopped == []
+    assert [one.uses for one in found] == sorted((one.uses for one in found), reverse=True)
+    for one in found:
+        page = pages[one.page]
+        assert (one.uses, one.n_tokens) == (page.hits, page.end)
+        assert not [child for child in page.dependents if child.hits == page.hits]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_tenants_do_not_command_a_terminal(tmp_path, run):
+    name = "\x1b]0;a title\x07\x9b2Jtenant"
+    assert grid([[name, "1"]], 80) == ["·]0;a title··2Jtenant  1"]
+    with Archive(tmp_path / "kv", create=True) as archive:
+        ((*_, key),) = fill(archive.backend, space(name), [[1, 2, 3, 4]])
+    for command in (["ls"], ["stats"], ["top", "--once"], ["show"]):
+        code, out, _ = run(command[0], tmp_path / "kv", *command[1:], *([key.hex()] * (command == ["show"])))
+        assert (code, "tenant" in out or command[0] == "top") == (0, True)
+        assert not {"\x1b", "\x9b", "\x07"} & set(out)
+    screen = Screen("lmdb:///kv", fault=name)
+    assert "\x1b" not in "".join(lines(screen, 80, None))
+
+
+def test_figures_with_damaged_names_and_counts_are_told(tmp_path, run):
+    now = time.time()
+    name = "\ud800\x1b[31m"
+    running = {
+        "hour": int(now // HOUR),
+        "rows": [["a", "serving", {"h": 3, f"miss:{name}": 2}]],
+        "minutes": {str(int(now // 60) - 1): {"h": -4}, str(int(now // 60)): {"h": 6}},
+        "requests": [[now, name, "serving", name, 1, 1]],
+        "writers": [],
+        "days": [],
+        "blocks": [],
+    }
+    about = {"max_bytes": 0, "max_entries": None, "namespaces": [{"namespace": "a", "tenant": name}]}
+    with Archive(tmp_path / "kv", create=True) as archive:
+        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
+        with archive.backend.update() as transaction:
+            transaction.put_note(NOTE, pack_state({"1": json.dumps(running).encode()}))
+            transaction.put_note(ABOUT, pack_state({"1": json.dumps(about).encode()}))
+    for command in (["ls"], ["stats"], ["top", "--once"], ["stats", "--json"]):
+        code, out, _ = run(command[0], tmp_path / "kv", *command[1:])
+        assert (code, "\x1b" in out) == (0, False)
+    assert json.loads(out)["requests"][0]["source"] == name
+
+
+def test_json_is_valid_where_the_output_has_few_characters(monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", written)
+    emit({"tenant": "é…\ud800"})
+    assert json.loads(written.buffer.getvalue()) == {"tenant": "é…\ud800"}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8")
+def test_a_location_that_is_not_valid_utf8_is_refused(tmp_path, run):
+    for location in (f"{tmp_path}/k\udcff", f"sqlite:///{tmp_path}/k\udcff"):
+        code, _, err = run("stats", location)
+        assert (code in (2, 3), "Traceback" in err) == (True, False)
+    with pytest.raises(LocationError, match="not valid UTF-8"):
+        Archive(f"{tmp_path}/k\udcff", create=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_their_place(tmp_path, streams):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
+    code = (
+        "import os, sys; from prefixstore.cli import app, main; from prefixstore.maintenance.archive import Archive;"
+        "seen = []; closed = Archive.close;"
+        "Archive.close = lambda self: (seen.extend(os.readlink(f'/proc/self/fd/{n}') for n in range(3)), closed(self));"
+        "code = main(sys.argv[2:]); open(sys.argv[1], 'w').write(f'{code} {len(seen)} {seen}')"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "seen", "stats", tmp_path / "kv", "--json"]
+    subprocess.run(
+        ["sh", "-c", f'"$@" {streams}', "sh", *command],
+        cwd=ROOT,
+        check=True,
+        stdin=subprocess.PIPE,
+        capture_output=True,
+    )
+    seen = (tmp_path / "seen").read_text()
+    assert seen.startswith("0 3 ")
+    assert "data.mdb" not in seen
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")  # noqa: PTH110 - a device
+@pytest.mark.parametrize("more", [[], ["--json"], ["--prometheus"]])
+def test_an_output_without_space_is_told(tmp_path, more):
+    with Archive(tmp_path / "kv", create=True) as archive:
+        fill(archive.backend, space("t"), [[1, 2, 3, 4]])
+    with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
+        done = subprocess.run(
+            [sys.executable, "-m", "prefixstore", "stats", tmp_path / "kv", *more],
+            cwd=ROOT,
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (done.returncode, "cannot be written: no space" in done.stderr) == (1, True)
+    assert "Traceback" not in done.stderr
+
+
+def test_figures_of_an_hour_by_namespace():
+    one, two = Figures(hits=1), Figures(hits=2, misses={"bypassed": 5})
+    history = History(
+        10_000.0, hours=(Period(0, HOUR, "a", "serving", one), Period(2 * HOUR, HOUR, "b", "serving", two))
+    )
+    assert history.total(HOUR, namespaces=["a", "b"]).hits == 2
+    assert history.total(4 * HOUR, namespaces=["a"]).hits == 1
+    # what was to go past the store says nothing about it
+    assert two.hit_rate == 1.0
+    assert two.lookups == 7
+
+
+def test_the_types_of_files_are_those_of_llama_cpp():
+    import llama_cpp
+
+    names = {name: number for name, number in vars(llama_cpp).items() if name.startswith("LLAMA_FTYPE_")}
+    known = {
+        re.sub("LLAMA_FTYPE_(MOSTLY|ALL)_", "", name): number for name, number in names.items() if "GUESSED" not in name
+    }
+    assert {name: FILE_TYPES.get(number) for name, number in known.items()} == {name: name for name in known}
+
+
+# the last one that uses what `used` has
+def test_pages_that_a_command_evicts_are_counted_as_maintenance(used, run):
+    budget = json.loads(run("stats", used[0], "--json")[1])["capacity_bytes"]
+    with Archive(used[0], read_only=True) as archive:
+        n_pages, size = len(archive.pages()), archive.used().bytes
+    assert run("evict", used[0], "--to", size - 200_000, "--dry-run")[0] == 0
+    assert run("evict", used[0], "--to", size - 200_000)[0] == 0
+    with Archive(used[0], read_only=True) as archive:
+        n_left, history = len(archive.pages()), archive.history()
+    assert history.total(purpose="maintenance").evictions == n_pages - n_left > 0
+    assert history.total().evictions == 0
+    # that of the stores
+    assert history.max_bytes == budget == 1 << 30

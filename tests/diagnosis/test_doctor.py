@@ -1,0 +1,257 @@
+"""The doctor: each thing that can be wrong is found, and said with the way out; what is well is not accused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.config import Config
+from prefixstore.diagnosis import doctor, file_system
+from prefixstore.diagnosis.doctor import CLIENTS, NEEDED, WITH_MODELS, Level, examine
+from prefixstore.diagnosis.file_system import mount_of
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.bench import measure_read_rate
+from tests.support import ROOT
+from tests.support.models import load, prompt
+
+
+class Disk(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+MOUNTS = """\
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+22 21 0:5 / /mnt/share\\040one rw - nfs4 server:/x rw
+23 21 0:6 / /dev/shm rw - tmpfs tmpfs rw
+24 21 0:7 / /mnt/old ro,relatime - xfs /dev/sdb1 ro
+"""
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments):
+        capfd.readouterr()
+        code = main(["doctor", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def local_disk(tmp_path, monkeypatch):
+    """Tests may run in a container, and on a busy machine; each is on a fast local disk with a lot of space."""
+    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 1e12)
+    (tmp_path / "mounts").write_text(MOUNTS)
+    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(1 << 42, 0, 1 << 42))
+
+
+@pytest.fixture(scope="module")
+def served(models, tmp_path_factory):
+    location = tmp_path_factory.mktemp("served") / "kv"
+    llm = load(models("llama"))
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        llm(prompt(600), max_tokens=1)
+    llm.close()
+    return models("llama"), location
+
+
+def found(name, *arguments, **options):
+    return next(finding for finding in examine(*map(str, arguments), **options) if finding.name == name)
+
+
+def problems(*arguments, **options):
+    return [finding.name for finding in examine(*map(str, arguments), **options) if finding.level is Level.PROBLEM]
+
+
+def test_a_store_that_is_well_has_no_problem(served, run, tmp_path):
+    model, location = served
+    assert problems(location) == []
+    code, out, err = run(location)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "no problems found"
+    assert "restoring" in out
+    assert " in 3 pages of 1 namespace\n" in out
+    config = tmp_path / "warm.toml"
+    config.write_text(f'[model]\npath = "{model}"\nn_ctx = 1024\n[store]\nlocation = "{location}"\n')
+    code, out, _ = run("--config", config, "--json")
+    report = json.loads(out)
+    assert (code, report["problems"], report["location"]) == (0, 0, f"{location}")
+    assert {one["name"]: one["value"] for one in report["findings"]}["settings"] == "3 pages for them"
+
+
+def test_nothing_is_written(served):
+    _, location = served
+    before = {
+        path: (path.stat().st_mtime_ns, path.stat().st_size) for path in location.iterdir() if path.name != "lock.mdb"
+    }
+    examine(str(location))
+    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in before}
+
+
+def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run):
+    assert "Check the path" in found("store", tmp_path / "none").advice
+    code, out, err = run(tmp_path / "none")
+    assert (code, err, out.splitlines()[-1]) == (1, "", "1 problem to fix")
+    assert " in 0 pages" not in out
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "other").mkdir(mode=0o755)
+    (tmp_path / "other" / "file").write_text("mine")
+    # nor is it said that others can read prompts in it
+    assert problems(tmp_path / "other") == ["store"]
+    assert problems(tmp_path / "other" / "file") == ["store"]
+    assert run(tmp_path / "other")[0] == 1
+    assert run("nonsense://x")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "level", "says"),
+    [
+        ("/mnt/share one/kv", Level.PROBLEM, "use a local disk"),
+        ("/dev/shm/kv", Level.NOTE, "a restart of the machine empties"),
+        ("/var/cache/kv", Level.GOOD, ""),
+    ],
+)
+def test_the_file_system_is_judged(monkeypatch, path, level, says):
+    monkeypatch.setattr(file_system, "existing", Path)
+    finding = next(doctor._place(Path(path), is_written=True))
+    assert (finding.name, finding.level) == ("file system", level)
+    assert says in finding.advice
+
+
+def test_mounts_are_read_by_their_longest_name_and_what_is_not_known_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(file_system, "existing", Path)
+    assert mount_of(Path("/mnt/share one/a/b")).kind == "nfs4"
+    assert mount_of(Path("/mnt/share onesided")).kind == "ext4"
+    assert mount_of(Path("/mnt/old/x")).is_read_only
+    monkeypatch.setattr(file_system, "MOUNTS", tmp_path / "none")
+    assert mount_of(Path("/")) is None
+    assert next(doctor._place(tmp_path, is_written=True)).value == "not known"
+
+
+def test_permissions(served, monkeypatch):
+    _, location = served
+    location.chmod(0o755)
+    try:
+        finding = found("permissions", location)
+        assert (finding.level, f"chmod 700 {location}" in finding.advice) == (Level.PROBLEM, True)
+    finally:
+        location.chmod(0o700)
+    # shared with a group, as docs/backends.md says
+    location.chmod(0o2770)
+    finding = found("permissions", location)
+    assert (finding.level, "Its group" in finding.advice) == (Level.NOTE, True)
+    location.chmod(0o700)
+    assert found("permissions", location).level is Level.GOOD
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: not mode & doctor.os.W_OK)
+    assert "read_only=True" in found("permissions", location).advice
+    assert found("permissions", location, config=Config(store={"read_only": True})).level is Level.GOOD
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    assert "cannot read" in found("permissions", location).advice
+
+
+def test_free_space_and_budget(served, monkeypatch):
+    _, location = served
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Disk(1 << 30, 0, 1 << 30))
+    assert "lower it to" in found("free space", location, max_bytes="20GiB").advice
+    assert found("free space", location, max_bytes="100MiB").level is Level.GOOD
+    assert problems(location, max_bytes="10KiB") == ["budget"]
+    assert found("budget", location, config=Config(store={"max_bytes": "1GiB"})).value.endswith("of 1.0 GiB (0 %)")
+
+
+def test_a_location_that_is_too_slow_is_found(served, monkeypatch):
+    _, location = served
+    with Archive(location, read_only=True) as archive:
+        assert measure_read_rate(archive) > 0
+    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 10.0)
+    assert "faster disk" in found("break-even", location).advice
+    monkeypatch.setattr(doctor, "measure_read_rate", lambda _: 1e15)
+    assert found("break-even", location).level is Level.GOOD
+
+
+def test_pages_for_other_settings_only_are_found_and_the_setting_named(served, run, tmp_path):
+    model, location = served
+    config = tmp_path / "warm.toml"
+    config.write_text(f'[model]\npath = "{model}"\nn_ctx = 1024\ntype_k = "q8_0"\n[store]\nlocation = "{location}"\n')
+    code, out, _ = run("--config", config)
+    assert code == 1
+    assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
+    assert "1 problem to fix" in out
+    config.write_text(f'[model]\npath = "{model}"\n[store]\nlocation = "{location}"\nmax_bytes = "1MiB"\n')
+    code, out, _ = run("--config", config)
+    assert code == 1
+    assert "Set n_ctx in [model]" in out
+    config.write_text(f'[model]\npath = "{tmp_path}/none.gguf"\n[store]\nlocation = "{location}"\n')
+    assert "model file not found" in run("--config", config)[1]
+
+
+def test_a_budget_that_holds_less_than_two_contexts_is_found(served):
+    model, location = served
+    config = Config(str(model), {"n_ctx": 32768}, {"location": str(location), "max_bytes": "8MiB"})
+    assert "full contexts" in found("budget for this context", config=config, location=None).advice
+
+
+def test_packages_that_are_missing_or_too_old_are_found(served, monkeypatch):
+    _, location = served
+    versions = {"lmdb": "1.4.1", "xxhash": None}
+
+    def version(name):
+        known = versions.get(name, "999.0")
+        if known is None:
+            raise metadata.PackageNotFoundError
+        return known
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert problems(location) == ["lmdb", "xxhash"]
+    assert found("lmdb", location).advice == 'pip install -U "lmdb>=2.0"'
+
+
+def test_the_oldest_versions_are_those_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    for name, oldest in {**NEEDED, **WITH_MODELS, **dict(CLIENTS.values())}.items():
+        (bound,) = set(re.findall(rf'"{name}(?:\[\w+\])?>=([\d.]+)"', text))
+        assert tuple(map(int, bound.split("."))) == oldest
+
+
+def test_both_of_two_locations_are_examined(served, run, tmp_path):
+    model, location = served
+    config = tmp_path / "fleet.toml"
+    near = tmp_path / "near"
+    config.write_text(
+        f'[model]\npath = "{model}"\nn_ctx = 1024\n'
+        f'[store]\nlocation = ["{near}", "{location}"]\nfar_max_bytes = "1KiB"\n'
+    )
+    code, out, _ = run("--config", config, "--json")
+    findings = json.loads(out)["findings"]
+    assert [one["value"] for one in findings if one["name"] == "location"] == [str(near), str(location)]
+    assert [one["level"] for one in findings if one["name"] == "budget"] == ["good", "problem"]
+    # a new machine begins without one of its own
+    assert [one["level"] for one in findings if one["name"] == "store"] == ["note"]
+    # pages that only the far location has
+    assert [one["value"] for one in findings if one["name"] == "settings"] == ["3 pages for them"]
+    assert code == 1
+
+
+def test_the_client_of_a_server_is_examined(new_valkey, monkeypatch):
+    location = new_valkey()
+    with Archive(location, create=True):
+        pass
+    assert found("valkey", location).value == metadata.version("valkey")
+    monkeypatch.setattr(metadata, "version", lambda name: "6.0.2" if name == "valkey" else "999.0")
+    assert problems(location) == ["valkey"]
+
+
+def test_the_location_of_the_environment_is_taken(served, run, monkeypatch):
+    monkeypatch.setenv("PREFIXSTORE_LOCATION", str(served[1]))
+    assert json.loads(run("--json")[1])["location"] == str(served[1])

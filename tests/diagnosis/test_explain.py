@@ -1,0 +1,415 @@
+"""Why a prompt is not found: each usual cause is named on a real model, and innocent differences are not accused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.testing.models import write_model
+from tests.support.models import SHAPES, forget, load, prompt
+
+RULES = (
+    "You are a careful assistant of a large company. Answer in short sentences, name your sources, and say when you do "
+    "not know something. Never invent a number. Ask if the question is not clear. Be friendly and be exact. "
+) * 4
+TEMPLATE = (
+    "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
+    "{% for message in messages %}{% set text = message['content'] %}"
+    "{% if message['role'] == 'assistant' and not loop.last and '</think>' in text %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory):
+    """A model whose chat template has tools, and drops thinking from the history, as Qwen3's does."""
+    path = tmp_path_factory.mktemp("model") / "chat.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefixstore.testing.models.CHAT_TEMPLATE", TEMPLATE)
+        return write_model(path, SHAPES["llama"])
+
+
+@pytest.fixture
+def llm(templated):
+    llm = load(templated)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture
+def store(llm, tmp_path):
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
+        llm.set_cache(store)
+        yield store
+
+
+def ask(llm, content, n=1):
+    """A request, as an application sends it."""
+    if isinstance(content, str):
+        llm(content, max_tokens=n, temperature=0)
+    elif isinstance(content, dict):
+        llm.create_chat_completion(max_tokens=n, temperature=0, **content)
+    else:
+        llm(list(content), max_tokens=n, temperature=0)
+
+
+def chat(*turns, system=RULES, **more):
+    roles = ("user", "assistant")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    return {"messages": messages, **more}
+
+
+def tool(name):
+    about = {"name": name, "description": f"Looks up the {name} of a place.", "parameters": {"type": "object"}}
+    return {"type": "function", "function": about}
+
+
+TOOLS = [tool("weather"), tool("time"), tool("population")]
+
+CULPRITS = {
+    "timestamp in a system prompt": (
+        "timestamp",
+        chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}"),
+        chat("Who are you?", system=f"Now: 2026-11-22 09:51:37. {RULES}"),
+    ),
+    "date in words": (
+        "timestamp",
+        f"Today is Sunday, November 22, 2026.\n{RULES}",
+        f"Today is Monday, November 23, 2026.\n{RULES}",
+    ),
+    "seconds since the epoch": ("timestamp", f"t=1763804881 {RULES}", f"t=1763809942 {RULES}"),
+    "id of a request": ("id", f"Request req_8fK3a9x1.\n{RULES}", f"Request req_2bQ7c4z8.\n{RULES}"),
+    "uuid": (
+        "id",
+        chat("Hello", system=f"Session 0b7c2f5e-51a4-4c6e-9a2b-6d1f0c3e7a90\n{RULES}"),
+        chat("Hello", system=f"Session 9f81d3aa-0c17-4b5d-8e6f-2a4b6c8d0e1f\n{RULES}"),
+    ),
+    "a timestamp and an id": (
+        "timestamp",
+        f"[2026-11-22T09:48:01Z] trace=8fa3b2c1d0 {RULES}",
+        f"[2026-11-22T10:02:44Z] trace=77ab01c9ef {RULES}",
+    ),
+    "tools in another order": (
+        "tools",
+        chat("What time is it in Rome?", tools=TOOLS),
+        chat("What time is it in Rome?", tools=[TOOLS[2], TOOLS[0], TOOLS[1]]),
+    ),
+    "tools in another order after the first": (
+        "tools",
+        chat("What time is it in Rome?", tools=TOOLS),
+        chat("What time is it in Rome?", tools=[TOOLS[0], TOOLS[2], TOOLS[1]]),
+    ),
+    "white space": (
+        "white space",
+        f"{RULES}\n\nQ: What is a page?\nA: A number of tokens in a row.\n\nQ: {RULES}",
+        f"{RULES}\n\nQ: What is a page?\nA: A number of tokens in a row. \n\n\nQ: {RULES}",
+    ),
+}
+
+
+def read(found):
+    """What is said, without its line breaks; no line is wider than a terminal but that of the location."""
+    assert all(len(line) <= 80 for line in str(found).split("\n") if "://" not in line), str(found)
+    return " ".join(str(found).split())
+
+
+@pytest.mark.parametrize(("name", "before", "now"), CULPRITS.values(), ids=CULPRITS)
+def test_the_usual_causes_are_found_by_name(llm, store, name, before, now):
+    ask(llm, before)
+    found = store.explain(now)
+    assert (found.reason, found.culprit.name if found.culprit else None) == ("fork", name), found
+    assert found.n_matched < found.n_tokens - 20
+    assert f"Likely cause ({name})" in read(found)
+    # and the other way round
+    forget(llm)
+    store.clear()
+    ask(llm, now)
+    again = store.explain(before)
+    assert again.culprit.name == name, again
+
+
+def test_thinking_that_the_template_drops_from_the_history_is_named(llm, store):
+    thought = "<think>\nThe user wants to know who I am. I will say so.\n</think>\n\nI am an assistant of a company."
+    # the answer, as it was generated
+    first = llm.tokenize(b"", add_bos=False)
+    turn = store.explain(chat("Who are you?"))
+    tokens = tokens_of(llm, chat("Who are you?"))
+    assert turn.n_tokens == len(tokens)
+    llm.reset()
+    llm.eval(tokens + llm.tokenize(thought.encode(), add_bos=False, special=True) + first)
+    store.capture()
+    found = store.explain(chat("Who are you?", thought, "And who made you?"))
+    assert (found.reason, found.culprit.name) == ("fork", "thinking")
+    assert found.n_shared >= len(tokens) - 1
+    assert "<think>" in found.fork.there
+    assert "I am an assistant" in found.fork.here
+
+
+def tokens_of(llm, content):
+    from prefixstore.diagnosis.of_store import tokens_of as encoded
+
+    return encoded(llm, content, generation_prompt=True).tolist()
+
+
+def test_text_that_was_generated_in_other_tokens_is_named(llm, store):
+    start = tokens_of(llm, chat("Who are you?"))
+    answer = "I am the documentation of a programming language."
+    whole = llm.tokenize(answer.encode(), add_bos=False)
+    letters = [token for letter in answer for token in llm.tokenize(letter.encode(), add_bos=False)]
+    assert len(letters) > len(whole)
+    llm.eval(start + letters)
+    store.capture()
+    found = store.explain(chat("Who are you?", answer, "Thank you."))
+    assert (found.reason, found.culprit.name) == ("fork", "seam")
+    assert len(start) <= found.n_shared < len(start) + 5
+    assert "other tokens" in read(found)
+
+
+def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
+    llm = load(templated, kv_overrides={"tokenizer.ggml.add_bos_token": True})
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=32) as store:
+        llm.set_cache(store)
+        ask(llm, RULES)
+        found = store.explain("<|endoftext|>" + RULES)
+        assert (found.reason, found.culprit.name, found.n_shared) == ("fork", "bos", 1)
+        assert "at the start of this prompt" in read(found)
+        forget(llm)
+        store.clear()
+        llm.eval([llm.token_bos(), *tokens_of(llm, RULES)])
+        store.capture()
+        found = store.explain(RULES)
+        assert (found.culprit.name, found.n_shared) == ("bos", 1)
+        assert "at the start of what is stored" in read(found)
+        # twice in both
+        found = store.explain("<|endoftext|>" + RULES.replace("friendly", "strict"))
+        assert (found.reason, found.culprit) == ("fork", None)
+    llm.close()
+
+
+INNOCENT = {
+    "another question": (chat("Who are you?"), chat("What can you do for me?")),
+    "another time in the question": (chat("Is 10:30 fine for you?"), chat("Is 11:45 fine for you?")),
+    "another date at the end": (f"{RULES} It is 2026-11-22.", f"{RULES} It is 2026-11-23."),
+    "another order number in the question": (chat("Where is order 482913?"), chat("Where is order 771204?")),
+    "another system prompt": (chat("Hi", system=RULES), chat("Hi", system="You write poems. " * 20)),
+    "another tool": (chat("Hi", tools=TOOLS), chat("Hi", tools=[*TOOLS[:2], tool("height")])),
+    "one tool more": (chat("Hi", tools=TOOLS[:2]), chat("Hi", tools=TOOLS)),
+    "tools that were called in another order": (
+        chat('{"name": "time", "arguments": {}} {"name": "weather", "arguments": {}}', tools=TOOLS),
+        chat('{"name": "weather", "arguments": {}} {"name": "time", "arguments": {}}', tools=TOOLS),
+    ),
+    "a date in another text": (
+        f"On 2026-11-22 the harbour was closed for two hours. {RULES}",
+        f"On 2026-12-24 all shops close at noon, and so do most offices in town. {RULES}",
+    ),
+    "another thought": (
+        chat("<think>\nA first idea that is long enough.\n</think>\n\nOne answer of some length."),
+        chat("<think>\nA second idea, quite different.\n</think>\n\nAnother answer, a longer one."),
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now"), INNOCENT.values(), ids=INNOCENT)
+def test_an_innocent_difference_is_not_accused(llm, store, before, now):
+    for one, other in ((before, now), (now, before)):
+        forget(llm)
+        store.clear()
+        ask(llm, one)
+        found = store.explain(other)
+        assert found.reason in ("fork", "end"), found
+        assert found.culprit is None, found
+        assert "Likely cause" not in read(found)
+
+
+def test_the_fork_shows_both_texts_around_it(llm, store):
+    ask(llm, f"{RULES} The capital of France is Paris.")
+    found = store.explain(f"{RULES} The capital of Italy is Rome.")
+    assert found.fork.at == found.n_shared
+    assert found.fork.before.endswith("The capital of")
+    assert found.fork.here.startswith(" Italy is Rome.")
+    assert found.fork.there.startswith(" France is Paris.")
+    assert found.restore.n_tokens == found.n_matched
+    assert found.restore.n_bytes > 0
+    assert found.compute.n_tokens == found.n_tokens - found.n_matched
+    assert found.compute.seconds > 0
+
+
+def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
+    text = f"{RULES} The end."
+    assert store.explain(text).reason == "empty"
+    ask(llm, text)
+    found = store.explain(text)
+    assert (found.reason, found.fork, found.culprit) == ("complete", None, None)
+    assert "All of it is" in read(found)
+    n = found.n_tokens
+    # as if the answer had not been stored
+    store.clear()
+    forget(llm)
+    llm.eval(tokens_of(llm, text))
+    store.capture()
+    found = store.explain(f"{text}\n\nOne more question, which is asked later?")
+    assert (found.reason, found.n_shared, found.fork) == ("end", n, None)
+    assert store.explain("Hi").reason == "short"
+
+
+def test_the_cause_is_found_also_if_another_sequence_is_a_little_nearer(llm, store):
+    """The time has more in common with that of another application."""
+    ask(llm, f"It is 2026-11-22 09:48:01. {RULES}")
+    ask(llm, "It is 2026-11-22 09:51:30. Write a poem about the harbour of a town in the north.")
+    found = store.explain(f"It is 2026-11-22 09:51:37. {RULES}")
+    assert (found.reason, found.culprit.name) == ("fork", "timestamp")
+    assert "careful assistant" in found.fork.there
+
+
+def test_explaining_changes_nothing(llm, store):
+    ask(llm, RULES)
+    store.flush()
+    before, held = store.stats(), llm.input_ids[: llm.n_tokens].tolist()
+    store.explain(RULES + "One more.")
+    store.explain(chat("Hi"))
+    after = store.stats()
+    assert (after.hits, after.misses, after.prompt_tokens, after.entries) == (
+        before.hits,
+        before.misses,
+        before.prompt_tokens,
+        before.entries,
+    )
+    assert llm.input_ids[: llm.n_tokens].tolist() == held
+
+
+def test_the_setting_that_differs_is_named_and_other_tenants_are_not_looked_at(templated, tmp_path):
+    for n, options in enumerate(({"type_k": 8}, {})):
+        llm = load(templated, **options)
+        with PrefixStore(tmp_path / "kv", llm) as store:
+            if n == 0:
+                llm.set_cache(store)
+                ask(llm, RULES)
+                continue
+            found = store.explain(RULES)
+            assert (found.reason, found.n_matched) == ("settings", 0)
+            assert [one.differences for one in found.other_settings] == [("type_k is f16 here, q8_0 in the store",)]
+            assert found.other_settings[0].n_tokens == found.n_tokens
+        llm.close()
+    llm = load(templated)
+    with PrefixStore(tmp_path / "tenants", llm, salt="one") as store:
+        llm.set_cache(store)
+        ask(llm, RULES)
+    with PrefixStore(tmp_path / "tenants", llm, salt="two") as store:
+        assert (store.explain(RULES).reason, store.explain(RULES).other_settings) == ("empty", ())
+    with PrefixStore(tmp_path / "tenants", llm) as store:
+        (other,) = store.explain(RULES).other_settings
+        assert other.differences == ("salt is not set here, one in the store",)
+    llm.close()
+
+
+def test_an_evicted_page_is_reported_with_its_time_and_cause_also_by_another_process(templated, tmp_path):
+    llm = load(templated)
+    first, second = prompt(200, 1), prompt(200, 2)
+    options = {"page_tokens": 32, "write_behind": False, "policy": "lru"}
+    with PrefixStore(tmp_path / "kv", llm, **options) as store:
+        llm.set_cache(store)
+        ask(llm, first)
+        ask(llm, second)
+        store.evict(0.0)
+        found = store.explain(first)
+        assert (found.reason, found.evicted.start, found.evicted.cause) == ("evicted", 0, "asked")
+    with PrefixStore(tmp_path / "kv", llm, read_only=True, **options) as store:
+        found = store.explain(first)
+        assert (found.reason, found.evicted.cause) == ("evicted", "asked")
+        assert "was evicted" in read(found)
+        assert "by evict()" in read(found)
+    with PrefixStore(tmp_path / "small", llm, max_entries=8, **options) as store:
+        llm.set_cache(store)
+        ask(llm, first)
+        ask(llm, second)
+        found = store.explain(first)
+        assert (found.reason, found.evicted.cause) == ("evicted", "space")
+        assert "raise max_bytes" in read(found)
+    llm.close()
+
+
+def test_models_that_resume_from_snapshots_say_how_much_is_the_same(models, tmp_path):
+    llm = load(models("mamba"))
+    tokens = prompt(400, 1)
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=32, snapshot_interval=128) as store:
+        llm.set_cache(store)
+        ask(llm, tokens)
+        found = store.explain(tokens[:300] + prompt(100, 2))
+        assert found.reason == "fork"
+        assert found.n_matched < found.n_shared == 300
+        assert "resumes only at its snapshots" in read(found)
+        assert store.explain(tokens[:200]).reason in ("snapshot", "complete")
+    llm.close()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments):
+        capfd.readouterr()
+        code = main(["explain", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_the_command_explains_a_prompt_with_the_vocabulary_alone(templated, llm, store, tmp_path, run):
+    ask(llm, chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}"))
+    store.flush()
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:51:37. {RULES}")))
+    code, out, err = run(store.location, "--model", templated, "--messages", request)
+    assert (code, err) == (1, "")
+    assert "Likely cause (timestamp)" in out
+    assert "pass --config for those of your server" in out
+    code, out, _ = run(store.location, "--model", templated, "--messages", request, "--json")
+    found = json.loads(out)
+    assert (code, found["culprit"]["name"], found["reason"]) == (1, "timestamp", "fork")
+    request.write_text(json.dumps(chat("Who are you?", system=f"Now: 2026-11-22 09:48:01. {RULES}")["messages"]))
+    code, out, _ = run(store.location, "--model", templated, "--messages", request)
+    assert (code, "All of it is" in out) == (0, True)
+
+
+def test_the_command_explains_a_prompt_in_the_default_location(templated, llm, store, run, monkeypatch):
+    ask(llm, RULES)
+    store.flush()
+    monkeypatch.setenv("PREFIXSTORE_LOCATION", store.location)
+    code, out, err = run("--model", templated, RULES)
+    assert (code in (0, 1), err, "tokens" in out) == (True, "", True)
+    for location in (store.location, "lmdb:///none", "./none/kv"):
+        assert "pass one prompt" in run(location, "--model", templated)[2]
+
+
+def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tmp_path, run):
+    ask(llm, RULES)
+    store.flush()
+    config = tmp_path / "warm.toml"
+    config.write_text(
+        f'[model]\npath = "{templated}"\nn_ctx = 1024\ntype_k = "q8_0"\n[store]\nlocation = "kv"\npage_tokens = 32\n'
+    )
+    code, out, _ = run(store.location, "--config", config, RULES)
+    assert code == 1
+    assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "pass one prompt"),
+        (["hello", "--messages", "x"], "pass one prompt"),
+        (["--messages", "none.json"], "none.json cannot be read"),
+        (["--messages", __file__], "is not valid JSON"),
+    ],
+)
+def test_a_command_without_a_usable_prompt_says_so(templated, store, run, arguments, says):
+    code, out, err = run(store.location, "--model", templated, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err

@@ -1,0 +1,187 @@
+"""Bookmarks: bounded, within the budget, written after their pages, and gone with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import bookmarks as module
+from prefixstore.engine.bookmark import Bookmark, merged, note_name, parse
+from prefixstore.errors import CorruptError, UnavailableError
+from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
+from prefixstore.format.saved_state import pack_state
+from tests.support.engines import NS, A, B, C, P, Store
+
+
+@pytest.fixture
+def store():
+    one = Store(MemoryBackend())
+    yield one
+    one.engine.close()
+
+
+def bookmark_of(tokens, set_at=1, form=PAGE):
+    """A name for a sequence that is stored in pages of `P` tokens."""
+    keys = page_keys(NS, as_tokens(tokens), P)
+    rest = as_tokens(tokens).tobytes()[4 * P * len(keys) :]
+    return Bookmark(keys[-1] if keys else NS, rest, len(tokens), form, 0, set_at)
+
+
+def put(store, tokens):
+    for page in store.pages(tokens):
+        store.engine.submit(page)
+
+
+def test_a_bookmark_gives_its_sequence(store):
+    for tokens in (A, [*A, 5, 6], [7, 8]):
+        put(store, tokens)
+        store.engine.set_bookmark(NS, str(len(tokens)), bookmark_of(tokens))
+    for _ in range(2):
+        for mark in store.engine.bookmarks(NS).values():
+            found = store.engine.bookmarked(NS, mark)
+            assert found is None or found.dtype == np.dtype("<i4")
+        store.engine.flush()
+    assert {name: store.engine.bookmarked(NS, mark).tolist() for name, mark in store.engine.bookmarks(NS).items()} == {
+        "12": A,
+        "14": [*A, 5, 6],
+        "2": [7, 8],
+    }
+    assert store.engine.whole_bookmarks(NS) == ["12", "14", "2"]
+
+
+def test_a_tail_that_a_longer_page_has_replaced_is_found_in_that_page(store):
+    put(store, [*A, 5])
+    store.engine.set_bookmark(NS, "a", bookmark_of([*A, 5]))
+    store.engine.flush()
+    put(store, [*A, 5, 6, 7, 8])
+    store.engine.flush()
+    assert store.engine.bookmarked(NS, store.engine.bookmarks(NS)["a"]).tolist() == [*A, 5]
+
+
+def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
+    put(store, A)
+    store.engine.set_bookmark(NS, "b", bookmark_of(B))
+    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.flush()
+    assert list(store.engine.bookmarks(NS)) == ["a"]
+    assert not store.engine.has_deferred
+
+
+def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.BATCH_BYTES", 1)
+    store = Store(MemoryBackend())
+    for i, tokens in enumerate((A, B, C)):
+        put(store, tokens)
+        store.engine.set_bookmark(NS, str(i), bookmark_of(tokens, i))
+    store.engine.flush()
+    assert store.engine.whole_bookmarks(NS) == ["0", "1", "2"]
+    store.engine.close()
+
+
+def test_the_one_that_was_set_last_wins():
+    old, new = bookmark_of(A, 1), bookmark_of(B, 2)
+    assert merged({"a": new}, {"a": old}) == {"a": new}
+    assert merged({"a": old}, {"a": new}) == {"a": new}
+    assert merged({"a": new}, {"a": None, "b": old}) == {"b": old}
+    assert list(merged({"a": new, "b": old}, {})) == ["b", "a"]
+
+
+def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BOOKMARKS", 5)
+    put(store, A)
+    for i in range(12):
+        store.engine.set_bookmark(NS, str(i), bookmark_of(A, i))
+        if i % 3 == 0:
+            store.engine.flush()
+    store.engine.flush()
+    assert list(store.engine.bookmarks(NS)) == [str(i) for i in range(7, 12)]
+
+
+@pytest.mark.parametrize("max_bytes", [30_000, 100_000, 1_000_000])
+def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
+    store = Store(MemoryBackend(), max_bytes=max_bytes)
+    sequences = [[i] * 9 for i in range(2 * max_bytes // 3000)]
+    for i, tokens in enumerate(sequences):
+        put(store, tokens)
+        store.engine.set_bookmark(NS, f"{i:500}", bookmark_of(tokens, i))
+        if i % 8 == 0:
+            store.engine.flush()
+        assert store.engine.used()[0].bytes <= max_bytes
+    store.engine.flush()
+    with store.engine.view() as view:
+        note = view.note(note_name(NS)) or b""
+    assert len(note) <= max_bytes / 256
+    store.engine.close()
+
+
+def test_what_cannot_be_written_now_is_written_later(store, monkeypatch):
+    put(store, A)
+    store.engine.flush()
+
+    def fail():
+        raise UnavailableError("not now")
+
+    monkeypatch.setattr(store.backend, "update", fail)
+    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.drain()
+    assert list(store.engine.bookmarks(NS)) == ["a"]
+    assert store.engine.has_deferred
+    monkeypatch.undo()
+    store.engine.flush()
+    with store.engine.view() as view:
+        assert list(parse(view.note(note_name(NS)))) == ["a"]
+
+
+def test_they_go_with_their_pages(store):
+    put(store, A)
+    put(store, B)
+    for name, tokens in (("a", A), ("b", B)):
+        store.engine.set_bookmark(NS, name, bookmark_of(tokens))
+    store.engine.flush()
+    store.engine.delete([lambda index: {page.key for page in index if page.tokens[:4] == as_tokens(A).tobytes()[:4]}])
+    with store.engine.view() as view:
+        assert list(parse(view.note(note_name(NS)))) == ["b"]
+    store.engine.clear(NS)
+    with store.engine.view() as view:
+        assert view.note(note_name(NS)) is None
+
+
+def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):
+    put(store, A)
+    store.engine.flush()
+    store.engine.clear(NS)
+    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.flush()
+    assert store.engine.bookmarks(NS) == {}
+
+
+marks = st.builds(
+    Bookmark,
+    page=st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES),
+    rest=st.binary(max_size=10).map(lambda some: some * 4),
+    n_tokens=st.integers(10, 2**32 - 1),
+    form=st.integers(0, 1),
+    generation=st.integers(0, 2**32 - 1),
+    set_at=st.integers(0, 2**64 - 1),
+)
+
+
+@given(marks)
+def test_a_bookmark_is_read_as_it_was_written(mark):
+    assert Bookmark.unpack(mark.pack()) == mark
+
+
+@given(marks, st.data())
+def test_damaged_bytes_are_refused(mark, data):
+    packed = mark.pack()
+    n = data.draw(st.integers(0, len(packed) - 1))
+    with pytest.raises(CorruptError):
+        Bookmark.unpack(packed[:n])
+    with pytest.raises(CorruptError):
+        Bookmark.unpack(replace(mark, form=2).pack())
+    assert parse(pack_state({"bad": packed[:n], "good": packed})) == {"good": mark}

@@ -1,0 +1,150 @@
+"""Eviction on request: in the order of the store's policy, down to a size, or only tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prefixstore import InvalidParameterError, MisuseError, PrefixStore
+from prefixstore.backends import open_backend
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.policy_memory import POLICY_NOTE
+from prefixstore.format.keys import as_tokens
+from prefixstore.maintenance.archive import Archive
+from prefixstore.units import parse_target
+from tests.support.engines import MIB, NS, A, B, C, P, entry, store_of
+from tests.support.places import SCHEMES, contents, fill, opened, place, space
+
+PAGES = space()
+
+
+@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, policy, tmp_path, request):
+    url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
+    rng = np.random.default_rng(1)
+    sequences = [[1, 2, 3, 4, *rng.integers(0, 3, 12).tolist()] for _ in range(30)]
+    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        for i, tokens in enumerate(sequences):
+            fill(store.backend, PAGES, [tokens], last_used=i + 1, size=20_000)
+        engine = store.engine
+        engine._policy = store.engine._catalog._table.policy = POLICIES[policy]()
+        engine._catalog._table.unload(())
+        before = contents(store.backend)
+        used = engine.used()[0]
+        tried = engine.evict(used.bytes // 2, dry_run=True)
+        assert tried.dry_run
+        assert tried.policy == policy
+        assert tried.is_enough
+        assert tried.pages
+        assert contents(store.backend) == before
+        assert engine.check() == []
+        assert store.counters["evictions"] == store.counters["frees"] == 0
+        assert engine.used()[0] == used
+        done = engine.evict(used.bytes // 2)
+        assert done.bytes_left == engine.used()[0].bytes <= used.bytes // 2
+        # in LMDB it may take a page more until the file is as small as that after its commit
+        assert done.pages[: len(tried.pages)] == tried.pages
+        assert len(done.pages) <= len(tried.pages) + 1
+        # what is deleted in several transactions may leave a file in another shape than what is deleted in one
+        assert abs(done.bytes_left - tried.bytes_left) <= used.bytes // 20
+        assert set(before) - set(contents(store.backend)) == {bytes.fromhex(key) for key in done.pages}
+        assert store.counters["evictions"] == len(done.pages)
+
+
+def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
+    with store_of() as store:
+        for tokens in (A, B, C):
+            store.put(tokens)
+        store.engine.pin(NS, as_tokens(B), P, pinned=True)
+        for dry_run in (True, False):
+            evicted = store.engine.evict(0, dry_run=dry_run)
+            assert len(evicted.pages) == 6
+            assert evicted.bytes == 6 * entry()
+            assert evicted.bytes_left == 3 * entry()
+            assert not evicted.is_enough
+        assert [store.match(tokens) for tokens in (A, B, C)] == [0, 12, 0]
+
+
+def test_leaves_go_before_the_pages_that_they_follow_and_the_order_is_told():
+    with store_of() as store:
+        store.put(A)
+        pages = [page.key.hex() for page in store.engine.pages()]
+        assert store.engine.evict(entry(), dry_run=True).pages == tuple(pages[:0:-1])
+        assert store.engine.evict(entry()).pages == tuple(pages[:0:-1])
+        assert store.engine.evict(entry()).pages == ()
+
+
+def test_a_store_evicts_to_a_share_of_its_budget_or_to_a_size_and_writes_what_waits_before():
+    with PrefixStore("memory:", namespace="n", max_bytes=40_000, policy="lfu") as store:
+        for n in range(20):
+            fill(store.engine._backend, PAGES, [[n] * 4], last_used=n + 1)
+        assert store.stats().utilization > 0.8
+        tried = store.evict(0.5, dry_run=True)
+        assert (tried.target_bytes, tried.policy, tried.is_enough) == (20_000, "lfu", True)
+        assert store.evict("50%") == replace(tried, dry_run=False)
+        assert store.stats().utilization <= 0.5
+        assert store.evict("10KB").bytes_left <= 10_000
+        assert store.evict(0).bytes_left == 0
+
+
+@pytest.mark.parametrize("to", [1.5, -0.1, True, "x", "150%", None, -1, float("nan"), [1]])
+def test_what_is_no_target_is_refused(to):
+    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match="to="):
+        store.evict(to)
+
+
+def test_a_share_of_what_is_not_known_is_refused():
+    assert parse_target("5GiB", None, "to") == 5 << 30
+    with pytest.raises(InvalidParameterError, match=r"to='80%' is a share of max_bytes"):
+        parse_target("80%", None, "to")
+
+
+def test_a_read_only_store_evicts_nothing(tmp_path):
+    with PrefixStore(tmp_path, namespace="n"):
+        pass
+    with PrefixStore(tmp_path, namespace="n", read_only=True) as store:
+        for dry_run in (True, False):
+            with pytest.raises(MisuseError, match="read_only=True"):
+                store.evict(0, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_location_knows_the_policy_of_its_store(scheme, tmp_path, request):
+    url = place(scheme, tmp_path, request)
+    with opened(url) as backend:
+        fill(backend, PAGES, [[n] * 4 for n in range(4)], last_used=1)
+    with Archive(url) as archive:
+        assert archive.policy == "lru"
+    for policy in ("longest_first", "lfu"):
+        with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+            store.engine._catalog._table.policy.name = policy
+            store.put([len(policy)] * P)
+        with Archive(url) as archive:
+            assert archive.policy == policy
+            assert archive.evict("1GiB", dry_run=True).policy == policy
+    with Archive(url, policy="priority") as archive:
+        assert archive.policy == "priority"
+    with opened(url) as backend, backend.update() as transaction:
+        transaction.put_note(POLICY_NOTE, b"\xffnewer")
+    with Archive(url) as archive:
+        assert archive.policy == "lru"
+    with pytest.raises(InvalidParameterError, match="policy='x' is unknown"):
+        Archive(url, policy="x")
+
+
+def test_an_archive_evicts_in_the_order_of_the_policy(tmp_path):
+    url = f"lmdb://{tmp_path / 'kv'}"
+    with opened(url) as backend:
+        # the one that was used last has the longest prompt
+        old = fill(backend, PAGES, [[1] * 4], last_used=10, size=20_000)[0]
+        new = fill(backend, PAGES, [[2] * 8], last_used=20, size=20_000)[0]
+        with backend.update() as transaction:
+            transaction.put_note(POLICY_NOTE, b"longest_first")
+    with Archive(url) as archive:
+        used = archive.used().bytes
+        assert archive.evict(used - 1, dry_run=True).pages == (new[1].hex(),)
+    with Archive(url, policy="lru") as archive:
+        assert archive.evict(used - 1, dry_run=True).pages == (old[0].hex(),)

@@ -1,0 +1,121 @@
+"""The note of the latest evictions: bounded, merged, and never in the way."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import evictions
+from prefixstore.engine.budget import Quota
+from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog, EvictionNote
+from prefixstore.errors import UnavailableError
+from prefixstore.format.keys import as_tokens, page_keys
+from tests.support.engines import NS, A, B, C, P, entry, store_of
+
+
+def key(number):
+    return number.to_bytes(8, "little") + bytes(24)
+
+
+def noted(backend):
+    with backend.view() as view:
+        return view.note(EVICTIONS_NOTE)
+
+
+def test_the_latest_are_remembered_and_each_page_once():
+    log = EvictionLog()
+    for number in range(REMEMBERED + 10):
+        log.add(key(number), Cause.SPACE, 1000.0 + number)
+    log.add(key(20), Cause.ASKED, 9000.0)
+    assert log.find(key(9)) is None
+    assert log.find(key(10)) is not None
+    assert log.find(key(20)) == (9000.0, Cause.ASKED)
+    packed = log.pack(None, 1 << 30)
+    assert len(packed) == 13 * REMEMBERED
+    assert evictions._parsed(packed)[key(20)[:8]] == (9000.0, Cause.ASKED)
+    # what does not fit is what is oldest
+    assert list(evictions._parsed(log.pack(None, 30))) == [key(20)[:8], key(REMEMBERED + 9)[:8]]
+    assert log.pack(None, -5) == b""
+
+
+def test_two_processes_add_to_one_note():
+    one, other = EvictionLog(), EvictionLog()
+    one.add(key(1), Cause.SPACE, 100.0)
+    other.add(key(2), Cause.QUOTA, 200.0)
+    found = evictions._parsed(other.pack(one.pack(None, 999), 999))
+    assert found == {key(1)[:8]: (100.0, Cause.SPACE), key(2)[:8]: (200.0, Cause.QUOTA)}
+
+
+@pytest.mark.parametrize("note", [None, b"", b"x", bytes(13), b"y" * 26])
+def test_a_note_that_cannot_be_read_says_nothing(note):
+    assert evictions._parsed(note) == {}
+    log = EvictionLog()
+    log.add(key(1), Cause.SPACE, 5.0)
+    assert len(log.pack(note, 999)) == 13
+
+
+def test_it_is_written_at_the_end_and_not_too_often():
+    backend, log, now = MemoryBackend(), EvictionLog(), [0.0]
+    note = EvictionNote(backend, log, 64 << 20, clock=lambda: now[0])
+    note.save(closing=True)
+    log.add(key(1), Cause.SPACE, 5.0)
+    note.save()
+    assert noted(backend) is None
+    now[0] = 61.0
+    note.save()
+    assert len(noted(backend)) == 13
+    log.add(key(2), Cause.SPACE, 6.0)
+    note.save()
+    assert len(noted(backend)) == 13
+    note.save(closing=True)
+    assert len(noted(backend)) == 26
+
+
+def test_a_location_that_fails_or_is_full_has_no_note(monkeypatch):
+    backend, log = MemoryBackend(), EvictionLog()
+    log.add(key(1), Cause.SPACE, 5.0)
+    EvictionNote(backend, log, 100).save(closing=True)
+    assert noted(backend) is None
+
+    def fails():
+        raise UnavailableError("fails on purpose")
+
+    monkeypatch.setattr(backend, "update", fails)
+    EvictionNote(backend, log, 1 << 30).save(closing=True)
+
+
+def found(store, tokens):
+    (key,) = page_keys(NS, as_tokens(tokens[:P]), P)
+    one = store.engine.evictions([key]).get(key)
+    return one.cause if one is not None else None
+
+
+def test_the_cause_is_space_a_quota_a_request_or_the_time_to_live():
+    with store_of(max_bytes=4 * entry()) as store:
+        store.put(A)
+        assert found(store, A) is None
+        store.put(B)
+        store.put(C)
+        assert found(store, A) is Cause.SPACE
+        store.engine.evict(0)
+        assert found(store, C) is Cause.ASKED
+    with store_of(quota=Quota(namespace=4 * 1100)) as store:
+        for tokens in (A, B, C):
+            store.put(tokens)
+        assert found(store, A) is Cause.QUOTA
+    with store_of(options={"ttl": 1e-6}) as store:
+        store.put(A)
+        time.sleep(0.001)
+        for _ in range(4):
+            store.match(A)
+            store.put(B)
+        assert found(store, A) in (Cause.EXPIRED, None)
+
+
+def test_a_dry_run_is_no_eviction():
+    with store_of() as store:
+        store.put(A)
+        assert len(store.engine.evict(0, dry_run=True).pages) == 3
+        assert found(store, A) is None

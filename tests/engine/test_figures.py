@@ -1,0 +1,210 @@
+"""What an engine tells of itself: what waits, what was given up, what was written and deleted, what found no space."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from prefixstore import FullError, InvalidParameterError, PrefixStore
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.queue import Drained
+from prefixstore.format.keys import as_tokens
+from prefixstore.stats import Shortage
+from tests.support.engines import NS, A, B, P, entry, gated, put_snapshots, snapshot_of, store_of, wait_for, writer_of
+
+# -- what waits --------------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_counted_until_it_is_written():
+    gate = threading.Event()
+    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store) as writer:
+        for new in [*store.pages(A), snapshot_of(store, [*A, 1])]:
+            assert writer.submit(new)
+        assert writer.engine.pending == (3, 1)
+        gate.set()
+        assert writer.drain() == Drained(4, 3 * 1000 + 100, 0)
+        assert writer.engine.pending == (0, 0)
+        # nothing has waited since
+        assert writer.drain() == Drained(0, 0, 0)
+
+
+def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
+    steps = threading.Semaphore(0)
+
+    class Stepped(MemoryBackend):
+        def update(self):
+            steps.acquire(timeout=20)
+            return super().update()
+
+    with store_of(Stepped()) as store, writer_of(store) as writer:
+        # one after the other: the first is being written while the others come
+        first, second, third = ([n] * P for n in range(3))
+        writer.submit(*store.pages(first))
+        wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
+        for tokens in (second, third):
+            writer.submit(*store.pages(tokens))
+        assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
+        assert writer.drain(0) == Drained(0, 0, 3)
+        steps.release()
+        assert writer.drain(1) == Drained(1, 1000, 2)
+        threading.Timer(0.01, steps.release, (3,)).start()
+        # the two that wait are written together
+        assert writer.drain(n_bytes=1) == Drained(2, 2000, 0)
+        steps.release(10)
+
+
+def test_a_drain_without_a_thread_writes_what_is_deferred_and_a_limit_of_time_is_no_error(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 1000.0)
+    with store_of() as store, writer_of(store, behind=False) as writer:
+        for new in store.pages(A):
+            writer.submit(new)
+        store.fetch(A)
+        assert writer.has_deferred
+        assert writer.drain(seconds=1) == Drained(0, 0, 0)
+        assert not writer.has_deferred
+
+
+@pytest.mark.parametrize(
+    "limits", [{"limit": -1}, {"limit": True}, {"limit": 1.5}, {"max_bytes": "x"}, {"seconds": 0}, {"seconds": "soon"}]
+)
+def test_limits_of_a_drain_that_are_none(limits):
+    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match=next(iter(limits))):
+        store.drain(**limits)
+
+
+# -- what was given up -------------------------------------------------------------------------------------------------
+
+
+def test_captured_pages_that_something_newer_replaces_are_counted_and_are_not_dropped():
+    gate = threading.Event()
+    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store) as writer:
+        writer.submit(*store.pages(B[:P]))
+        # a tail, and the page that continues it, before either is written
+        for tokens in (A[:6], A[:7]):
+            for new in store.pages(tokens):
+                writer.submit(new)
+        assert store.counters.group("outdated") == {"superseded": 1}
+        gate.set()
+        writer.drain()
+        assert store.match(A[:7]) == 7
+        assert store.counters.group("dropped") == {}
+        assert store.engine.used()[0].entries == 3
+
+
+def test_snapshots_that_are_thinned_before_they_are_written_are_counted():
+    gate = threading.Event()
+    gate.set()
+    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store) as writer:
+        put_snapshots(store, A, [])
+        gate.clear()
+        writer.submit(*store.pages(B[:P]))
+        wait_for(lambda: not writer.engine._queue._queue, "the first page is taken")
+        for n in (5, 9, 10, 11):
+            writer.submit(snapshot_of(store, A[:n]))
+        assert writer.thin(NS, as_tokens(A), P, 2, 4) == 2
+        assert store.counters.group("outdated") == {"thinned": 2}
+        gate.set()
+        writer.drain()
+
+
+def test_pages_that_wait_while_the_page_before_them_is_deleted_are_counted():
+    gate = threading.Event()
+    gate.set()
+    with store_of(gated(MemoryBackend, gate)()) as store:
+        store.put(A[:P])
+        waiting = store.announce(A)
+        assert store.engine.clear(NS) == 1
+        assert store.counters.group("outdated") == {"deleted": 2}
+        assert store.engine.commit(waiting) == 0
+        for new in waiting:
+            new.release()
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_written_and_deleted_add_up_to_those_that_are_there():
+    with store_of(max_bytes=5 * entry()) as store:
+        rng = np.random.default_rng(0)
+        for _ in range(40):
+            store.put(rng.integers(0, 3, rng.integers(1, 13)).tolist())
+            count = store.counters
+            assert count["allocations"] - count["frees"] == store.engine.used()[0].entries
+        assert count["evictions"] > 10
+        # tails that were replaced are neither evicted nor expired, and are gone all the same
+        assert count["frees"] > count["evictions"] + count["expired"]
+        store.engine.clear(None)
+        assert count["allocations"] == count["frees"]
+
+
+def test_what_a_failed_transaction_has_written_and_deleted_is_not_counted():
+    class Failing(MemoryBackend):
+        fails = False
+
+        @contextmanager
+        def update(self):
+            with super().update() as transaction:
+                yield transaction
+                if self.fails:
+                    raise FullError("full")
+
+    with store_of(Failing(), max_bytes=3 * entry()) as store:
+        store.put(A)
+        store.backend.fails = True
+        store.put(B)
+        store.backend.fails = False
+        assert (store.counters["allocations"], store.counters["frees"]) == (3, 0)
+
+
+def test_the_peak_is_what_was_held_at_most():
+    with store_of() as store:
+        store.put(A)
+        peak = store.engine.used()[0].bytes
+        store.engine.clear(None)
+        store.put(B[:P])
+        assert store.engine.peak_bytes == peak > store.engine.used()[0].bytes
+
+
+def test_stats_have_the_pool():
+    with PrefixStore("memory:", namespace="n", max_bytes=10_000, max_entries=4) as store:
+        empty = store.stats()
+        assert (empty.capacity_bytes, empty.capacity_entries) == (10_000, 4)
+        assert (empty.free_bytes, empty.utilization, empty.peak_bytes) == (10_000, 0.0, 0)
+        assert (empty.pending_pages, empty.pending_snapshots, empty.outdated, empty.shortage) == (0, 0, {}, None)
+        assert "9.8 KiB of 9.8 KiB free, 0% in use" in str(empty)
+
+
+# -- what found no space -----------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_finds_no_space_says_what_it_asked_for_and_what_there_was():
+    with store_of(max_bytes=4 * entry()) as store:
+        store.put(A)
+        assert store.engine.shortage is None
+        store.engine.pin(NS, as_tokens(A), P, pinned=True)
+        store.put(B[:P], 5000)
+        # three are pinned: one page is left
+        assert store.engine.shortage == Shortage("budget", 1, entry(size=5000), entry())
+        assert str(store.engine.shortage) == "1 page dropped (budget): 5.7 KiB asked for, 1.8 KiB available"
+
+
+def test_a_full_error_tells_what_was_asked_for():
+    class Full(MemoryBackend):
+        def update(self):
+            raise FullError("the disk is full", available=77)
+
+    with store_of() as store:
+        batch = store.announce(A)
+        store.engine._backend = store.engine._committer._backend = Full()
+        with pytest.raises(
+            FullError, match=r"the disk is full \(1,000 bytes asked for, 77 bytes available\)"
+        ) as caught:
+            store.engine._committer.commit(batch)
+        assert (caught.value.asked, caught.value.available) == (1000, 77)
+        assert store.engine.shortage == Shortage("full", 3, 1000, 77)
+        assert store.counters.group("dropped") == {"full": 3}
+        for new in batch:
+            new.release()

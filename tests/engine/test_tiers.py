@@ -1,0 +1,826 @@
+"""A location in front of another one: who gives which page, what is kept, what is passed on, and what a loss costs."""
+
+import gc
+import os
+import threading
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.backends.base import Backend
+from prefixstore.backends.lazy import LazyBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import breaker
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.far import FarEngine
+from prefixstore.engine.tiers import TieredEngine
+from prefixstore.errors import UnavailableError
+from prefixstore.format.autocodec import pick
+from prefixstore.format.keys import as_tokens
+from prefixstore.format.namespace import Namespace
+from prefixstore.stats import Counters
+from tests.support.engines import MIB, SNAPSHOT, A, B, C, P, PendingPage, Store, gated, page_key, state_of, wait_for
+from tests.support.places import place
+
+SPACE = Namespace({"n": 1})
+LONG = list(range(100, 100 + 10 * P))
+
+
+class Tiers(Store):
+    """A store in front of another one."""
+
+    def __init__(self, near: Backend, far: Backend, **options):
+        self.far_backend = far
+        super().__init__(near, settings=SPACE.canonical, options=options)
+
+    def open(
+        self, *, max_delay=None, near_bytes=64 * MIB, far_bytes=64 * MIB, queue_bytes=MIB, far_encoder="raw", **options
+    ):
+        self.counters = Counters()
+
+        def make_far(near):
+            return FarEngine(
+                self.far_backend,
+                Budget(far_bytes),
+                POLICIES["lru"](),
+                pick(far_encoder),
+                Counters(),
+                nearer=near,
+                queue_bytes=queue_bytes,
+                **options,
+            )
+
+        self.engine = TieredEngine(
+            self.backend,
+            Budget(near_bytes),
+            POLICIES["lru"](),
+            pick("raw"),
+            self.counters,
+            make_far=make_far,
+            max_delay=max_delay,
+            queue_bytes=2 * queue_bytes,
+            **options,
+        )
+
+    def pages(self, tokens, size=1000, **options):
+        return super().pages(tokens, size, namespace=SPACE.key, **options)
+
+    def match(self, tokens, **options):
+        return super().match(tokens, namespace=SPACE.key, **options)
+
+    def capture(self, tokens, size=1000):
+        """Store a sequence as a completion does; the number of pages that were wanted."""
+        self.match(tokens)
+        n = 0
+        raw = as_tokens(tokens).tobytes()
+        parent = SPACE.key
+        for start in range(0, len(raw), 4 * P):
+            piece = raw[start : start + 4 * P]
+            key = page_key(parent, piece)
+            if self.engine.wants(SPACE.key, parent, piece):
+                buffer = self.engine.acquire(size, wait=True)
+                buffer.view[:] = self.state_of(key, size)
+                n += self.engine.submit(PendingPage.of(SPACE.key, self.settings, parent, start // 4, piece, buffer))
+            parent = key
+        return n
+
+    def restore(self, tokens, **options):
+        """Restore as a completion does; how many pages."""
+        path = self.engine.match(SPACE.key, as_tokens(tokens), P)
+        loaded = []
+        with self.engine.fetching(path.pages, streamed=True, **options) as states:
+            for page, state in zip(path.pages, states, strict=False):
+                if bytes(state) == self.state_of(page.key, len(state)):
+                    loaded.append(page)
+            assert states.verified() == len(loaded)
+        self.engine.touch(SPACE.key, loaded, len(tokens))
+        return len(loaded)
+
+    @property
+    def far(self):
+        return self.engine.far
+
+    def given(self):
+        near, far = self.engine.tiers()
+        return near.pages, far.pages
+
+
+def keys_of(backend):
+    with backend.view() as view:
+        return {key for key, _, _ in view.scan()}
+
+
+@contextmanager
+def tiers(near=None, far=None, **options):
+    with closing(Tiers(near or MemoryBackend(), far or MemoryBackend(), **options)) as store:
+        yield store
+
+
+@pytest.fixture(params=["memory", "lmdb", "sqlite", "postgresql", "valkey", "s3"])
+def far(request, tmp_path):
+    """A far location of every kind, which several stores use one after the other."""
+    backend = open_backend(place(request.param, tmp_path, request, "far"), max_bytes=64 * MIB)
+    with closing(backend), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "close", lambda: None)
+        yield backend
+
+
+@pytest.fixture
+def near(tmp_path):
+    return open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+
+
+class Failing(MemoryBackend):
+    """Fails while it is told to."""
+
+    is_down = False
+    is_local = False
+
+    @contextmanager
+    def view(self):
+        if self.is_down:
+            raise UnavailableError("down")
+        with super().view() as view:
+            yield view
+
+    @contextmanager
+    def update(self):
+        if self.is_down:
+            raise UnavailableError("down")
+        with super().update() as transaction:
+            yield transaction
+
+
+# -- what is new goes to both, what is fetched is kept -----------------------------------------------------------------
+
+
+def test_what_is_captured_is_in_both_locations(near, far):
+    with tiers(near, far) as store:
+        assert store.capture(LONG) == 10
+        store.engine.flush()
+        assert len(keys_of(near)) == 10
+        assert keys_of(near) == keys_of(far)
+        assert store.restore(LONG) == 10
+        assert store.given() == (10, 0)
+
+
+def test_what_another_host_has_stored_is_restored_and_kept(near, far, tmp_path):
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(near, far) as other:
+            assert other.restore(LONG) == 10
+            assert other.given() == (0, 10)
+            other.engine.flush()
+            assert len(keys_of(near)) == 10
+            assert other.restore(LONG) == 10
+            assert other.given() == (10, 10)
+            assert other.engine.tiers()[0].kept == 10
+
+
+def test_each_page_comes_from_the_nearest_location_that_has_it(near):
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(near, far) as other:
+            other.capture(LONG[: 4 * P])
+            assert other.restore(LONG) == 10
+            assert other.given() == (4, 6)
+            assert other.restore(LONG) == 10
+            assert other.given() == (14, 6)
+
+
+def test_the_longer_match_wins_and_the_nearer_one_if_they_are_equal():
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far) as one, tiers(MemoryBackend(), far) as other:
+        one.capture(A + LONG)
+        one.engine.flush()
+        other.engine.far._queue.close()
+        other.capture(A + LONG)
+        assert other.match(A + LONG) == len(A + LONG)
+        assert other.engine.n_near(other.engine.match(SPACE.key, as_tokens(A + LONG), P).pages) == 13
+        assert other.match(B) == 0
+
+
+def test_a_location_that_is_too_small_keeps_what_fits():
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(MemoryBackend(), far, near_bytes=6000) as other:
+            for _ in range(3):
+                assert other.restore(LONG) == 10
+                other.engine.flush()
+            assert other.engine.used()[0].bytes <= 6000
+
+
+def test_packed_pages_are_kept_as_states():
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far, far_encoder="zstd") as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(MemoryBackend(), far) as other:
+            assert other.restore(LONG) == 10
+            other.engine.flush()
+            assert other.restore(LONG) == 10
+
+
+def test_states_stay_valid_until_the_block_is_left():
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far, far_encoder="zstd") as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(MemoryBackend(), far) as other:
+            path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+            with other.engine.fetching(path.pages) as fetched:
+                states = list(fetched)
+                assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages]
+
+
+def test_read_only_keeps_and_writes_nothing(tmp_path):
+    far = MemoryBackend("shared", max_bytes=64 * MIB)
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        near = MemoryBackend()
+        with tiers(near, MemoryBackend("shared", max_bytes=64 * MIB, read_only=True), read_only=True) as other:
+            assert other.restore(LONG) == 10
+            assert keys_of(near) == set()
+
+
+# -- the far queue -----------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_one():
+    gate = threading.Event()
+    gate.set()
+    near, far = MemoryBackend(), gated(MemoryBackend, gate)()
+    with tiers(near, far, queue_bytes=10_000) as store:
+        gate.clear()
+        sequences = [[100 * i + j for j in range(P)] for i in range(1, 31)]
+        for tokens in sequences:
+            assert store.capture(tokens) == 1
+        wait_for(lambda: len(keys_of(near)) == 30, "the near location has all")
+        assert store.far.queued_bytes <= 10_000
+        assert store.far.counters["dropped:queue_full"] > 10
+        gate.set()
+        store.engine.flush()
+        assert store.far.queued_bytes == 0
+        # what was dropped is made up for when it is used
+        for tokens in sequences:
+            store.restore(tokens)
+        store.engine.flush()
+        assert keys_of(near) == keys_of(far)
+
+
+def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
+    near, far = MemoryBackend(), Failing()
+    with tiers(near, far) as store:
+        far.is_down = True
+        assert store.capture(LONG[: 6 * P]) == 6
+        store.engine.flush()
+        assert store.far.counters["dropped:unavailable"] == 6
+        far.is_down = False
+        assert keys_of(far) == set()
+        # a page that follows those that are missing brings them along
+        assert store.capture(LONG) == 4
+        store.engine.flush()
+        assert len(keys_of(far)) == 10
+
+
+def test_a_far_location_that_restarted_empty_is_filled_by_use(monkeypatch):
+    near, far = MemoryBackend(), MemoryBackend()
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        store.engine.flush()
+        with far.update() as transaction:
+            for key in keys_of(far):
+                transaction.delete(key)
+        assert keys_of(far) == set()
+        assert store.restore(LONG) == 10
+        store.match([*LONG, 1])
+        assert store.restore(LONG) == 10
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+
+
+@contextmanager
+def filled_later(near, far, *sequences, sizes=None, **options):
+    """A store in front of a far location that was away while these sequences were captured, and is back."""
+    with pytest.MonkeyPatch.context() as patch, tiers(near, far, **options) as store:
+        # it is asked again at once
+        patch.setattr(breaker, "OPEN_FACTOR", 0.0)
+        far.is_down = True
+        for tokens, size in zip(sequences, sizes or [1000] * len(sequences), strict=True):
+            store.capture(tokens, size)
+            store.engine.flush()
+        far.is_down = False
+        assert keys_of(far) == set()
+        yield store
+
+
+def use_at_once(store, *sequences):
+    """Use sequences, and have the far location told of all their pages before it begins with the first."""
+    with store.far._queue._lock:
+        for tokens in sequences:
+            assert store.restore(tokens) == len(tokens) // P
+
+
+def test_a_ctrl_c_before_a_page_is_queued_for_the_far_location_takes_no_place_there(monkeypatch):
+    def put(_):
+        raise KeyboardInterrupt
+
+    with tiers() as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.far._queue, "put", put)
+            with pytest.raises(KeyboardInterrupt):
+                store.capture(A)
+            gc.collect()
+            assert store.far.queued_bytes == 0
+        store.capture(B)
+        store.engine.flush()
+        Engine.clear(store.far, SPACE.key)
+        store.far.forget_offers(keys_of(store.backend))
+        with monkeypatch.context() as patch:
+            patch.setattr(store.far._queue, "put", put)
+            with pytest.raises(KeyboardInterrupt):
+                store.restore(B)
+            gc.collect()
+            assert store.far._n_named == 0
+
+
+def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
+    copied = []
+    copy = FarEngine._copy
+    monkeypatch.setattr(FarEngine, "_copy", lambda far, pages, _: copied.append(len(pages)) or copy(far, pages, None))
+    near, far = MemoryBackend(), Failing()
+    with filled_later(near, far, LONG, A) as store:
+        use_at_once(store, LONG, A)
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+        assert copied == [10, 3]
+        # as after a restart: what is there already is not copied, known or not
+        with tiers(near, far) as again:
+            use_at_once(again, LONG, A)
+            again.engine.flush()
+            assert again.far._catalog.get(again.engine.match(SPACE.key, as_tokens(A), P).pages[0].key) is not None
+        assert copied == [10, 3]
+
+
+def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
+    open_views = threading.local()
+
+    class Near(MemoryBackend):
+        @contextmanager
+        def view(self):
+            open_views.n = getattr(open_views, "n", 0) + 1
+            try:
+                with super().view() as view:
+                    yield view
+            finally:
+                open_views.n -= 1
+
+    class Far(Failing):
+        @contextmanager
+        def update(self):
+            seen.append(getattr(open_views, "n", 0))
+            with super().update() as transaction:
+                yield transaction
+
+    seen = []
+    near, far = Near(), Far()
+    # room for two pages at a time
+    with filled_later(near, far, LONG[: 9 * P], queue_bytes=5000) as store:
+        # it brings along what is missing before it
+        assert store.capture(LONG) == 1
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+    assert set(seen) == {0}
+    assert len(seen) >= 5
+
+
+def test_a_page_that_does_not_fit_beside_those_before_it_is_written_after_them():
+    near, far = MemoryBackend(), Failing()
+    with filled_later(near, far, LONG[:P], LONG[: 2 * P], sizes=[1000, 2500], queue_bytes=3000) as store:
+        assert store.capture(LONG[: 3 * P]) == 1
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+
+
+def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeypatch):
+    def fails(*_):
+        raise UnavailableError("down")
+
+    near, far = MemoryBackend(), Failing()
+    with filled_later(near, far, LONG, A) as store:
+        before = store.far.counters["dropped:unavailable"]
+        with monkeypatch.context() as patch:
+            patch.setattr(FarEngine, "_copy", fails)
+            use_at_once(store, LONG, A)
+            store.engine.drain()
+        assert store.far.counters["dropped:unavailable"] - before == 13
+        use_at_once(store, LONG, A)
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+
+
+def test_chats_that_begin_alike_are_all_thinned_and_each_once(monkeypatch):
+    thinned = []
+    monkeypatch.setattr(
+        Engine, "thin", lambda engine, _, tokens, *__: thinned.append((type(engine), tokens.tolist())) or 0
+    )
+    with tiers() as store:
+        for tokens in ([*A, 1], [*A, 2], [*A, 1, 3]):
+            store.far.thin_later(SPACE.key, as_tokens(tokens), P, 1, P)
+        store.engine.flush()
+        assert thinned == [(FarEngine, [*A, 2]), (FarEngine, [*A, 1, 3])]
+
+
+def test_a_far_location_that_takes_nothing_is_told_with_what_waits(monkeypatch):
+    gate = threading.Event()
+    with tiers(MemoryBackend(), gated(MemoryBackend, gate)()) as store:
+        store.capture(A)
+        with monkeypatch.context() as patch:
+            patch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
+            with pytest.raises(UnavailableError, match="3,000 bytes are waiting"):
+                store.far.drain()
+        gate.set()
+
+
+def test_a_page_that_was_used_reaches_the_other_location_with_its_renewed_expiry():
+    with tiers(ttl=100.0) as store:
+        old, young = store.pages(A)[:2]
+        old.page.created -= 10**12
+        old.page.expires = renewed = old.page.created + 2 * 10**12
+        assert store.engine.announce(old)
+        assert old.page.expires == renewed
+        assert store.engine.announce(young)
+        assert young.page.expires == young.page.created + 100 * 10**9
+        store.engine._catalog.abandon([old, young])
+
+
+def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
+    heard = []
+
+    class Listener:
+        def asked(self, namespace, tokens, page_tokens, n_matched):
+            self.n_matched = n_matched
+
+        def used(self, namespace, pages, n_tokens):
+            heard.append((self.n_matched, len(pages), n_tokens))
+
+        def captured(self, page):
+            heard.append(page.start)
+
+        def close(self):
+            pass
+
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far) as one, tiers(MemoryBackend(), far) as other:
+        one.capture(LONG)
+        one.engine.flush()
+        other.engine.tap = Listener()
+        assert other.restore([*LONG, 1]) == 10
+        other.capture(A[:P])
+        assert heard == [(len(LONG), 10, len(LONG) + 1), 0]
+
+
+def test_snapshots_are_passed_on_and_come_back():
+    far = MemoryBackend()
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG, 0)
+        path = one.engine.match(SPACE.key, as_tokens(LONG), P)
+        new = PendingPage.of(
+            SPACE.key,
+            one.settings,
+            path.pages[-1].key,
+            len(LONG),
+            as_tokens([7, 8]).tobytes(),
+            one.engine.acquire(500),
+            0,
+            SNAPSHOT,
+        )
+        new.buffer.view[:] = state_of(new.page.key, 500)
+        assert one.engine.submit(new)
+        one.engine.flush()
+        with tiers(MemoryBackend(), far) as other:
+            tokens = as_tokens([*LONG, 7, 8, 9])
+            path = other.engine.match_snapshot(SPACE.key, tokens, P, len(tokens))
+            assert path.n_tokens == len(LONG) + 2
+            with other.engine.fetching([path.pages[-1]]) as states:
+                assert bytes(next(states)) == state_of(new.page.key, 500)
+
+
+# -- a far location that fails ----------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_the_far_location_costs_nothing_but_its_pages(near, monkeypatch):
+    far = Failing()
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        store.engine.flush()
+        far.is_down = True
+        assert store.restore(LONG) == 10
+        assert store.restore([*LONG, *A]) == 10
+        assert store.capture([*LONG, *A]) == 3
+        store.engine.flush()
+        assert store.restore([*LONG, *A]) == 13
+        assert store.engine.note(b"x") is None
+        store.engine.change_note(b"x", lambda _: b"y")
+        assert store.engine.note(b"x") == b"y"
+        far.is_down = False
+
+
+def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypatch):
+    monkeypatch.setattr(breaker, "FAST_SECONDS", 0.0)
+    monkeypatch.setattr(breaker, "OPEN_FACTOR", 1e9)
+    monkeypatch.setattr(breaker, "FIRST_PROBE", 1000.0)
+    far = Failing()
+    with tiers(near, far) as store:
+        far.is_down = True
+        store.match(LONG)
+        assert store.far.is_failing
+        assert not store.engine.is_failing
+        far.view = None  # whoever asked would fail
+        assert store.restore(LONG) == 0
+        store.capture(LONG)
+        assert store.restore(LONG) == 10
+        assert not store.engine.tiers()[1].is_available
+        del far.view
+        far.is_down = False
+        store.far._breaker._open_until = 0.0
+
+
+@pytest.mark.parametrize("max_delay", [None, 20.0])
+def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_delay, caplog):
+    class Broken(MemoryBackend):
+        def view(self):
+            raise ValueError("a fault of a plug-in")
+
+    store = Tiers(MemoryBackend(), Broken(), max_delay=max_delay)
+    with closing(store.engine):
+        store.capture(A)
+        assert store.restore([*A, 7, 7]) == 3
+        assert "a fault of a plug-in" in caplog.text
+
+
+def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
+    released = threading.Event()
+
+    class Hanging(MemoryBackend):
+        hangs = False
+
+        @contextmanager
+        def view(self):
+            if self.hangs:
+                released.wait(60)
+            with super().view() as view:
+                yield view
+
+    far = Hanging()
+    with tiers(near, far, max_delay=0.05) as store:
+        store.engine.token_seconds = 1e-9
+        store.capture(LONG)
+        store.engine.drain()
+        far.hangs = True
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.match([*LONG, *A]) == len(LONG)
+        assert store.engine.tiers()[1].late == 2
+        far.hangs = False
+        released.set()
+        wait_for(store.engine._overdue.done, "the question is answered")
+        assert store.match([*LONG, *A]) == len(LONG)
+
+
+def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
+    far = Failing()
+    with tiers(MemoryBackend(), far) as one, tiers(near, far) as other:
+        one.capture(LONG)
+        one.engine.flush()
+        other.capture(LONG[: 4 * P])
+        other.engine.drain()
+        path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+        assert path.n_tokens == len(LONG)
+        far.is_down = True
+        with other.engine.fetching(path.pages, streamed=True) as states:
+            assert [bytes(state) for state in states] == [state_of(page.key) for page in path.pages[:4]]
+            assert states.verified() == 4
+        assert other.far.counters["unreadable:unavailable"] == 1
+        far.is_down = False
+
+
+class Stuck(Failing):
+    """Answers nothing while it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.answers = threading.Event(), threading.Event()
+        self.answers.set()
+        self.timed_out = False
+        self.askers = set()
+
+    @contextmanager
+    def view(self):
+        self.askers.add(threading.current_thread())
+        if not self.answers.is_set():
+            self.asked.set()
+            self.timed_out |= not self.answers.wait(20)
+        with super().view() as view:
+            yield view
+
+
+def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
+    far = Stuck()
+    with tiers(MemoryBackend(), far) as one, tiers(near, far) as other:
+        one.capture(LONG)
+        one.engine.flush()
+        path = other.engine.match(SPACE.key, as_tokens(LONG), P)
+        far.answers.clear()
+        with suppress(KeyboardInterrupt), other.engine.fetching(path.pages):
+            assert far.asked.wait(20)
+            raise KeyboardInterrupt
+        assert not far.timed_out
+        far.answers.set()
+
+
+def test_a_restore_asks_the_far_location_for_everything_in_other_threads(near, monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.tiers.KEPT_SETTINGS", 1)
+    far = Stuck()
+    with tiers(MemoryBackend(), far) as one, tiers(near, far, max_delay=60.0) as other:
+        one.capture(LONG)
+        one.engine.flush()
+        far.askers.clear()
+        other.engine._kept_settings[b"another"] = b"{}"
+        assert other.restore(LONG) == 10
+        assert threading.current_thread() not in far.askers
+        assert list(other.engine._kept_settings) == [SPACE.key]
+        assert other.engine.tiers()[0].kept == 10
+
+
+def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
+    attempts = []
+
+    def open_it():
+        attempts.append(1)
+        if len(attempts) < 3:
+            raise UnavailableError("not there")
+        return MemoryBackend()
+
+    far = LazyBackend("valkey://h/0", open_it)
+    with pytest.MonkeyPatch.context() as patch, tiers(near, far) as store:
+        patch.setattr("prefixstore.backends.lazy.PAUSE_SECONDS", 0.0)
+        store.capture(LONG)
+        store.engine.flush()
+        wait_for(lambda: store.match([*LONG, *A]) and far._backend is not None, "the far location is opened")
+        store.restore(LONG)
+        store.engine.flush()
+        assert keys_of(far) == keys_of(near)
+    far.close()
+
+
+def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):
+    far = MemoryBackend()
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        store.engine.flush()
+        with near.update() as transaction:
+            victim = store.engine.match(SPACE.key, as_tokens(LONG), P).pages[5].key
+            record, usage = transaction.record(victim), transaction.usage(victim)
+            transaction.put(victim, record, usage, bytes(record.stored_bytes))
+        assert store.restore(LONG) == 5
+        assert store.restore(LONG) == 10
+        assert store.given()[1] == 5
+        store.engine.flush()
+        assert store.restore(LONG) == 10
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def test_clear_pin_and_check_are_about_both_locations():
+    near, far = MemoryBackend(), MemoryBackend()
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        store.engine.flush()
+        assert store.engine.pin(SPACE.key, as_tokens(LONG), P, pinned=True) == len(LONG)
+        with far.view() as view:
+            assert all(view.usage(key).pinned for key in keys_of(far))
+        victim = next(iter(keys_of(far)))
+        with far.update() as transaction:
+            record, usage = transaction.record(victim), transaction.usage(victim)
+            transaction.put(victim, record, usage, bytes(record.stored_bytes))
+        assert [one.key for one in store.engine.check()] == [victim.hex()]
+        store.engine.clear(SPACE.key)
+        assert keys_of(near) | keys_of(far) == set()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_uses_both_locations(tmp_path):
+    near = open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+    far = open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        child = os.fork()
+        if not child:
+            status = 1
+            with suppress(BaseException):
+                store.engine.flush()
+                store.capture(A)
+                store.engine.flush()
+                status = 0 if store.restore(A) == 3 else 2
+            os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        store.engine.flush()
+        assert len(keys_of(far)) == len(keys_of(near)) == 13
+
+
+def test_closing_writes_what_waits_for_the_far_location(tmp_path):
+    near = open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+    far = open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
+    with tiers(near, far) as store:
+        store.capture(LONG)
+        store.capture(C)
+    with closing(open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)) as reopened:
+        assert len(keys_of(reopened)) == 13
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+class Until:
+    """A deadline: so many pages come in time."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        return 60.0 if n_given < self.n else 0.0
+
+
+def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(near):
+    gate = threading.Semaphore(3)
+
+    class Slow(MemoryBackend):
+        is_local = False
+
+        @contextmanager
+        def view(self):
+            with super().view() as view:
+                yield _SlowView(view, gate)
+
+    far = Slow()
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(near, far) as other:
+            assert other.restore(LONG, deadline=Until(3)) == 3
+            assert other.far.counters["late"] == 1
+            for _ in range(20):
+                gate.release()
+            # one that was on its way is kept too
+            wait_for(lambda: other.engine.tiers()[0].kept >= 3, "what has come is kept")
+            other.engine.drain()
+            assert other.restore(LONG) == 10
+
+
+class _SlowView:
+    def __init__(self, view, gate):
+        self.view, self.gate = view, gate
+
+    def __getattr__(self, name):
+        return getattr(self.view, name)
+
+    def fetch(self, keys):
+        for one in self.view.fetch(keys):
+            self.gate.acquire(timeout=60)
+            yield one
+
+
+def test_a_lookup_waits_longer_where_computing_would_take_long(near):
+    entered, released = threading.Event(), threading.Event()
+
+    class Late(MemoryBackend):
+        is_late = False
+
+        @contextmanager
+        def view(self):
+            if self.is_late:
+                entered.set()
+                released.wait(60)
+            with super().view() as view:
+                yield view
+
+    far = Late()
+    with tiers(MemoryBackend(), far) as one:
+        one.capture(LONG)
+        one.engine.flush()
+        with tiers(near, far, max_delay=0.001) as store:
+            store.engine.token_seconds = 1000.0
+            far.is_late = True
+            threading.Thread(target=lambda: (entered.wait(60), released.set())).start()
+            assert store.match(LONG) == len(LONG)
+            far.is_late = False

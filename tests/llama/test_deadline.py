@@ -1,0 +1,343 @@
+"""How long a restore may take: never much longer than computing, whatever the location does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.index import Page
+from prefixstore.llama.compute_rate import MAX_SHARE, ComputeRate, RestoreDeadline
+from tests.support.models import answer, attached, evaluated, forget, prompt
+from tests.support.places import place
+from tests.support.throttle import Throttled
+
+PAGE = 256
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def page(number: int, compute_us: int = 0) -> Page:
+    key = bytes([number]) * 16
+    return Page(key, key, key, number * PAGE, bytes(4 * PAGE), 1, 1, compute_us, 0, 0)
+
+
+def taken(seconds: list[float], arrivals: list[float], max_delay: float) -> float:
+    """What restoring pages takes that need so long each, and computing what did not come in time."""
+    clock = Clock()
+    deadline = RestoreDeadline(seconds, max_delay, clock=clock)
+    for n, arrival in enumerate(arrivals):
+        left = deadline.left(n)
+        if arrival > left:
+            # whoever waits is told at the deadline
+            clock.now += max(left, 0.0)
+            return clock.now + sum(seconds[n:])
+        clock.now += arrival
+    return clock.now
+
+
+def test_a_restore_and_what_it_leaves_to_compute_are_never_much_slower_than_computing():
+    rng = random.Random(1)
+    for _ in range(5000):
+        seconds = [rng.uniform(0.01, 1.0)] * rng.randint(1, 20)
+        speed = rng.choice([0.01, 0.5, 0.9, 1.0, 1.1, 2.0, 100.0])
+        arrivals = [rng.expovariate(1.0) * speed * seconds[0] for _ in seconds]
+        total = sum(seconds)
+        assert taken(seconds, arrivals, 0.1) <= total + max(MAX_SHARE * total, 0.1) + 1e-9
+
+
+def over(seconds: list[float], speed: float, max_delay: float, stalls_at: float = math.inf) -> float:
+    """What a prompt takes whose pages come over a link so many times as fast as computing; it may stop at a moment."""
+    clock = Clock()
+    deadline = RestoreDeadline(seconds, max_delay, clock=clock)
+    ends = [end / speed for end in itertools.accumulate(seconds)]
+    for n, end in enumerate(ends):
+        begin = ends[n - 1] if n else 0.0
+        # as the relay does: at the deadline once more, with what has come
+        for is_again in (False, True):
+            arrived = max(min(clock.now, stalls_at) - begin, 0.0) / (end - begin) if is_again else 0.0
+            until = clock.now + max(deadline.left(n, arrived), 0.0)
+            clock.now = min(until, end) if end < stalls_at else until
+            if clock.now == end:
+                break
+        else:
+            return clock.now + sum(seconds[n:])
+    return clock.now
+
+
+@pytest.mark.parametrize("n", [1, 4, 16, 100])
+def test_a_link_a_little_faster_than_computing_is_used_and_a_slower_one_costs_little(n):
+    seconds = [0.77] * n
+    total = sum(seconds)
+    for speed in [0.01, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0]:
+        assert over(seconds, speed, 0.1) <= max(1.05 * total, total + 0.1)
+    for speed in [1.13, 1.3, 2.0, 10.0]:
+        assert over(seconds, speed, 0.1) == pytest.approx(total / speed)
+    # a link that stops in the middle of a page costs that page, too
+    for speed in [0.9, 1.1, 2.0]:
+        for at in [0.1, 0.5, 1.0, 5.0]:
+            assert over(seconds, speed, 0.1, at) <= total + max(MAX_SHARE * total, 0.1) + 1.1 * seconds[0]
+
+
+def test_a_lookup_counts_as_a_part_of_the_restore():
+    clock = Clock()
+    allowed = [RestoreDeadline([10.0], 0.1, looked_up=seconds, clock=clock).left(0) for seconds in (0.0, 0.2, 1.0)]
+    # there is always some time for a restore: what the lookup has taken is lost in any case
+    assert allowed == pytest.approx([0.4, 0.2, 0.1])
+
+
+def test_restores_that_are_late_count_as_slow_whatever_they_have_taken():
+    rate = ComputeRate(0.1)
+    rate.computed(PAGE, 0.8)
+    rate.late([page(0)], 0.5)
+    assert rate.is_worth(16 * PAGE, 16)
+    rate.late([page(0)], 0.5)
+    assert not rate.is_worth(16 * PAGE, 16)
+    # a pause of a link that is known to be fast
+    rate = ComputeRate(0.1)
+    rate.computed(PAGE, 0.8)
+    rate.restored(10, 0.1)
+    rate.late([page(0)], 0.5)
+    assert rate.is_worth(16 * PAGE, 16)
+
+
+def test_a_restore_that_is_faster_than_computing_is_not_given_up():
+    assert taken([1.0] * 10, [0.04] * 10, 0.01) == pytest.approx(0.4)
+    # a pause in the middle is made up for by what came before
+    assert taken([1.0] * 10, [0.1] * 5 + [4.0] + [0.1] * 4, 0.01) == pytest.approx(4.9)
+
+
+def test_what_is_of_no_use_in_parts_may_take_as_long_as_computing():
+    clock = Clock()
+    deadline = RestoreDeadline([1.0, 1.0], 0.1, whole=1, clock=clock)
+    assert deadline.left(0) == deadline.left(1) == pytest.approx(2.1)
+    # four states of the same size: a location that is slower than computing is known before all of it is lost
+    deadline = RestoreDeadline([5.0, 5.0], 0.1, whole=4, clock=clock)
+    allowed = 10 * MAX_SHARE
+    assert [deadline.left(n) for n in range(4)] == pytest.approx([allowed + at for at in (2.5, 5.0, 7.5, 10.0)])
+
+
+def test_without_a_rate_the_pages_say_what_they_cost():
+    rate = ComputeRate(0.1)
+    assert rate.deadline([page(0), page(1)], 0, 2 * PAGE) is None  # nothing is known: it is waited for
+    assert rate.seconds_of([page(0, 500_000)], 0, PAGE) == [0.5]
+    rate.computed(100, 1.0)
+    assert rate.seconds_of([page(0, 500_000), page(1)], 56, 300) == pytest.approx([2.0, 0.44])
+    assert ComputeRate(None).deadline([page(0, 500_000)], 0, PAGE) is None
+    assert rate.deadline([page(0)], 0, PAGE).left(0) > 0
+
+
+class Until:
+    """A deadline: so many pages come in time."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def left(self, n_given: int, arrived: float = 0.0) -> float:
+        return 60.0 if n_given < self.n else 0.0
+
+
+class Slow(MemoryBackend):
+    """Another machine, of whose pages a gate lets some through."""
+
+    is_local = False
+    gate = threading.Semaphore(0)
+    is_slow = False
+
+    @contextmanager
+    def view(self):
+        with super().view() as view:
+            yield _SlowView(view, self)
+
+
+class _SlowView:
+    def __init__(self, view, backend):
+        self.view, self.backend = view, backend
+
+    def __getattr__(self, name):
+        return getattr(self.view, name)
+
+    def fetch(self, keys):
+        is_slow, gate = self.backend.is_slow, self.backend.gate
+        for one in self.view.fetch(keys):
+            if is_slow:
+                gate.acquire(timeout=60)
+            yield one
+
+
+@pytest.mark.parametrize("n_in_time", [0, 2])
+def test_what_has_come_of_a_late_restore_is_used_and_the_rest_is_computed(llama, monkeypatch, n_in_time):
+    backend = Slow()
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    with PrefixStore("memory:", namespace="x") as store:
+        llm, tokens = attached(store, llama()), prompt(5 * PAGE)
+        first = answer(llm, tokens, 6)
+        store.flush()
+        forget(llm)
+        backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
+        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
+        assert answer(llm, tokens, 6) == first
+        assert store.stats().late == 1
+        assert store.stats().tokens_restored == n_in_time * PAGE
+        assert store.last.miss == (None if n_in_time else "unreadable")
+        for _ in range(100):
+            backend.gate.release()
+
+
+def test_a_page_of_which_most_has_come_is_waited_for_and_one_of_which_nothing_has_is_not(llama, monkeypatch):
+    class Soon:
+        def __init__(self):
+            self.asked = []
+
+        def left(self, n_given, arrived=0.0):
+            self.asked.append((n_given, arrived))
+            return 60.0 if arrived > 0.5 or n_given != 1 else 0.0
+
+    backend = Slow()
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    with PrefixStore("memory:", namespace="x") as store:
+        llm, tokens = attached(store, llama()), prompt(3 * PAGE)
+        first = answer(llm, tokens, 6)
+        store.flush()
+        backend.is_slow, deadline = True, Soon()
+        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: deadline)
+        for arrived, n_restored in ((0, 1), (10**9, 3)):
+            forget(llm)
+            deadline.asked.clear()
+            monkeypatch.setattr(_SlowView, "arrived", arrived, raising=False)
+            # the first page is there; the second one comes when it is asked for once more
+            backend.gate = threading.Semaphore(1)
+            waiting = threading.Thread(target=release_when, args=(backend.gate, deadline.asked, (1, 1.0)))
+            waiting.start()
+            before = store.stats().tokens_restored
+            assert answer(llm, tokens, 6) == first
+            assert store.stats().tokens_restored - before == min(n_restored * PAGE, 3 * PAGE - 1)
+            deadline.asked.append((1, 1.0))
+            waiting.join()
+        assert store.stats().late == 1
+
+
+def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monkeypatch):
+    backend = Slow()
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    with PrefixStore("memory:", namespace="x", snapshot_interval=PAGE) as store:
+        llm, tokens = attached(store, llama("mamba")), prompt(4 * PAGE)
+        first = answer(llm, tokens, 6)
+        store.flush()
+        assert store.stats().snapshots_captured > 3
+        forget(llm)
+        backend.is_slow, backend.gate = True, threading.Semaphore(0)
+        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(0))
+        assert answer(llm, tokens, 6) == first
+        assert (store.stats().late, store.last.miss) == (1, "unreadable")
+        for _ in range(100):
+            backend.gate.release()
+
+
+def release_when(gate, seen, what):
+    while what not in seen:
+        time.sleep(0.001)
+    for _ in range(100):
+        gate.release()
+
+
+@pytest.mark.parametrize("n_in_time", [0, 2, 5])
+def test_a_portable_store_uses_what_has_come_in_time(llama, monkeypatch, n_in_time):
+    backend = Slow()
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    with PrefixStore("memory:", namespace="x") as store, PrefixStore("memory:", namespace="x") as portable:
+        llm, tokens = attached(store, llama()), prompt(5 * PAGE)
+        llm.eval(tokens[:PAGE])  # from here on it is known what computing costs
+        first = answer(llm, tokens, 6)
+        store.flush()
+        other, deadlines = llama(), []
+        other.set_cache(portable)
+
+        def until(pages, live, end):
+            deadlines.append(ComputeRate(1.0).deadline(pages, live, end))
+            return Until(n_in_time)
+
+        assert answer(other, prompt(20, seed=1), 1)
+        monkeypatch.setattr(portable._portable._builder._rate, "deadline", until)
+        forget(other)
+        backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
+        assert answer(other, tokens, 6) == first
+        backend.is_slow = False
+        for _ in range(100):
+            backend.gate.release()
+        # the pages say what they cost
+        assert deadlines[0] is not None
+        assert portable.stats().late == (n_in_time < 5)
+        assert portable.stats().tokens_restored == min(n_in_time * PAGE, len(tokens) - 1)
+
+
+def test_restore_always_waits(llama, monkeypatch):
+    backend = Slow()
+    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    with PrefixStore("memory:", namespace="x", max_delay=0.01) as store:
+        llm, tokens = attached(store, llama()), prompt(3 * PAGE)
+        answer(llm, tokens, 1)
+        store.flush()
+        forget(llm)
+        backend.is_slow, backend.gate = True, threading.Semaphore(0)
+        store._hook.context.rate.token_seconds = 1e-9
+        opening = threading.Timer(0.3, lambda: [backend.gate.release() for _ in range(100)])
+        opening.start()
+        assert store.restore(tokens, always=True) == len(tokens) - 1
+        opening.join()
+
+
+@pytest.mark.parametrize("scheme", ["valkey", "s3"])
+def test_a_server_that_stops_in_the_middle_of_an_answer_does_not_stop_a_completion(
+    llama, request, scheme, monkeypatch, tmp_path
+):
+    url = place(scheme, tmp_path, request)
+    if scheme == "valkey":
+        server = request.getfixturevalue("valkey_server")
+        url = server.tcp_url + url.removeprefix(server.url)
+    else:
+        server = request.getfixturevalue("seaweedfs")
+    with closing(Throttled(("127.0.0.1", server.port))) as link:
+        url = url.replace(f":{server.port}", f":{link.port}")
+        with PrefixStore(url, namespace="x") as store:
+            llm, tokens = attached(store, llama()), prompt(8 * PAGE)
+            first = answer(llm, tokens, 6)
+            store.flush()
+            forget(llm)
+            # lookups are small, so they pass; pages do not
+            link.stall_at = link.n_bytes + 30_000
+            with monkeypatch.context() as patch:
+                patch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(0))
+                assert answer(llm, tokens, 6) == first
+            stats = store.stats()
+            assert (stats.late, stats.tokens_restored) == (1, 0)
+            link.stall_at = None
+            # another prompt was computed meanwhile, faster or slower
+            monkeypatch.setattr("prefixstore.llama.compute_rate.MAX_SLOWDOWN", 1e9)
+            forget(llm)
+            assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
+            forget(llm)
+            assert answer(llm, tokens, 6) == first
+
+
+def test_pages_that_were_restored_in_time_count_as_before(llama):
+    with PrefixStore("memory:") as store:
+        llm, tokens = attached(store, llama()), prompt(4 * PAGE)
+        answer(llm, tokens, 1)
+        store.flush()
+        forget(llm)
+        store._hook.context.rate.token_seconds = 10.0
+        assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
+        assert store.stats().late == 0

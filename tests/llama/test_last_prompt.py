@@ -1,0 +1,245 @@
+"""What a store tells of the last prompt: where its tokens came from, and why nothing was found."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from prefixstore import MisuseError, PrefixStore, UnavailableError
+from prefixstore.last_prompt import PromptMeter
+from tests.support.models import answer, attached, forget, load, prompt
+
+KINDS = {"llama": {}, "gemma3": {"swa_full": False}, "mamba": {}, "lfm2": {}}
+
+
+@pytest.fixture
+def store():
+    """A store in memory, not attached."""
+    with PrefixStore("memory:") as store:
+        yield store
+
+
+def tokens_of(last):
+    return last.live, last.restored, last.computed
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_each_prompt_leaves_one_record(llama, store, arch):
+    llm, tokens = attached(store, llama(arch, **KINDS[arch])), prompt(600)
+    assert store.last is None
+    answer(llm, tokens, 3)
+    cold = store.last
+    assert (cold.source, cold.n_tokens, cold.miss) == ("cold", 600, "not_found")
+    assert tokens_of(cold) == (0, 0, 600)
+    assert cold.compute_seconds > 0 == cold.restore_seconds
+    assert cold.lookup_seconds > 0
+    forget(llm)
+    answer(llm, tokens, 3)
+    warm = store.last
+    assert (warm.source, warm.n_tokens, warm.miss) == ("store", 600, None)
+    assert tokens_of(warm) == (0, 599, 1)
+    assert min(warm.compute_seconds, warm.restore_seconds, warm.lookup_seconds) > 0
+    # the next turn
+    turn = llm.input_ids[: llm.n_tokens].tolist() + prompt(50, seed=1)
+    answer(llm, turn, 3)
+    live = store.last
+    assert (live.source, live.miss) == ("live", None)
+    assert tokens_of(live) == (len(turn) - 50, 0, 50)
+    # what the records say was not changed by later prompts
+    assert tokens_of(cold) == (0, 0, 600)
+    with pytest.raises(FrozenInstanceError):
+        cold.computed = 0
+    assert store.last_of(llm) == store.last
+
+
+def test_a_prompt_of_which_some_is_live_and_some_is_restored(llama, store):
+    llm, tokens = attached(store, llama()), prompt(1000)
+    answer(llm, tokens, 1)
+    forget(llm)
+    answer(llm, tokens[:300], 1)
+    answer(llm, tokens[:700] + prompt(9, seed=4), 1)
+    assert store.last.source == "store"
+    assert tokens_of(store.last) == (300, 400, 9)
+
+
+def test_a_prompt_that_is_live_as_a_whole_computes_nothing(llama, store):
+    llm, tokens = attached(store, llama()), prompt(300)
+    llm.eval(tokens)
+    answer(llm, tokens, 1)
+    assert store.last.source == "live"
+    assert tokens_of(store.last) == (300, 0, 0)
+    assert store.last.compute_seconds == 0
+
+
+def test_the_record_says_how_far_a_prompt_has_come(llama, store):
+    llm, tokens = attached(store, llama()), prompt(600)
+    answer(llm, tokens, 1)
+    forget(llm)
+    n = store.restore(tokens[:400] + prompt(200, seed=1))
+    assert tokens_of(store.last) == (0, n, 0) == (0, 400, 0)
+    llm.eval(prompt(200, seed=1)[:150])
+    assert tokens_of(store.last) == (0, 400, 150)
+    llm.eval([*prompt(200, seed=1)[150:], 7, 7, 7])
+    # what comes after the prompt is not of it
+    assert tokens_of(store.last) == (0, 400, 200)
+    llm.eval([7])
+    assert tokens_of(store.last) == (0, 400, 200)
+
+
+def test_a_restored_prompt_that_is_evaluated_from_its_start_was_not_reused(llama, store):
+    llm, tokens = attached(store, llama()), prompt(300)
+    answer(llm, tokens, 1)
+    forget(llm)
+    store.restore(tokens)
+    assert tokens_of(store.last) == (0, 299, 0)
+    llm.reset()
+    llm.eval(tokens)
+    assert (store.last.source, *tokens_of(store.last)) == ("cold", 0, 0, 300)
+
+
+def test_the_reason_of_a_miss_is_the_one_that_is_counted(llama, store):
+    llm = attached(store, llama(logits_all=True))
+
+    def missed(*args, **options) -> str:
+        before = store.stats().misses
+        answer(llm, *args, **options)
+        after = store.stats().misses
+        (reason,) = [name for name in after if after[name] != before.get(name, 0)]
+        assert store.last.miss == reason
+        return reason
+
+    tokens = prompt(300)
+    assert missed(tokens, 1) == "not_found"
+    assert missed([*tokens[:9], 5], 1) == "short"
+    before = store.stats().misses.get("logprobs", 0)
+    llm(llm.detokenize(tokens).decode("utf-8", "ignore"), max_tokens=1, logprobs=1, echo=True)
+    assert store.last.miss == "logprobs"
+    assert store.stats().misses["logprobs"] == before + 1
+    with store.bypass():
+        assert missed(tokens, 1) == "bypassed"
+    # the context of the request that went past the store is not used
+    answer(llm, tokens, 1)
+    assert store.last.source == "store"
+    assert store.last.miss is None
+
+
+def test_a_location_that_fails_and_a_fault_of_the_store_are_reasons(llama, store, monkeypatch):
+    llm, tokens = attached(store, llama()), prompt(300)
+    answer(llm, tokens, 1)
+    forget(llm)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store.engine), "match", lambda *_: 1 / 0)
+        answer(llm, tokens, 1)
+    assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "error", 300)
+    answer(llm, tokens, 1)
+    assert store.last.miss is None
+    forget(llm)
+    with monkeypatch.context() as patched:
+
+        def unavailable(*_, **__):
+            raise UnavailableError("gone")
+
+        patched.setattr(type(store.engine), "match", unavailable)
+        answer(llm, tokens, 1)
+    assert (store.last.source, store.last.miss, store.last.computed) == ("cold", "unavailable", 300)
+
+
+def test_an_evaluation_that_fails_counts_what_it_has_done(llama, store, monkeypatch):
+    llm, tokens = attached(store, llama(n_batch=128)), prompt(600)
+    real, n = llm._ctx.decode, [0]
+
+    def failing(batch):
+        n[0] += 1
+        if n[0] == 3:
+            raise RuntimeError("out of memory")
+        return real(batch)
+
+    monkeypatch.setattr(llm._ctx, "decode", failing)
+    with pytest.raises(RuntimeError):
+        answer(llm, tokens, 1)
+    assert tokens_of(store.last) == (0, 0, 256)
+    answer(llm, tokens, 1)
+    assert sum(tokens_of(store.last)) == 600
+
+
+def test_several_llamas_of_a_portable_store_have_their_own_records(models):
+    n_threads, n_turns = 3, 4
+    found, errors = {}, []
+    with PrefixStore("memory:") as store:
+
+        def work(number):
+            try:
+                llm = load(models("llama"))
+                llm.set_cache(store)
+                for turn in range(n_turns):
+                    tokens = prompt(100 + 10 * number + turn, seed=10 * number + turn)
+                    answer(llm, tokens, 1)
+                    last = store.last_of(llm)
+                    assert (last.source, last.n_tokens, last.miss) == ("cold", len(tokens), "not_found")
+                    forget(llm)
+                    answer(llm, tokens, 1)
+                    last = store.last_of(llm)
+                    assert (last.source, last.restored, last.miss) == ("store", len(tokens) - 1, None)
+                    assert last.compute_seconds is None
+                    assert last.computed == 1
+                found[number] = last
+            except BaseException as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert store.last in found.values()
+
+
+def test_a_llama_that_is_not_attached_has_a_record_of_a_restore(llama, store):
+    llm, other, tokens = attached(store, llama()), llama(), prompt(300)
+    answer(llm, tokens, 1)
+    mine = store.last
+    assert store.restore(tokens, other) == 299
+    assert store.last == store.last_of(other)
+    assert (store.last.restored, store.last.compute_seconds is not None) == (299, True)
+    assert store.last_of(llm) == mine
+    assert store.last_of(llama()) is None
+
+
+def test_what_is_no_prompt_leaves_no_record(llama, store):
+    llm = attached(store, llama())
+    with pytest.raises(MisuseError):
+        store.restore("text")
+    assert store.last is None
+    answer(llm, prompt(30), 1)
+    record = store.last
+    # another Llama with the same store is refused
+    other = llama()
+    other.set_cache(store)
+    with pytest.raises(MisuseError):
+        answer(other, prompt(30), 1)
+    assert store.last == record
+    store.close()
+    assert store.last == record
+
+
+def test_a_meter_shares_the_time_of_a_batch_that_reaches_beyond_the_prompt():
+    meter = PromptMeter()
+    assert meter.record() is None
+    meter.evaluated(5, 1.0)
+    meter.looked_up(10, 0, 0.5)
+    meter.begun(6)
+    meter.evaluated(8, 2.0)
+    record = meter.record()
+    assert (record.live, record.computed, record.compute_seconds, record.lookup_seconds) == (6, 4, 1.0, 0.5)
+
+
+def test_times_are_short_to_read():
+    meter = PromptMeter()
+    meter.looked_up(10, 6, 0.0021390420006355)
+    meter.evaluated(4, 1 / 3)
+    text = repr(meter.record())
+    assert "lookup_seconds=0.002139, " in text
+    assert "compute_seconds=0.333333, " in text

@@ -1,0 +1,87 @@
+"""The pictures of a report in docs/report.md: ``python -m tests.report.pictures``."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+from prefixstore.backends import open_backend
+from prefixstore.llama.prompt import Vocabulary
+from prefixstore.llama.quiet import silence
+from prefixstore.report.content import Content, content_of
+from prefixstore.report.history import Asked
+from prefixstore.report.page import html_of
+from prefixstore.testing.models import TINY, write_model
+from tests.report.test_in_browser import ENTER, ESCAPE
+from tests.support import ROOT
+from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs
+from tests.support.forest import DAY, HOUR, lived_in
+
+TO = ROOT / "docs" / "pictures"
+# 22 November 2026
+NOW = 1_795_340_000
+
+
+def content(folder: Path) -> Content:
+    """Of a store that never was."""
+    silence()
+    words = Vocabulary(write_model(folder / "tiny.gguf", TINY["llama"]))
+    backend = open_backend(f"lmdb://{folder}/kv", max_bytes=1 << 28)
+    lived_in(backend, words.tokens, now=NOW)
+    with backend.view() as view:
+        made = content_of(view, "lmdb:///var/cache/kv", words=words.text, max_bytes=40 << 30, clock=lambda: NOW * 10**9)
+    backend.close()
+    made["used_bytes"] = made["stored_bytes"]
+    rng = random.Random(2)
+
+    def asked(began: int, prompts: float) -> Asked:
+        n, rate = round(prompts * (0.9 + 0.2 * rng.random())), 0.72 + 0.15 * rng.random()
+        return Asked(
+            began, round(n * rate), n - round(n * rate), 900 * n, round(700 * n * rate), round(500 * n), n // 60
+        )
+
+    this_hour = NOW // HOUR * HOUR
+    hours = (this_hour - i * HOUR for i in range(167, -1, -1))
+    made["hours"] = [asked(began, 32 + 26 * math.sin(2 * math.pi * (began / DAY - 0.35))) for began in hours]
+    made["days"] = [asked(this_hour - i * DAY, 760) for i in range(60, -1, -1)]
+    return made
+
+
+def take() -> None:
+    """Take all pictures."""
+    found = programs()
+    if found is None:
+        raise SystemExit(MISSING)
+    TO.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        page = folder / "report.html"
+        page.write_text(html_of(content(folder)))
+        browser = Browser(*found, folder / "chromium")
+        try:
+            browser.screen(DESKTOP)
+            browser.open(page)
+            browser.painted()
+            browser.picture(TO / "report-light.png", height=1100)
+            browser.screen(DESKTOP, dark=True)
+            browser.press("/", "everything", ENTER, ESCAPE, ESCAPE)
+            browser.picture(TO / "report-dark.png", height=720)
+            browser.screen(PHONE, scale=1.5)
+            browser.open(page)
+            browser.painted()
+            browser.picture(TO / "report-phone.png", height=PHONE[1])
+        finally:
+            browser.close()
+    for picture in sorted(TO.glob("report-*.png")):
+        with Image.open(picture) as image:
+            small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        small.save(picture, optimize=True)
+        print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    take()

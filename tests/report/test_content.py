@@ -1,0 +1,273 @@
+"""What a report says of a location."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.engine.adaptive_policy import Adaptive
+from prefixstore.format.record import Usage
+from prefixstore.format.saved_state import pack_state
+from prefixstore.maintenance.archive import Archive
+from prefixstore.report.content import content_of
+from prefixstore.report.eviction import estimates, evicted_of
+from prefixstore.report.labels import visible
+from prefixstore.report.runs import limited, read_facts, runs_of
+from prefixstore.testing import make_page
+from tests.support.forest import DAY, Tree, chain, lived_in, put, space, wide
+from tests.support.newer import make_corrupt
+from tests.support.places import SCHEMES, fill, place
+from tests.support.places import space as small
+
+NOW = 1_800_000_000
+MINE = small("mine")
+
+
+@pytest.fixture
+def backend(tmp_path):
+    opened = open_backend(f"lmdb://{tmp_path}/kv", max_bytes=1 << 28)
+    yield opened
+    opened.close()
+
+
+def report(backend, **options):
+    with backend.view() as view:
+        content = content_of(view, backend.location, clock=lambda: NOW * 10**9, **options)
+    # what is not JSON fails here
+    return json.loads(json.dumps(content))
+
+
+def rows(content, *names):
+    return list(zip(*(content["runs"][name] for name in names), strict=True))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_kind_of_location_has_a_report(scheme, tmp_path, request):
+    with Archive(place(scheme, tmp_path, request), create=True) as archive:
+        fill(archive.backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22]))
+        content = report(archive.backend)
+    assert content["pages"] == 5
+    found = rows(content, "tokens", "pages", "labels")
+    assert sorted(found) == [(3, 1, "20 21 22"), (4, 1, "1 2 3 4"), (4, 1, "5 6 7 8"), (5, 2, "9 9 9 9 10")]
+    parents = dict(zip(content["runs"]["labels"], content["runs"]["parent"], strict=True))
+    root = content["runs"]["labels"].index("1 2 3 4")
+    assert parents == {"1 2 3 4": -1, "20 21 22": -1, "5 6 7 8": root, "9 9 9 9 10": root}
+
+
+def test_an_empty_location_has_a_report(backend):
+    content = report(backend)
+    assert (content["pages"], content["spaces"], content["runs"]["parent"], content["estimates"]) == (0, [], [], [])
+
+
+def test_a_run_ends_where_pages_branch_or_are_used_less_or_are_pinned(backend):
+    first, last = chain(list(range(10 * 256)), 9, DAY, DAY)
+    page = first
+    while page.children:
+        page = page.children[0]
+    # the last page has 9 uses and those above it as many
+    more, _ = chain(list(range(256)), 0, DAY, DAY)
+    other, _ = chain(list(range(1, 257)), 1, DAY, DAY)
+    last.children = [more, other]
+    pinned = Tree(list(range(300, 556)), 3, DAY, DAY, pinned=True)
+    below = Tree(list(range(600, 700)), 3, DAY, DAY)
+    pinned.children.append(below)
+    put(backend, space("m"), [first, pinned], size=10, now=NOW)
+    content = report(backend)
+    found = {(row[0], row[1], row[2], row[3]) for row in rows(content, "pages", "tokens", "hits", "pinned")}
+    # the first nine pages have 9 uses from each below them: far more than the last ones
+    assert (1, 256, 0, 0) in found
+    assert (1, 256, 1, 0) in found
+    assert (1, 100, 3, 0) in found
+    assert (1, 256, 6, 1) in found
+    assert sum(row[0] for row in found) == content["pages"]
+    parents = content["runs"]["parent"]
+    assert all(parent < i for i, parent in enumerate(parents))
+
+
+def test_labels_begin_where_siblings_part_even_in_the_middle_of_a_page_or_a_word(backend):
+    text = {1: "Tell ", 2: "me ", 3: "ab", 4: "out ", 5: "ove ", 6: "cats", 7: "dogs", 8: "birds", 9: " \n"}
+
+    def words(tokens):
+        return "".join(text[token] for token in tokens)
+
+    fill(backend, MINE, ([1, 2, 3, 4, 6, 9, 6], [1, 2, 3, 4, 7], [1, 2, 3, 5, 8], [9, 9, 9, 9]))
+    content = report(backend, words=words)
+    labels = dict(zip(content["runs"]["labels"], content["runs"]["start"], strict=True))
+    assert labels == {"about": 3, "above birds": 3, "↵ ↵ ↵ ↵": 0, "cats ↵cats": 4, "dogs": 4}
+    assert set(report(backend)["runs"]["labels"]) == {"4", "5 8", "9 9 9 9", "6 9 6", "7"}
+    # the vocabulary of one model says nothing about the tokens of another
+    fill(backend, small("mine", model="a"), ([1, 2],))
+    fill(backend, small("mine", model="b"), ([1, 2],))
+    both = report(backend, words=words, is_of="b".__eq__)
+    assert sorted(set(both["runs"]["labels"]) - set(labels)) == ["1 2", "Tell me"]
+    hidden = report(backend, with_tokens=False)
+    assert set(hidden["runs"]["labels"]) == {""}
+    assert hidden["labels"] == "none"
+
+
+def test_a_label_is_one_line_in_which_nothing_is_hidden():
+    assert visible("a\nb\tc\x00\x1b[31m\u202eevil\u2066 \ud800") == "a↵b⇥c··[31mevil ?"
+
+
+def test_snapshots_belong_to_the_run_that_they_follow(backend):
+    keys = fill(backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8],))[0]
+    with backend.update() as transaction:
+        for parent, start in ((keys[0], 4), (b"\7" * 32, 64)):
+            _, record = make_page(b"state", [9, 9], parent=parent, start=start, namespace=MINE.key)
+            record = replace(record, form=1)
+            transaction.put(record.key, record, Usage(record.created), b"state")
+    content = report(backend)
+    assert sorted(rows(content, "parent", "pages", "snapshots", "tokens")) == [(-1, 0, 1, 2), (-1, 2, 1, 8)]
+
+
+def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):
+    with Archive("memory:", create=True) as archive:
+        lost, damaged, _ = fill(archive.backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8, 9], [21, 22, 23, 24, 25], [30]))
+        with archive.backend.update() as transaction:
+            transaction.delete(lost[0])
+        make_corrupt(archive.backend, damaged[0], monkeypatch)
+        content = report(archive.backend)
+    assert content["unreadable"] == 1
+    assert sorted(rows(content, "parent", "pages", "labels")) == [(-1, 1, "25"), (-1, 1, "30"), (-1, 2, "5 6 7 8 9")]
+
+
+def test_a_record_that_claims_an_impossible_size_is_left_out(backend):
+    fill(backend, MINE, ([1, 2],))
+    key, record = make_page(b"x", [3, 4], parent=MINE.key, namespace=MINE.key)
+    with backend.update() as transaction:
+        transaction.put(key, replace(record, raw_bytes=2**60), Usage(record.created), b"x")
+    content = report(backend)
+    assert (content["unreadable"], content["raw_bytes"], len(content["runs"]["parent"])) == (1, 1000, 1)
+
+
+def test_a_record_that_names_its_own_descendant_as_parent_makes_no_circle(backend):
+    a, b = b"a" * 32, b"b" * 32
+    with backend.view() as view:
+        assert len(read_facts(view)) == 0
+        facts = np.zeros(2, read_facts(view).dtype)
+    for i, (key, parent) in enumerate(((a, b), (b, a))):
+        facts[i]["key"], facts[i]["parent"], facts[i]["namespace"] = np.void(key), np.void(parent), np.void(MINE.key)
+        facts[i]["n_tokens"], facts[i]["is_readable"] = 4, True
+    runs = runs_of(facts, [MINE.key], NOW * 10**9)
+    assert runs.parent.tolist() == [-1, -1]
+
+
+def test_times_in_the_future_and_settings_that_are_lost_are_survived(backend):
+    fill(backend, MINE, ([1, 2],), last_used=(NOW + 10**6) * 10**9)
+    fill(backend, small("tenant"), ([3, 4],), last_used=(NOW + 1) * 10**9)
+    content = report(backend)
+    assert sorted(content["runs"]["idle"]) == [-1, 0]
+    assert {one["tenant"] for one in content["spaces"]} == {"mine", "tenant"}
+
+
+def test_what_is_too_small_is_counted_together(backend):
+    n = wide(backend, 3000)
+    with backend.view() as view:
+        facts = read_facts(view)
+    spaces = [bytes(facts["namespace"][0])]
+    runs = runs_of(facts, spaces, NOW * 10**9)
+    few = limited(runs, 200)
+    assert limited(runs, len(runs)) is runs
+    assert int(few.pages.sum()) == int(runs.pages.sum()) == n
+    assert int(few.n_bytes.sum()) == int(runs.n_bytes.sum())
+    assert int(few.n_runs.sum()) == len(runs)
+    assert (few.head >= 0).sum() == 200
+    assert all(parent < i for i, parent in enumerate(few.parent.tolist()))
+    content = report(backend, most_runs=200)
+    assert sum(content["runs"]["pages"]) == n
+    assert content["runs"]["keys"][-12:].strip() == ""
+
+
+def test_bands_and_totals_agree_with_the_location(backend):
+    n = lived_in(backend, lambda text: [ord(character) for character in text], now=NOW)
+    content = report(backend, max_bytes=1 << 40)
+    assert content["pages"] == n == sum(content["runs"]["pages"])
+    assert sum(content["runs"]["bytes"]) == content["stored_bytes"]
+    for band in content["bands"].values():
+        assert sum(band["pages"]) == n
+        assert sum(band["bytes"]) == content["stored_bytes"]
+    assert {(one["model"], one["types"], one["tenant"]) for one in content["spaces"]} == {
+        ("assistant-8B", "q8_0/q8_0", ""),
+        ("assistant-8B", "f16/f16", ""),
+        ("coder-32B", "q8_0/q8_0", "tools"),
+        ("coder-32B", "q8_0/q8_0", "research"),
+    }
+
+
+# -- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def remembered(n):
+    """What the policy saves that has evicted so many pages, each second one used twice."""
+    policy = Adaptive()
+    ghosts = policy._ghosts
+    rng = np.random.default_rng(3)
+    for _ in range(5):
+        policy.looked_up(None, b"x" * 32, [], 100)
+    for i in range(n):
+        ghosts.remember(rng.bytes(32), 1 + i % 2, policy._clock - i % 4)
+    return pack_state(policy.parts())
+
+
+def test_evicted_pages_that_the_policy_remembers_are_counted(backend):
+    with backend.view() as view:
+        assert evicted_of(view) is None
+    with backend.update() as transaction:
+        transaction.put_note(Adaptive.note, remembered(1000))
+    with backend.view() as view:
+        found = evicted_of(view)
+    assert found is not None
+    assert len(found.uses) == pytest.approx(1000, abs=5)
+    assert found.seconds > 0
+    assert set(found.uses.tolist()) == {1, 2}
+    fill(backend, MINE, ([1, 2, 3, 4],))
+    content = report(backend)
+    assert content["evicted"]["reused"] == pytest.approx(500, abs=5)
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"nonsense", pack_state({}), pack_state({"numbers": b"short", "ghosts": b""}), struct.pack("<Q", 1)]
+)
+def test_a_damaged_memory_is_none(backend, note):
+    with backend.update() as transaction:
+        transaction.put_note(Adaptive.note, note)
+    with backend.view() as view:
+        assert evicted_of(view) is None
+
+
+def test_of_pages_that_are_all_alike_a_part_of_the_store_serves_that_part(backend):
+    trees = [Tree([i, i + 1, i + 2, i + 3], 3, DAY, 10 * DAY) for i in range(0, 4000, 4)]
+    put(backend, MINE, trees, size=100, now=NOW)
+    with backend.view() as view:
+        found = estimates(read_facts(view), None, NOW * 10**9)
+    assert [round(one.reuse, 6) for one in found] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_larger_store_never_serves_less(backend):
+    lived_in(backend, lambda text: [ord(character) for character in text], now=NOW)
+    with backend.view() as view:
+        facts = read_facts(view)
+    now = NOW * 10**9
+    alone = estimates(facts, None, now)
+    assert [one.share for one in alone] == [0.25, 0.5, 0.75, 1.0]
+    assert alone[-1].reuse == 1.0
+    with backend.update() as transaction:
+        transaction.put_note(Adaptive.note, remembered(2000))
+    with backend.view() as view:
+        more = estimates(facts, evicted_of(view), now)
+    assert [one.share for one in more] == [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0]
+    for found in (alone, more):
+        reuse = [one.reuse for one in found]
+        assert reuse == sorted(reuse)
+        assert all(0 <= each <= 1 for each in reuse)
+
+
+def test_too_few_restores_are_no_basis_for_an_estimate(backend):
+    fill(backend, MINE, ([1, 2, 3, 4],), last_used=time.time_ns())
+    assert report(backend)["estimates"] == []

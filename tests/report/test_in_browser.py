@@ -1,0 +1,325 @@
+"""The page in a real browser: drawn, clicked, searched, by keyboard, in the dark, on a phone."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from prefixstore.backends import open_backend
+from prefixstore.report.content import content_of
+from prefixstore.report.history import Asked
+from prefixstore.report.page import html_of
+from tests.report.test_page import EVIL
+from tests.support.browser import PHONE
+from tests.support.forest import HOUR, lived_in, wide
+from tests.support.places import fill, space
+
+# keys as WebDriver names them
+LEFT, UP, RIGHT, DOWN, ENTER, ESCAPE = "\ue012", "\ue013", "\ue014", "\ue015", "\ue007", "\ue00c"
+
+
+def written(path, make, **options):
+    """A page about a new location."""
+    backend = open_backend(f"lmdb://{path}/kv", max_bytes=1 << 30)
+    made = make(backend)
+    with backend.view() as view:
+        content = content_of(view, "lmdb:///var/cache/kv", **options)
+    backend.close()
+    return content, made
+
+
+def saved(path, content):
+    path.write_text(html_of(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    """Of a store with a vocabulary of characters."""
+    path = tmp_path_factory.mktemp("lived_in")
+    found, _ = written(
+        path,
+        lambda backend: lived_in(backend, lambda text: [ord(one) for one in text]),
+        words=lambda tokens: "".join(map(chr, tokens)),
+        max_bytes=40 << 30,
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(content, tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("page") / "report.html", content)
+
+
+def trail(browser):
+    """Where the tree is zoomed to."""
+    return browser.run("return [...document.querySelectorAll('#path button')].map((one) => one.textContent)")
+
+
+def click(browser, x, row):
+    """Click into the canvas: at a share of its width, in a row."""
+    from selenium.webdriver import ActionChains
+
+    canvas = browser.find("#tree")
+    browser.run("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    box = canvas.rect
+    left, top = round((x - 0.5) * box["width"]), round(row * 27 + 13 - box["height"] / 2)
+    ActionChains(browser.driver).move_to_element_with_offset(canvas, left, top).click().perform()
+    browser.painted()
+
+
+def test_the_tree_is_drawn_and_all_panels_are_filled(browser, page):
+    browser.open(page)
+    browser.painted()
+    assert browser.colours("#tree") > 20
+    assert browser.run("return [...document.querySelectorAll('h2')].map((one) => one.textContent)") == [
+        *("Stored prefixes", "Hit rate", "Models and tenants", "Eviction and size"),
+        *("Stale branches", "Reuse", "Age"),
+    ]
+    text = browser.text("#panels")
+    assert "No history yet" in text
+    assert "coder-32B" in text
+    assert "research" in text
+    assert "estimated" in text
+    assert re.search(r"prefixstore purge lmdb:///var/cache/kv --older-than 7d", text)
+    assert "% of 40.0 GiB" in browser.text("#facts")
+
+
+def test_a_click_zooms_in_and_the_path_leads_back(browser, page):
+    browser.open(page)
+    assert trail(browser) == ["All"]
+    click(browser, 0.1, 2)
+    assert len(trail(browser)) == 3
+    assert "You are" in trail(browser)[-1]
+    assert "You are" in browser.text("#selected")
+    before = browser.run("return document.getElementById('tree').toDataURL()")
+    browser.find("#path button").click()
+    browser.painted()
+    assert trail(browser) == ["All"]
+    assert browser.run("return document.getElementById('tree').toDataURL()") != before
+
+
+def test_the_wheel_zooms_and_gives_the_page_back_when_it_is_out(browser, page):
+    browser.open(page)
+
+    def wheel(amount):
+        """Whether the canvas took it."""
+        taken = browser.run(
+            "const canvas = document.getElementById('tree'), box = canvas.getBoundingClientRect();"
+            "return !canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: arguments[0], clientX: box.left + 200,"
+            " clientY: box.top + 40, bubbles: true, cancelable: true}))",
+            amount,
+        )
+        browser.painted()
+        return taken
+
+    picture = "return document.getElementById('tree').toDataURL()"
+    whole = browser.run(picture)
+    assert wheel(-300)
+    assert browser.run(picture) != whole
+    assert wheel(3000)
+    assert browser.run(picture) == whole
+    assert not wheel(300)
+
+
+def test_keys_move_zoom_and_search(browser, page):
+    browser.open(page)
+    browser.press("/")
+    assert browser.run("return document.activeElement.id") == "search"
+    browser.press("cancel my order")
+    assert re.match(r"\d+ match", browser.text("#count"))
+    browser.press(ENTER)
+    assert "Can you cancel my order" in trail(browser)[-1]
+    browser.press(ESCAPE)
+    assert browser.run("return document.activeElement.id") == "tree"
+    assert browser.run("return document.getElementById('matches').hidden")
+    depth = len(trail(browser))
+    browser.press(ESCAPE)
+    assert len(trail(browser)) == depth - 1
+    while len(trail(browser)) > 1:
+        browser.press(ESCAPE)
+    browser.press(DOWN, DOWN)
+    first = browser.text("#selected .label")
+    browser.press(DOWN, RIGHT)
+    second = browser.text("#selected .label")
+    assert second != first
+    browser.press(LEFT, UP)
+    assert browser.text("#selected .label") == first
+    browser.press(ENTER)
+    assert trail(browser)[-1] == first
+
+
+def test_a_search_finds_texts_keys_and_tenants_or_says_that_there_is_none(browser, page, content):
+    browser.open(page)
+    key = content["runs"]["keys"][:12]
+    for text, pattern in (("tenant tools", r"1 match"), (key, r"1 match"), ("no such thing", r"No match$")):
+        browser.run("document.getElementById('search').value = ''")
+        browser.find("#search").click()
+        browser.press(text)
+        assert re.match(pattern, browser.text("#count")), text
+    assert browser.run("return document.querySelectorAll('#found button').length") == 0
+
+
+def test_width_and_colour_can_be_chosen(browser, page):
+    browser.open(page)
+    picture = "return document.getElementById('tree').toDataURL()"
+    seen = {browser.run(picture)}
+    for name, value in (("width", "bytes"), ("colour", "idle")):
+        browser.run(
+            "const one = document.getElementById(arguments[0]); one.value = arguments[1];"
+            "one.dispatchEvent(new Event('change'))",
+            name,
+            value,
+        )
+        browser.painted()
+        seen.add(browser.run(picture))
+    assert len(seen) == 3
+    assert "Last use" in browser.text("#legend")
+
+
+def test_it_is_dark_for_those_who_want_it(browser, page):
+    back = "return getComputedStyle(document.body).backgroundColor"
+    browser.open(page)
+    light, drawn = browser.run(back), browser.run("return document.getElementById('tree').toDataURL()")
+    browser.screen(dark=True)
+    browser.painted()
+    assert browser.run(back) != light
+    assert browser.run("return document.getElementById('tree').toDataURL()") != drawn
+    # from auto to light, to dark, and to auto
+    browser.find("#theme").click()
+    assert browser.run(back) == light
+    browser.screen()
+    browser.find("#theme").click()
+    assert browser.run(back) != light
+    browser.find("#theme").click()
+    assert browser.run(back) == light
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_can_be_read_on_what_they_stand_on(browser, page, dark):
+    browser.screen(dark=dark)
+    browser.open(page)
+    ratios = browser.run(
+        """
+        const style = getComputedStyle(document.documentElement), get = (name) => style.getPropertyValue(name).trim();
+        const light = (colour) => {
+          const [r, g, b] = [1, 3, 5].map((at) => parseInt((colour.length === 4
+            ? '#' + [...colour.slice(1)].map((one) => one + one).join('') : colour).slice(at, at + 2), 16) / 255)
+            .map((v) => v <= .04 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+          return .2126 * r + .7152 * g + .0722 * b;
+        };
+        const ratio = (a, b) => (Math.max(light(a), light(b)) + .05) / (Math.min(light(a), light(b)) + .05);
+        const inks = [0, 1, 2, 3, 4, 5, 6].map((i) => get(`--b${i}`)).map((fill) =>
+          Math.max(ratio('#10151d', fill), ratio('#f5f8fc', fill)));
+        return [ratio(get('--ink'), get('--panel')), ratio(get('--soft'), get('--panel')),
+                ratio(get('--soft'), get('--back')), ratio(get('--accent'), get('--panel')), ...inks];
+        """
+    )
+    assert min(ratios) >= 4.4
+
+
+def test_it_can_be_read_on_a_phone(browser, page):
+    browser.screen(PHONE, scale=2)
+    browser.open(page)
+    browser.painted()
+    assert browser.run("return document.documentElement.scrollWidth") <= PHONE[0]
+    assert browser.colours("#tree") > 20
+    assert browser.run("return document.getElementById('tree').width") > 600
+    outside = browser.run(
+        "return [...document.querySelectorAll('main *')].filter((one) => one.getClientRects().length"
+        " && one.getBoundingClientRect().right > innerWidth + 1).map((one) => one.tagName + one.className)"
+    )
+    assert outside == []
+    small = browser.run(
+        "return [...document.querySelectorAll('button, select, input')].filter((one) => one.getClientRects().length"
+        " && one.getBoundingClientRect().height < 32).map((one) => one.textContent)"
+    )
+    assert small == []
+    click(browser, 0.1, 2)
+    assert len(trail(browser)) == 3
+
+
+def test_stale_branches_are_listed_and_shown(browser, page):
+    browser.open(page)
+    first = browser.text(".stale b")
+    browser.find(".stale button").click()
+    browser.painted()
+    assert trail(browser)[-1] == first
+    browser.run(
+        "const one = document.querySelector('.panel .row select[aria-label=\"Not used for\"]'); one.value = 30;"
+        "one.dispatchEvent(new Event('change'))"
+    )
+    assert "--older-than 30d" in browser.text(".command")
+
+
+def test_history_is_drawn_if_there_is_any(browser, content, tmp_path):
+    now = content["made"] // HOUR * HOUR
+    hours = [Asked(now - i * HOUR, 40 + i % 9, 10 + i % 5, 9000, 7000, 2000, i % 3) for i in range(150, 0, -1)]
+    days = [Asked(now - i * 24 * HOUR, 900, 300, 9000, 7000, 2000, 7) for i in range(90, 0, -1)]
+    browser.open(saved(tmp_path / "r.html", content | {"hours": hours, "days": days}))
+    assert re.search(r"\d\d % of [\d,]+ prompts found something", browser.text("#panels"))
+    assert browser.run("return document.querySelectorAll('.chart .hit').length") == 150
+    assert "Hit rate, last day" in browser.text("#facts")
+    assert "630 pages evicted" in browser.text("#panels")
+    browser.run(
+        "const one = document.querySelector('select[aria-label=Time]'); one.value = 'days';"
+        "one.dispatchEvent(new Event('change'))"
+    )
+    assert browser.run("return document.querySelectorAll('.chart .hit').length") == 90
+
+
+@pytest.mark.parametrize(
+    ("evicted", "says"),
+    [
+        (None, "that would take the evicted pages, which this store does not remember"),
+        ({"pages": 0, "seconds": 60.0, "uses": [], "reused": 0}, "nothing was evicted so far"),
+    ],
+)
+def test_where_larger_sizes_are_not_estimated_the_page_says_why_and_what_tells_them(
+    browser, content, tmp_path, evicted, says
+):
+    smaller = [one for one in content["estimates"] if one[0] <= 1]
+    assert smaller
+    browser.open(saved(tmp_path / "r.html", content | {"evicted": evicted, "policy": "lru", "estimates": smaller}))
+    text = browser.text("#panels")
+    assert says in text
+    assert "trace simulate" in text
+
+
+def test_hostile_texts_are_shown_and_do_nothing(browser, tmp_path):
+    def make(backend):
+        fill(backend, space("<img src=x onerror=alert(1)>", label=EVIL.replace("\ud800", "")), ([1, 2], [3, 4]))
+
+    content, _ = written(tmp_path, make, words=lambda _: EVIL)
+    browser.open(saved(tmp_path / "r.html", content))
+    browser.painted()
+    assert "</script><script>alert(1)</script>" in browser.text("#panels")
+    assert browser.run("return document.querySelectorAll('img, script').length") == 2
+    browser.press("/", "alert", ENTER)
+    assert "<img src=x onerror=alert(1)>" in "".join(trail(browser))
+
+
+def test_an_empty_store_says_so(browser, tmp_path):
+    content, _ = written(tmp_path, lambda _: None)
+    browser.open(saved(tmp_path / "r.html", content))
+    browser.painted()
+    assert browser.text("#message") == "Nothing is stored yet."
+
+
+def test_a_hundred_thousand_pages_are_drawn_searched_and_zoomed(browser, tmp_path):
+    content, n = written(tmp_path, lambda backend: wide(backend, 100_000))
+    assert n == 100_000
+    assert len(content["runs"]["parent"]) > 80_000
+    path = saved(tmp_path / "r.html", content)
+    began = time.perf_counter()
+    browser.open(path)
+    browser.painted()
+    print(f"{path.stat().st_size:,} bytes, drawn after {time.perf_counter() - began:.2f} s")
+    assert browser.colours("#tree") > 20
+    assert "100,000" in browser.text("#facts")
+    click(browser, 0.3, 2)
+    assert len(trail(browser)) > 1
+    browser.press("/", "1 2")
+    assert re.match(r"[\d,]+ match", browser.text("#count"))

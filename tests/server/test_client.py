@@ -1,0 +1,156 @@
+"""The client of llama-server: records, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from prefixstore.errors import (
+    InvalidParameterError,
+    ServerBusyError,
+    ServerError,
+    ServerRefusedError,
+    ServerTooOldError,
+    ServerUnreachableError,
+)
+from prefixstore.server import LlamaServer
+from tests.support.llama_server import Running
+from tests.support.models import prompt
+
+
+@contextmanager
+def answering(code: int, body: object) -> Iterator[LlamaServer]:
+    """A client of a server that answers everything with this."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET  # noqa: N815 - its name
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with LlamaServer(f"http://127.0.0.1:{server.server_port}/", timeout=5) as client:
+                yield client
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_what_a_server_and_its_slots_do(models: Callable[..., Path], llama_server: Callable[..., Running]):
+    running = llama_server(models("llama", n_head=2), "-c", "2048")
+    client = running.client
+    assert client.health().is_ready
+    props = client.props()
+    assert (props.commit, props.n_slots, props.n_ctx) == ("0c1e570", 2, 1024)
+    assert props.model_path == running.argv[2]
+    empty = client.slot(0)
+    assert (empty.state, empty.n_tokens, empty.capacity, empty.n_bytes) == ("idle", None, 0.0, None)
+    running.complete(prompt(253), n=4, slot=1)
+    client.bytes_per_token = 10
+    slot = client.slot(1)
+    assert (slot.n_tokens, slot.capacity, slot.n_bytes) == (256, 0.25, 2560)
+    memory = client.process()
+    assert memory is not None
+    assert memory.pid == running.process.pid
+    assert memory.resident >= memory.private > 0
+    saved = client.save(1, "mine")
+    assert saved.n_tokens == 256
+    assert saved.n_bytes == (running.slots_dir / "mine").stat().st_size
+    assert client.erase(1).n_tokens == 256
+    assert client.restore(1, "mine") == type(saved)(256, saved.n_bytes, pytest.approx(0, abs=10))
+    with pytest.raises(ServerRefusedError, match="400"):
+        client.restore(0, "none")
+    with pytest.raises(InvalidParameterError, match="has the slots 0, 1"):
+        client.slot(2)
+    messages = [{"role": "user", "content": "hello"}]
+    assert "hello" in client.apply_template(messages)
+    assert client.tokenize("hello world") == client.tokenize("hello world")
+
+
+def test_a_server_without_slots_says_what_it_needs(models: Callable[..., Path], llama_server: Callable[..., Running]):
+    running = llama_server(models("llama", n_head=2), "--no-slots", "--api-key", "right")
+    with pytest.raises(ServerRefusedError, match="another API key"):
+        running.client.props()
+    with LlamaServer(running.url, api_key="right") as client:
+        assert client.props().n_slots == 2
+        with pytest.raises(ServerRefusedError, match="not --no-slots"):
+            client.slots()
+        assert client.slots(quiet=True) == ()
+        assert client.slot(0, quiet=True).capacity == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "body", "error"),
+    [
+        (503, {"error": {"code": 503, "message": "Loading model"}}, ServerBusyError),
+        (400, {"error": {"code": 400, "message": "no"}}, ServerRefusedError),
+        (501, {"error": {"code": 501, "message": "start with --slots"}}, ServerRefusedError),
+        (401, b"", ServerRefusedError),
+        (404, b"not found", ServerTooOldError),
+        (200, b"<html>", ServerTooOldError),
+        (200, {"total_slots": 1}, ServerTooOldError),
+        (200, [1], ServerTooOldError),
+        (200, b"[" * 100_000, ServerTooOldError),
+    ],
+)
+def test_each_fault_has_its_error(code: int, body: object, error: type[ServerError]):
+    with answering(code, body) as client:
+        with pytest.raises(error):
+            client.props()
+        with pytest.raises(error):
+            client.save(0, "x")
+        assert client.props(quiet=True).n_slots == 0
+        assert client.slots(quiet=True) == () or body == [1]
+
+
+def test_a_router_has_no_slots():
+    with answering(200, {"role": "router"}) as client, pytest.raises(ServerRefusedError, match="router"):
+        client.props()
+
+
+def test_while_the_model_is_loading_it_is_not_ready():
+    with answering(503, {"error": {"message": "Loading model"}}) as client:
+        assert client.health().status == "loading"
+        assert not client.health().is_ready
+
+
+def test_nobody_there():
+    with LlamaServer("http://127.0.0.1:9", timeout=1) as client:
+        with pytest.raises(ServerUnreachableError, match="no server answers"):
+            client.health()
+        assert client.health(quiet=True).status == "unreachable"
+        assert client.process() is None
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://here", None, "http://"])
+def test_a_url_that_is_none(url: str):
+    with pytest.raises(InvalidParameterError, match="url="):
+        LlamaServer(url)
+    with pytest.raises(InvalidParameterError, match="timeout="):
+        LlamaServer("http://here", timeout=0)
+
+
+def test_a_key_is_in_no_message():
+    with answering(400, {"error": {"message": "bad"}}) as server:
+        client = LlamaServer(server.url, api_key="secret")
+        with pytest.raises(ServerRefusedError) as raised:
+            client.props()
+        assert "secret" not in str(raised.value) + repr(client)
+        client.close()

@@ -1,0 +1,789 @@
+"""`prefixstore serve -- llama-server …`, as clients see it: a real server, and its own cold answers to compare with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import llama_cpp
+import openai
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.cli import main
+from prefixstore.maintenance.archive import Archive
+from tests.support import ROOT
+from tests.support.llama_server import Running, binary
+from tests.support.models import prompt as numbers
+from tests.support.served import TEXT, Serve, Served, cached, launch, own_answers, prompt
+
+KEY = "sk-tests-0123456789"
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alone: Running):
+    right = own_answers(alone, prompt(1))
+    served = serve()
+    cold = served.complete(prompt(1))
+    assert cold["content"] in right
+    assert cached(cold) == 0
+    assert served.stop() == 0
+    served = serve()
+    warm = served.complete(prompt(1))
+    assert warm["content"] in right
+    assert cached(warm) == warm["timings"]["prompt_n"] + cached(warm) - 1 > 200
+    assert served.counts(1, "prefixstore_requests_total", endpoint="/completion", source="store")
+    assert served.counts(cached(warm), "prefixstore_request_restored_tokens_total", endpoint="/completion")
+
+
+def test_what_is_new_is_stored_when_the_slot_is_idle_and_survives_a_crash_of_both(serve: Serve, alone: Running):
+    served = serve()
+    served.complete(prompt(2))
+    assert served.saved()["saves"] >= 1
+    child = served.child()
+    served.process.kill()
+    served.process.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{child}").exists() and _is_running(child):
+        assert time.monotonic() < deadline, "llama-server outlives us"
+        time.sleep(0.02)
+    served = serve()
+    again = served.complete(prompt(2))
+    assert again["content"] in own_answers(alone, prompt(2))
+    assert cached(again) > 200
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def test_conversations_side_by_side_get_their_own_slots(serve: Serve, alone: Running):
+    served = serve()
+    for i in (3, 4):
+        served.complete(prompt(i))
+    for i in (3, 4):
+        assert cached(served.complete(prompt(i))) > 200
+    assert served.counts(2, "prefixstore_requests_total", source="live")
+
+
+def test_more_conversations_than_slots_come_from_the_store(serve: Serve, alone: Running):
+    served = serve("-np", "1")
+    for i in (5, 6, 7):
+        served.complete(prompt(i))
+        # what is computed as soon as this is saved in idle time only
+        served.saved()
+    for i in (5, 6, 7):
+        again = served.complete(prompt(i))
+        assert again["content"] in own_answers(alone, prompt(i))
+        assert cached(again) > 200
+    assert served.counts(3, "prefixstore_requests_total", source="store")
+
+
+ENDPOINTS = {
+    "/completion": lambda text: {"prompt": text, "n_predict": 8},
+    "/completions": lambda text: {"prompt": text, "n_predict": 8},
+    "/v1/completions": lambda text: {"prompt": text, "max_tokens": 8},
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 8},
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}], "max_tokens": 8, "system": "Brief."},
+    "/v1/responses": lambda text: {"input": text, "instructions": "Brief.", "max_output_tokens": 8},
+}
+
+
+def _text(answer: dict[str, Any]) -> str:
+    if "content" in answer:
+        content = answer["content"]
+        return content if isinstance(content, str) else json.dumps(content)
+    if "choices" in answer:
+        choice = answer["choices"][0]
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    return str([part["text"] for item in answer["output"] for part in item.get("content", [])])
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_each_endpoint_gains_the_store(path: str, serve: Serve, alone: Running):
+    body = ENDPOINTS[path](prompt(8)) | {"temperature": 0}
+    alone.client.erase(0)
+    alone.client.erase(1)
+    right = httpx.post(alone.url + path, json=body, timeout=60, trust_env=False).json()
+    for _ in range(2):
+        served = serve()
+        answer = served.post(path, json=body)
+        assert answer.status_code == 200
+        assert _text(answer.json()) == _text(right)
+        assert served.stop() == 0
+    assert _cached_tokens(answer.json()) > 200
+
+
+def _cached_tokens(answer: dict[str, Any]) -> int:
+    usage = answer.get("usage") or {"prompt_tokens_details": {"cached_tokens": answer["timings"]["cache_n"]}}
+    if "cache_read_input_tokens" in usage:
+        return int(usage["cache_read_input_tokens"])
+    return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
+
+
+def test_the_official_client_streams_and_sees_the_cached_tokens(serve: Serve):
+    messages = [{"role": "user", "content": prompt(9)}]
+    texts = []
+    for _ in range(2):
+        served = serve()
+        client = openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+        stream = client.chat.completions.create(
+            model="any",
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+        texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
+        usage = next(chunk.usage for chunk in chunks if chunk.usage)
+        client.close()
+        assert served.stop() == 0
+    assert texts[0] == texts[1]
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+
+
+def test_a_stream_is_passed_on_as_it_comes(serve: Serve):
+    served = serve()
+    body = {"prompt": prompt(10, 300), "n_predict": 30, "temperature": 0, "stream": True, "ignore_eos": True}
+    events = []
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                # each is read while the answer goes on
+                events.append(json.loads(line[6:]))
+                assert len(events) > 1 or served.status()["slots"][events[0].get("id_slot", 0)]["in_use"] is not None
+    assert len(events) > 20
+    assert events[-1]["stop"] is True
+
+
+def test_a_disconnect_in_mid_stream_ends_the_work_and_frees_the_slot(serve: Serve, alone: Running):
+    served = serve("-np", "1")
+    body = {"prompt": prompt(11), "n_predict": -1, "temperature": 0, "stream": True, "ignore_eos": True}
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert served.status()["slots"][0]["in_use"]
+    served.until(lambda status: not status["slots"][0]["in_use"])
+    answer = served.complete(prompt(12))
+    assert answer["content"] in own_answers(alone, prompt(12))
+
+
+def test_a_disconnect_while_a_request_waits_for_a_slot_frees_its_place(serve: Serve):
+    served = serve("-np", "1")
+    body = {"prompt": prompt(11), "n_predict": -1, "temperature": 0, "stream": True, "ignore_eos": True}
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}/completion", json={"prompt": "Hello"}, timeout=1.0, trust_env=False)
+        served.until(lambda status: status["waiting"] == 0)
+    served.until(lambda status: not status["slots"][0]["in_use"])
+    assert served.complete("Hello")["content"]
+
+
+def test_eight_clients_at_once_get_the_answers_that_they_would_get_alone(serve: Serve, alone: Running):
+    served = serve()
+    right = {i: own_answers(alone, prompt(i)) for i in range(8)}
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(2):
+            answers = list(threads.map(lambda i: _complete(served, prompt(i)), range(8)))
+            assert all(answer["content"] in right[i] for i, answer in enumerate(answers))
+    assert served.status()["failures"] == {}
+
+
+def _complete(served: Served, text: str) -> dict[str, Any]:
+    body = {"prompt": text, "n_predict": 12, "temperature": 0}
+    return dict(httpx.post(f"{served.url}/completion", json=body, timeout=120, trust_env=False).json())
+
+
+# -- what passes through ----------------------------------------------------------------------------------------------
+
+
+def test_other_endpoints_pass_through(serve: Serve, alone: Running):
+    served = serve()
+    for path in ("/v1/models", "/health", "/nothing"):
+        ours, theirs = served.get(path), httpx.get(alone.url + path, trust_env=False)
+        assert ours.status_code == theirs.status_code
+    assert served.get("/v1/models").json()["data"][0]["id"]
+    tokens = served.post("/tokenize", json={"content": "Hello"}).json()
+    assert tokens == httpx.post(alone.url + "/tokenize", json={"content": "Hello"}, trust_env=False).json()
+    assert len(served.get("/slots").json()) == 2
+
+
+def test_embeddings_pass_through(serve: Serve):
+    served = serve("--embeddings", "--pooling", "mean")
+    answer = served.post("/v1/embeddings", json={"input": "Hello there"})
+    assert answer.status_code == 200
+    assert len(answer.json()["data"][0]["embedding"]) > 1
+
+
+def test_errors_of_the_server_are_passed_on(serve: Serve, alone: Running):
+    served = serve()
+    for body in (b"{", b"[]", b'{"prompt": 1}', b'{"messages": 3}'):
+        for path in ("/completion", "/v1/chat/completions"):
+            ours = served.post(path, content=body, headers={"content-type": "application/json"})
+            theirs = httpx.post(alone.url + path, content=body, trust_env=False)
+            assert ours.status_code == theirs.status_code
+    assert served.complete("Hello")["content"] in own_answers(alone, "Hello")
+
+
+def test_a_prompt_longer_than_the_context_gets_the_error_of_the_server_and_harms_nothing(serve: Serve, alone: Running):
+    served = serve()
+    served.complete(prompt(13))
+    answer = served.post("/completion", json={"prompt": TEXT[:30_000], "n_predict": 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "exceed_context_size_error"
+    assert served.complete(prompt(13))["content"] in own_answers(alone, prompt(13))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
+        ({"n_cmpl": 2}, "several_answers"),
+        ({"prompt": ["Hello", "Good day"]}, "several_prompts"),
+        ({"cache_prompt": False}, "cache_prompt"),
+    ],
+)
+def test_what_the_store_cannot_serve_is_passed_on_and_counted(options: dict[str, Any], reason: str, serve: Serve):
+    served = serve()
+    body = {"prompt": prompt(14), "n_predict": 4, "temperature": 0} | options
+    assert served.post("/completion", json=body).status_code == 200
+    assert served.counts(1, "prefixstore_requests_passed_total", endpoint="/completion", reason=reason)
+
+
+def test_a_server_that_drafts_is_passed_through(serve: Serve, docs_model: Path):
+    served = serve("--spec-type", "ngram-simple")
+    assert served.status()["passed_through"] == "draft"
+    for _ in range(2):
+        answer = served.complete(prompt(15))
+    assert cached(answer) > 200, "the server finds its slot itself"
+    assert served.counts(2, "prefixstore_requests_passed_total", reason="draft")
+
+
+def test_rows_of_a_lora_adapter_are_never_stored_and_their_slot_is_emptied(serve: Serve, alone: Running):
+    served = serve("-np", "1")
+    body = {"prompt": prompt(16), "n_predict": 4, "temperature": 0, "lora": [{"id": 0, "scale": 0.5}]}
+    assert served.post("/completion", json=body).status_code == 200
+    served.until(lambda status: bool(status["slots"][0]["to_be_erased"]))
+    answer = served.complete(prompt(16))
+    assert cached(answer) == 0
+    assert answer["content"] in own_answers(alone, prompt(16))
+
+
+def test_clients_write_no_files_into_the_memory_of_the_machine(serve: Serve):
+    served = serve()
+    served.complete(prompt(17), id_slot=0)
+    for action in ("save", "restore", "erase"):
+        answer = served.post("/slots/0", params={"action": action}, json={"filename": "planted"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
+    assert cached(served.complete(prompt(17), id_slot=0)) > 200
+
+
+def test_a_slot_that_the_client_wants_is_used(serve: Serve):
+    served = serve()
+    assert [served.complete(prompt(17), id_slot=i)["id_slot"] for i in (1, 0, 1)] == [1, 0, 1]
+
+
+def test_a_large_body_is_refused_and_the_server_lives(serve: Serve):
+    served = serve(options=("--max-body", "10KiB"))
+    for path in ("/completion", "/tokenize"):
+        assert served.post(path, content=b"x" * 20_000).status_code == 413
+        assert served.post(path, content=iter([b"x" * 9000] * 3)).status_code == 413
+    assert served.complete("Hello")["content"]
+
+
+def test_a_queue_that_is_full_answers_at_once(serve: Serve):
+    served = serve("-np", "1", options=("--max-waiting", "0"))
+    body = {"prompt": "Hello", "n_predict": -1, "stream": True, "ignore_eos": True}
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        answer = served.post("/completion", json={"prompt": "Hello"})
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_it_relays_to_no_other_server(serve: Serve):
+    served = serve()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"GET http://192.0.2.1/ HTTP/1.1\r\nHost: 192.0.2.1\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while chunk := connection.recv(4096):
+            answer += chunk
+    assert answer.startswith(b"HTTP/1.1 4")
+
+
+def test_images_pass_through_and_are_counted(serve: Serve, alone: Running):
+    served = serve()
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, picture]}]}
+    answers = [
+        served.post("/v1/chat/completions", json=body),
+        httpx.post(f"{alone.url}/v1/chat/completions", json=body, trust_env=False),
+    ]
+    # this model takes no images: the server says so
+    assert answers[0].status_code == answers[1].status_code >= 400
+    assert answers[0].json() == answers[1].json()
+    assert served.counts(1, "prefixstore_requests_passed_total", endpoint="/v1/chat/completions", reason="media")
+    assert served.complete("Hello")["content"]
+
+
+def test_a_server_that_sleeps_wakes_up_warm(serve: Serve, alone: Running):
+    served = serve("--sleep-idle-seconds", "1")
+    served.complete(prompt(27))
+    served.saved()
+    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
+    again = served.complete(prompt(27))
+    assert again["content"] in own_answers(alone, prompt(27))
+    assert cached(again) > 200
+    assert served.status()["failures"] == {}
+    served.until(lambda _: bool(served.get("/props").json()["is_sleeping"]))
+    assert served.stop() == 0
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "mamba", "lfm2"])
+def test_memory_that_cannot_be_cut_goes_on_after_a_restart(arch: str, serve: Serve, models: Callable[..., Path]):
+    tokens = numbers(700)
+    served = serve("-np", "1", model=models(arch))
+    first = served.complete(tokens, 6, return_tokens=True)
+    turn = [*tokens, *first["tokens"], *numbers(40, seed=2)]
+    served.saved()
+    right = served.complete(turn, 6)
+    assert served.stop() == 0
+    served = serve("-np", "1", model=models(arch))
+    warm = served.complete(turn, 6)
+    assert warm["content"] == right["content"]
+    # up to the last token of the answer, which is not in the slot
+    held = len(tokens) + len(first["tokens"]) - 1
+    assert cached(warm) == held
+    # the slot has gone on from there; the server cannot step back in it, and the store has the state
+    other = served.complete([*turn[:held], *numbers(50, seed=3)], 6)
+    assert cached(other) == held
+    assert served.status()["failures"] == {}
+
+
+def test_two_proxies_and_a_llama_share_a_store(serve: Serve, alone: Running, docs_model: Path, tmp_path: Path):
+    one, two = serve(), serve()
+    one.complete(prompt(28))
+    one.saved()
+    answer = two.complete(prompt(28))
+    assert answer["content"] in own_answers(alone, prompt(28))
+    assert cached(answer) > 200
+    llm = llama_cpp.Llama(str(docs_model), n_ctx=2048, flash_attn=True, verbose=False, n_threads=1)
+    with PrefixStore(tmp_path / "store", llm) as store:
+        llm.set_cache(store)
+        llm(prompt(28), max_tokens=4, temperature=0)
+        assert store.stats().tokens_restored > 200
+        llm(prompt(29), max_tokens=4, temperature=0)
+        store.flush()
+        for served in (one, two):
+            assert cached(served.complete(prompt(29))) > 200
+    llm.close()
+
+
+def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Running, tmp_path: Path):
+    served = serve("-np", "1")
+    served.complete(prompt(1))
+    served.saved()
+    with PrefixStore(tmp_path / "store", namespace="other") as store:
+        with store.engine._backend.update():
+            for i in (2, 3):
+                assert served.complete(prompt(i))["content"] in own_answers(alone, prompt(i))
+                served.until(lambda status: not status["slots"][0]["unsaved_tokens"])
+        served.saved()
+    assert served.stop() == 0
+    served = serve("-np", "1")
+    for i in (2, 3):
+        assert cached(served.complete(prompt(i))) > 200
+
+
+# -- keys and tenants -------------------------------------------------------------------------------------------------
+
+
+def test_api_keys_are_those_of_the_server(serve: Serve):
+    served = serve("--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        for path in ("/prefixstore/status", "/metrics", "/slots", "/props"):
+            assert served.get(path, headers=headers).status_code == 401
+        assert served.post("/completion", json={"prompt": "Hello"}, headers=headers).status_code == 401
+    assert served.get("/prefixstore/health", headers={}).status_code == 200
+    assert served.complete(prompt(18))["content"]
+    assert served.stop() == 0
+    served = serve("--api-key", KEY, headers={"x-api-key": KEY})
+    assert cached(served.complete(prompt(18))) > 200
+    assert KEY not in served.text()
+
+
+def test_the_child_listens_to_us_only(serve: Serve):
+    served = serve()
+    child = served.child()
+    arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+    listens_at = Path(arguments[arguments.index("--host") + 1])
+    assert listens_at.is_socket()
+    assert listens_at.parent.stat().st_mode & 0o777 == 0o700
+    inodes = {str(entry.readlink()) for entry in Path(f"/proc/{child}/fd").iterdir()}
+    tcp = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    assert not inodes & {f"socket:[{fields[9]}]" for fields in tcp}
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(listens_at))) as client:
+        assert client.get("http://any/slots").status_code == 401
+
+
+def test_no_prompt_reaches_the_log(serve: Serve):
+    served = serve()
+    served.complete("A most peculiar sentence. " + prompt(19))
+    served.post("/completion", content=b'{"prompt": "A most peculiar fault"')
+    served.saved()
+    assert served.stop() == 0
+    assert "peculiar" not in served.text()
+
+
+def test_tenants_find_nothing_of_each_other(serve: Serve, alone: Running):
+    served = serve("-np", "2", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
+    served.headers = {"Authorization": "Bearer admin"}
+    right = own_answers(alone, prompt(20))
+    for tenant in ("ann", "bob", "carl", "dora"):
+        first = served.complete(prompt(20), headers={"X-Tenant": tenant})
+        assert first["content"] in right
+        assert cached(first) == 0
+        served.saved()
+    for tenant in ("ann", "bob", "carl", "dora"):
+        again = served.complete(prompt(20), headers={"X-Tenant": tenant})
+        assert again["content"] in right
+        assert cached(again) > 200
+    assert served.post("/completion", json={"prompt": "Hello"}, headers={}).status_code == 401
+    assert served.get("/slots", headers={"X-Tenant": "ann"}).status_code == 403
+    assert served.get("/prefixstore/status", headers={"X-Tenant": "ann"}).status_code == 401
+
+
+def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: Path):
+    served = serve("-np", "1", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
+    served.headers = {"Authorization": "Bearer admin"}
+    n_asked = 0
+    for i, tenant in enumerate(("ann", "bob", "ann", "ann")):
+        n_asked += served.complete(prompt(20), headers={"X-Tenant": tenant})["tokens_evaluated"]
+        if i < 2:
+            served.saved()
+        # an answer is counted just after its end was sent
+        served.until(lambda status, n=n_asked: status["store"]["prompt_tokens"] >= n)
+    assert served.stop() == 0
+    with Archive(str(tmp_path / "store"), read_only=True) as archive:
+        history = archive.history()
+    known = {one.tenant: name for name, one in history.described.items()}
+    ann, bob = (history.total(namespaces=[known[f"x-tenant:{name}"]]) for name in ("ann", "bob"))
+    assert (ann.hits, ann.live_hits, ann.misses) == (1, 1, {"not_found": 1})
+    assert (bob.hits, bob.live_hits, bob.misses) == (0, 0, {"not_found": 1})
+    assert ann.tokens_restored > 200
+    assert ann.prompt_tokens == 3 * bob.prompt_tokens > 600
+    assert [one.source for one in history.requests] == ["not_found", "not_found", "store", "live"]
+    assert history.describe(known["x-tenant:ann"]).type_k == "f16"
+    assert history.describe(known["x-tenant:ann"]).quantization is not None
+
+
+def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slots(serve: Serve):
+    served = serve("-np", "2", options=("--salt-from", "api-key", "--admin-key", "admin"))
+    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    for options in ({"n_cmpl": 2}, {"prompt": [prompt(21), prompt(21)]}, {"cache_prompt": False}):
+        body = {"prompt": prompt(21), "n_predict": 2} | options
+        for headers in (ann, bob):
+            answer = served.post("/completion", json=body, headers=headers).json()
+            for one in answer if isinstance(answer, list) else [answer]:
+                assert cached(one) == 0
+        assert cached(served.complete(prompt(21), headers=bob | {"X-Other": "1"})) in (0, *range(200, 2000))
+    message = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    assert served.post("/v1/messages", json=message, headers=ann).status_code == 501
+
+
+def test_what_would_mix_tenants_is_refused(serve: Serve):
+    served = serve("--cache-ram", "100", options=("--salt-from", "api-key"), ready=False)
+    assert served.process.wait(30) == 2
+    assert "--cache-ram" in served.text()
+
+
+# -- the child --------------------------------------------------------------------------------------------------------
+
+
+def test_a_crashed_child_is_started_again_and_is_warm(serve: Serve, alone: Running):
+    served = serve()
+    served.complete(prompt(22))
+    served.saved()
+
+    os.kill(served.child(), signal.SIGKILL)
+    # requests meanwhile are answered, and told when to come back
+    while (
+        answer := served.post("/completion", json={"prompt": prompt(22), "n_predict": 12, "temperature": 0})
+    ).is_error:
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        time.sleep(0.05)
+    assert answer.json()["content"] in own_answers(alone, prompt(22))
+    assert cached(answer.json()) > 200
+
+
+def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Path):
+    served = serve(model=tmp_path / "missing.gguf", ready=False)
+    assert served.process.wait(60) == 1
+    assert "before it was ready" in served.text()
+    # nothing was in a slot
+    assert "is stored" not in served.text()
+
+
+@pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
+def test_options_that_work_against_the_store_are_refused(option: tuple[str, ...], serve: Serve):
+    served = serve(*option, ready=False)
+    assert served.process.wait(30) == 2
+    assert option[0] in served.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_clean_stop_stores_the_slots_ends_the_child_and_leaves_nothing(number: int, serve: Serve):
+    served = serve()
+    child = served.child()
+    served.complete(prompt(23))
+    assert served.stop(number) == 0
+    assert not _is_running(child)
+    assert not [path for path in Path("/dev/shm").glob("prefixstore-*") if _is_of(path, served.process.pid)]
+    served = serve()
+    assert cached(served.complete(prompt(23))) > 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
+    served = serve()
+    child = served.child()
+    body = {"prompt": "Hello", "n_predict": -1, "stream": True, "ignore_eos": True}
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        next(response.iter_lines())
+        for _ in range(20):
+            with suppress(ProcessLookupError):
+                served.process.send_signal(number)
+            time.sleep(0.01)
+    assert served.process.wait(60) == 0
+    assert "Traceback" not in served.text()
+    assert not _is_running(child)
+    assert ("stopping at once" in served.text()) == (number == signal.SIGINT)
+
+
+def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: Path):
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "prefixstore", "serve", str(tmp_path / "store"), "--port", "0", "--"]
+    command += [str(binary()), "-m", str(docs_model), "-c", "512", "-np", "1", "--no-warmup", "--log-disable"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=write, cwd=ROOT)
+    os.close(write)
+    try:
+        with os.fdopen(read, "rb") as first:
+            url = first.readline().decode().split("listening on ")[1].strip()
+        deadline = time.monotonic() + 60
+        while httpx.get(f"{url}/prefixstore/health", trust_env=False).status_code != 200:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_of(path: Path, pid: int) -> bool:
+    return path.stat().st_uid == 0 and not Path(f"/proc/{pid}").exists() and not (path / "lock").exists()
+
+
+def test_a_location_that_cannot_be_opened_ends_the_command(serve: Serve, tmp_path: Path):
+    (tmp_path / "store").write_text("not a directory")
+    served = serve(ready=False)
+    assert served.process.wait(60) == 3
+    assert "load_model" not in served.text()
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        served = serve(ready=False, options=("--port", str(port)))
+        assert served.process.wait(60) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in served.text()
+    assert "load_model" not in served.text()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["--", "llama-servr", "-m", "m.gguf"], "llama-servr is not on the PATH"),
+        (["--", "./llama-servr", "-m", "m.gguf"], "./llama-servr is not an executable file"),
+        (["--", "-m", "m.gguf"], "the program comes first"),
+        (["llama-server", "-m", "m.gguf"], "Options of llama-server follow --"),
+        (["--host", "256.0.0.1", "--", sys.executable, "-c", "0"], "--host '256.0.0.1' is not an address"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_told(command: list[str], says: str, tmp_path: Path):
+    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", *command])
+    assert served.process.wait(60) == 2
+    served.end()
+    assert says in served.text()
+
+
+def test_the_hooks_say_that_the_proxy_needs_none(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    served = serve()
+    options = ["--server", served.url, "--slots-dir", str(tmp_path)]
+    assert main(["slots", "save", "--all", *options, str(tmp_path / "store")]) == 2
+    assert "saves and restores slots itself" in capsys.readouterr().err
+
+
+def test_a_router_is_refused_by_its_name(tmp_path: Path):
+    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(binary())])
+    assert served.process.wait(60) == 1
+    served.end()
+    assert "is a router" in served.text()
+
+
+def test_it_says_what_the_store_has_and_that_it_stops(serve: Serve):
+    served = serve()
+    assert "llama-server is ready" in served.text()
+    assert ": empty" in served.text()
+    served.complete(prompt(2))
+    served.stop()
+    assert "prefixstore: stopping" in served.text()
+    assert re.search(r"is ready; store lmdb://\S+: \d+ pages, \d", serve().text())
+
+
+def test_lookups_that_find_nothing_are_counted_in_the_store_too(serve: Serve):
+    served = serve()
+    served.complete(prompt(3))
+    assert served.saved()["store"]["kind"] == "pages"
+    assert served.metric("prefixstore_lookups_total", source="none") == 1
+    assert served.metric("prefixstore_misses_total", reason="not_found") == 1
+    served.complete(prompt(3))
+    served.stop()
+    served = serve()
+    served.complete(prompt(3))
+    served.complete(prompt(3))
+    for source, n in (("live", 1), ("store", 1), ("none", 0)):
+        assert served.counts(n, "prefixstore_lookups_total", source=source)
+
+
+def test_a_request_has_saved_what_its_restore_has_saved(serve: Serve):
+    served = serve()
+    served.complete(prompt(4, 4500))
+    served.stop()
+    served = serve()
+    assert cached(served.complete(prompt(4, 4500))) > 200
+    saved = served.metric("prefixstore_saved_seconds_total")
+    assert saved > 0
+    assert served.counts(saved, "prefixstore_request_saved_seconds_total", endpoint="/completion")
+
+
+# -- a server that runs already ---------------------------------------------------------------------------------------
+
+
+def _in_front_of(running: Running, tmp_path: Path, *options: str) -> Served:
+    arguments = [str(tmp_path / "store"), "--port", "0", "--server", running.url]
+    return launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *options])
+
+
+def test_in_front_of_a_server_that_runs_already(
+    llama_server: Callable[..., Running], tmp_path: Path, docs_model: Path, alone: Running
+):
+    options = ("-c", "4096", "--no-cache-idle-slots")
+    for i in range(2):
+        running = llama_server(docs_model, *options, name=f"slots{i}")
+        served = _in_front_of(running, tmp_path)
+        try:
+            served.wait_ready()
+            answer = served.complete(prompt(24))
+            assert answer["content"] in own_answers(alone, prompt(24))
+            assert served.stop() == 0
+            assert running.is_alive()
+        finally:
+            served.end()
+        running.stop()
+    assert cached(answer) > 200
+
+
+def test_a_server_that_does_not_answer_is_waited_for_and_that_is_said_once(tmp_path: Path):
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        arguments = [str(tmp_path / "store"), "--port", "0", "--server", url, "--slots-dir", str(tmp_path)]
+        served = launch(tmp_path, "served", arguments)
+        try:
+            deadline = time.monotonic() + 30
+            while "waiting for" not in served.text():
+                assert time.monotonic() < deadline, served.text()
+                time.sleep(0.05)
+            assert served.stop() == 0
+        finally:
+            served.end()
+    assert served.text().count(f"prefixstore: waiting for {url}: it does not answer") == 1
+
+
+def test_tenants_need_a_server_of_our_own(alone: Running, tmp_path: Path):
+    served = _in_front_of(alone, tmp_path, "--salt-from", "api-key")
+    assert served.process.wait(30) == 2
+    served.end()
+
+
+def _replaced(running: Running, llama_server: Callable[..., Running], model: Path, *options: str) -> Running:
+    """Another server at the same address and directory, as an operator starts it."""
+    running.stop()
+    return llama_server(model, *options, name=running.slots_dir.name, port=running.port)
+
+
+@pytest.mark.parametrize("name", [(), ("--namespace", "mine")])
+def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
+    name: tuple[str, ...],
+    llama_server: Callable[..., Running],
+    models: Callable[..., Path],
+    tmp_path: Path,
+    docs_model: Path,
+):
+    keep = ("--no-cache-idle-slots", "-c", "4096")
+    running = llama_server(docs_model, "-np", "1", *keep)
+    served = _in_front_of(running, tmp_path, *name)
+    try:
+        served.wait_ready()
+        served.complete(prompt(25))
+        served.saved()
+        other = _replaced(running, llama_server, models("llama", n_head=2), "-np", "3", *keep)
+        tokens = list(range(100, 400))
+        right = other.cold(tokens)
+        other.client.erase(0)
+        # without a name its process is looked at, otherwise it is asked now and then
+        while len(served.status()["slots"]) != 3:
+            assert served.complete(tokens)["content"] == right
+        assert served.status()["slots"][0]["n_ctx"] == other.client.slot(0).n_ctx
+        assert served.complete([*tokens, 7])["timings"]["cache_n"] >= 299
+        assert served.status()["passed_through"] == ("replaced" if name else None)
+        assert "another server answers" in served.text()
+        if not name:
+            served.saved()
+        # and back: what was stored of the first one is there
+        again = _replaced(other, llama_server, docs_model, "-np", "1", *keep)
+        while len(served.status()["slots"]) != 1:
+            served.complete(prompt(26))
+        assert cached(served.complete(prompt(25))) > 200
+        assert served.status()["passed_through"] is None
+        assert served.stop() == 0
+        assert again.is_alive()
+    finally:
+        served.end()

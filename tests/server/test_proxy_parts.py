@@ -1,0 +1,470 @@
+"""Parts of the proxy by themselves: what a request asks for, which slot it gets, what an answer says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.datastructures import Headers
+
+from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
+from prefixstore.server.answers import AnswerTail, Usage
+from prefixstore.server.bodies import BodyBudget
+from prefixstore.server.command import ServerCommand, drafts
+from prefixstore.server.exchange import Exchange
+from prefixstore.server.lifetime import RunningServer
+from prefixstore.server.own_endpoints import OwnEndpoints
+from prefixstore.server.private_directory import private_directory
+from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned
+from prefixstore.server.rates import Rates
+from prefixstore.server.slot_manager import SlotManager, Timing
+from prefixstore.server.slot_pool import PoolFullError, SlotPool
+from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.upstream import Upstream, end_to_end
+
+CHAT = "/v1/chat/completions"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
+def tokens(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason", "can_pin", "taints"),
+    [
+        ("/completion", {"prompt": "a"}, None, True, False),
+        ("/completion", {"prompt": [1, 2, "a"]}, None, True, False),
+        ("/completion", {"prompt": ["a"]}, None, True, False),
+        ("/completion", {"prompt": ["a", "b"]}, "several_prompts", False, False),
+        ("/completion", {"prompt": "a", "n": 2, "lora": [{"id": 0}]}, "lora", False, True),
+        ("/completion", {"prompt": "a", "n": 2, "n_cache_reuse": 1}, "several_answers", False, True),
+        ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["AA=="]}}, "media", True, True),
+        ("/completion", {"prompt": 3}, "invalid", False, False),
+        ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "infill", True, False),
+        (CHAT, {"messages": []}, None, True, False),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "media", True, True),
+        (CHAT, {"messages": [], "cache_prompt": False}, "cache_prompt", True, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, None, False, False),
+        ("/v1/responses", {"input": "a"}, None, True, False),
+        ("/v1/responses", {"input": 3}, "invalid", False, False),
+    ],
+)
+def test_a_request_says_why_it_is_passed_on(path: str, body: Any, reason: str | None, can_pin: bool, taints: bool):
+    ask = parse(path, json.dumps(body).encode())
+    assert (ask.reason, ask.can_pin, ask.taints) == (reason, can_pin, taints)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": 1}'.decode().encode("utf-16"), b"[" * 100_000])
+def test_a_body_that_is_not_an_object_is_left_to_the_server(body: bytes):
+    assert parse(CHAT, body).reason == "invalid"
+
+
+def test_a_body_that_is_nested_so_deeply_that_it_can_just_be_read_is_left_to_the_server():
+    heads = {b'{"input":"a","tools":[{"type":"function","parameters":': b"}]}", b'{"prompt":': b"}"}
+    reasons = set()
+    for (head, end), path in zip(heads.items(), ("/v1/responses", "/completion"), strict=True):
+        # where the limit is depends on the caller
+        for n in range(900, 1000):
+            reasons.add(parse(path, head + b"[" * n + b'"a"' + b"]" * n + end).reason)
+    assert reasons == {None, "invalid"}
+
+
+def test_a_body_of_too_many_parts_is_not_read_and_one_with_brackets_in_its_text_is():
+    many = {"messages": [{"role": "user", "content": "a"}] * (MAX_PARTS + 1)}
+    assert parse(CHAT, json.dumps(many).encode()) == Ask("structure", can_pin=False, taints=True)
+    text = '[{"\\' * MAX_PARTS
+    assert parse("/completion", json.dumps({"prompt": text}).encode()) == Ask(prompt=text)
+
+
+def test_fields_are_added_at_the_end_and_win():
+    assert json.loads(pinned(b'{"id_slot": 3, "x": "}"} \n', id_slot=1, n_cache_reuse=0)) == {
+        "id_slot": 1,
+        "x": "}",
+        "n_cache_reuse": 0,
+    }
+    assert json.loads(pinned(b"{ }", id_slot=1)) == {"id_slot": 1}
+
+
+def test_what_a_model_says_is_not_taken_for_the_words_of_the_server():
+    said = json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}', "timings": {"cache_n": 1, "prompt_n": 2}})
+    tail = AnswerTail()
+    for i in range(0, len(said), 7):
+        tail.feed(said[i : i + 7].encode())
+    assert tail.usage() == Usage(1, 2)
+    tail = AnswerTail()
+    tail.feed(json.dumps({"content": '"timings":{"cache_n":9,"prompt_n":9}'}).encode())
+    assert tail.usage() is None
+
+
+@pytest.mark.parametrize(
+    "end", [b'"logprob":-', b'"prob":1e', b'"timings":{"cache_n":1e999,"prompt_n":1}', b'"prompt_tokens":1e99,"n":--']
+)
+def test_an_answer_that_is_cut_in_a_number_says_nothing(end: bytes):
+    tail = AnswerTail()
+    tail.feed(b'{"content":"a","cached_tokens":3,' + end)
+    assert tail.usage() is None
+
+
+def test_the_slot_that_holds_most_of_the_prompt_is_chosen_then_the_one_used_longest_ago():
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool.slots[1].tokens = tokens(*range(50))
+    choice = pool.choose(tokens(*range(60)), None)
+    assert choice is not None
+    assert (choice.slot.id, choice.n_live, choice.restore) == (1, 50, False)
+    other = pool.choose(tokens(9, 9), None)
+    assert other is not None
+    assert other.slot.id == 0
+    assert pool.choose(tokens(1), None) is None
+
+
+def test_a_few_tokens_in_common_take_no_slot_from_a_conversation_while_another_is_free():
+    pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
+    pool.slots[0].tokens = tokens(*range(50))
+    choice = pool.choose(tokens(0, 1, *range(60, 90)), None)
+    assert choice is not None
+    assert choice.slot.id == 1
+
+
+class Copying:
+    """A store in which nothing is found, and whose copy of a slot ends when it is told to."""
+
+    n_bytes = n_tokens = 0
+
+    def __init__(self):
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.tokens: Any = None
+
+    def find(self, prompt: Any, *, salt: str | None = None) -> Any:
+        return self
+
+    def copy(self, slot: int, *, salt: str | None = None) -> Any:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return self
+
+    def store(self) -> object:
+        return True
+
+
+@pytest.mark.parametrize("others", [0, 50])
+def test_a_prompt_whose_slot_is_just_being_saved_waits_for_that_unless_another_slot_has_as_much(others: int):
+    prompt, store = tokens(*range(60)), Copying()
+    store.tokens = prompt
+
+    async def run() -> int:
+        pool = SlotPool([(0, 100), (1, 100)], Rates(token_seconds=1.0))
+        manager = SlotManager(pool, store, lambda _: None, Timing(debounce=0.0))
+        first = await manager.acquire(prompt, None)
+        manager.release(first, Usage(0, 60), began=True)
+        pool.slots[1 - first.slot.id].tokens = prompt[:others]
+        saving = asyncio.create_task(manager.save_when_idle())
+        await asyncio.to_thread(store.begun.wait, 60)
+        second = asyncio.create_task(manager.acquire(prompt, None))
+        done, _ = await asyncio.wait({second}, timeout=0.2)
+        assert bool(done) == (others > 0)
+        store.may_end.set()
+        held = await second
+        saving.cancel()
+        manager.release(held, None, began=False)
+        manager.close()
+        return abs(held.slot.id - first.slot.id)
+
+    assert asyncio.run(run()) == (others > 0)
+
+
+def test_a_save_that_was_begun_in_idle_time_ends_before_the_server_stops():
+    store = Copying()
+    store.tokens = tokens(*range(60))
+
+    async def run() -> int:
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None, Timing(debounce=0.0))
+        held = await manager.acquire(store.tokens, None)
+        manager.release(held, Usage(0, 60), began=True)
+        saving = asyncio.create_task(manager.save_when_idle())
+        await asyncio.to_thread(store.begun.wait, 60)
+        saving.cancel()
+        await asyncio.gather(saving, return_exceptions=True)
+        asyncio.get_running_loop().call_later(0.05, store.may_end.set)
+        await manager.save_all(60)
+        await manager.keep_copies(60)
+        manager.close()
+        return manager.n_saves
+
+    assert asyncio.run(run()) == 1
+
+
+def test_the_slot_of_a_request_that_is_cut_by_a_stop_is_saved():
+    prompt, store = tokens(*range(60)), Copying()
+    store.tokens = prompt
+    store.may_end.set()
+
+    async def run() -> int:
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), store, lambda _: None)
+        held = await manager.acquire(prompt, None)
+        stopping = asyncio.create_task(manager.save_all(60))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        # its task has just been cancelled, and takes some steps to end
+        manager.release(held, None, began=True)
+        await stopping
+        await manager.keep_copies(60)
+        manager.close()
+        return manager.n_saves
+
+    assert asyncio.run(run()) == 1
+
+
+@pytest.mark.parametrize(("n_tokens", "saves"), [(60, 0), (90, 1)])
+def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves: int):
+    """The slot goes to another prompt; with 4 ms a token, 60 of them take less than `Timing.soon`, and 90 more."""
+    store = Copying()
+    store.tokens = tokens(*range(n_tokens))
+    store.may_end.set()
+
+    async def run() -> int:
+        pool = SlotPool([(0, 200)], Rates(token_seconds=0.004))
+        manager = SlotManager(pool, store, lambda _: None, Timing(soon=0.3))
+        held = await manager.acquire(store.tokens, None)
+        manager.release(held, Usage(0, n_tokens), began=True)
+        await manager.acquire(tokens(*range(100, 160)), None)
+        await manager.keep_copies(60)
+        manager.close()
+        return manager.n_saves
+
+    assert asyncio.run(run()) == saves
+
+
+def test_while_there_is_no_store_nothing_waits_to_be_saved():
+    async def run() -> float | None:
+        manager = SlotManager(SlotPool([(0, 100)], Rates()), None, lambda _: None, Timing(debounce=0.0))
+        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
+        assert manager.pool.slots[0].is_worth_saving
+        manager.close()
+        return manager._until_next()
+
+    assert asyncio.run(run()) is None
+
+
+def test_what_is_found_is_restored_if_that_is_faster_than_computing_it():
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-6))
+    slot, prompt = pool.slots[0], tokens(*range(50))
+    assert pool.weigh(slot, prompt, None, 40, 10_000).restore
+    assert not pool.weigh(slot, prompt, None, 40, 50_000).restore
+
+
+def test_of_memory_that_cannot_be_cut_only_what_ends_where_the_prompt_goes_on_is_usable():
+    pool = SlotPool([(0, 100)], Rates(token_seconds=1e-3, restore_seconds=1e-9))
+    slot, prompt = pool.slots[0], tokens(*range(50))
+    slot.tokens = tokens(*range(40), 99)
+    assert not pool.weigh(slot, prompt, None, 30, 1000).restore
+    pool.can_cut = False
+    assert pool.weigh(slot, prompt, None, 30, 1000).restore
+    slot.tokens = tokens(*range(40))
+    assert not pool.weigh(slot, prompt, None, 30, 1000).restore
+
+
+def test_another_tenants_slot_is_emptied_and_its_tokens_are_not_seen():
+    pool = SlotPool([(0, 100)], Rates(), separated=True)
+    pool.slots[0].tokens, pool.slots[0].owner = tokens(*range(50)), "ann"
+    assert pool.weigh(pool.slots[0], tokens(*range(50)), "ann", 0, 0).erase_first is False
+    choice = pool.weigh(pool.slots[0], tokens(*range(50)), "bob", 0, 0)
+    assert (choice.erase_first, choice.n_live) == (True, 0)
+
+
+def test_a_request_that_may_use_any_slot_taints_all_even_one_that_is_held():
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool.hold(pool.slots[0])
+    with pool.tainting() as foreign:
+        pool.release(pool.slots[0])
+        assert pool.slots[0].is_tainted
+    assert all(slot.is_tainted for slot in pool.slots)
+    assert not foreign.is_harmless
+
+
+def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
+    async def scene() -> list[str]:
+        pool, done = SlotPool([(0, 100)], Rates(), max_waiting=3), []
+        pool.hold(pool.slots[0])
+
+        async def request(name: str) -> None:
+            await pool.wait_for_slot()
+            pool.hold(pool.slots[0])
+            done.append(name)
+            await asyncio.sleep(0)
+            pool.release(pool.slots[0])
+
+        tasks = [asyncio.create_task(request(name)) for name in "abc"]
+        await asyncio.sleep(0)
+        with pytest.raises(PoolFullError):
+            await pool.wait_for_slot()
+        pool.release(pool.slots[0])
+        tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert pool.n_waiting == 0
+        return done
+
+    assert asyncio.run(asyncio.wait_for(scene(), 30)) == ["b", "c"]
+
+
+def test_the_next_turn_of_a_conversation_is_known_by_its_bytes():
+    pool = SlotPool([(0, 100), (1, 100)], Rates())
+    pool.remember(pool.slots[1], CHAT, b"x" * 5000)
+    assert pool.continued(CHAT, b"y" * 5000, None) is None
+    assert pool.continued("/v1/messages", b"x" * 5100, None) is None
+    assert pool.continued(CHAT, b"x" * 5100, "ann") is None
+    assert pool.continued(CHAT, b"x" * 9000, None) is None
+    assert pool.continued(CHAT, b"x" * 5100, None) is pool.slots[1]
+    assert pool.continued(CHAT, b"x" * 5100, None) is None
+
+
+def test_headers_of_one_connection_stay_there():
+    given = [(b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"Transfer-Encoding", b"chunked"), (b"X-Kept", b"2")]
+    assert end_to_end(given) == [(b"x-kept", b"2")]
+
+
+def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
+    source = TenantSource.parse("api-key")
+    assert source.salt({"authorization": "Bearer secret"}) == source.salt({"x-api-key": "secret"})
+    assert "secret" not in source.salt({"x-api-key": "secret"})
+    assert TenantSource.parse("header:X-Tenant").salt({"x-tenant": "ann"}) == "x-tenant:ann"
+    for one in (source, TenantSource.parse("header:X-Tenant")):
+        with pytest.raises(NoTenantError):
+            one.salt({})
+    with pytest.raises(NoTenantError):
+        TenantSource.parse("header:X-Tenant").salt(Headers(raw=[(b"x-tenant", b"bob"), (b"x-tenant", b"ann")]))
+    for text in ("", "header", "header:", "header:a b", "ip", "header:Authorization", "header:X-Api-Key"):
+        with pytest.raises(InvalidParameterError):
+            TenantSource.parse(text)
+
+
+def test_the_private_directory_is_private_and_what_a_killed_process_left_is_removed(tmp_path: Path):
+    left = tmp_path / "prefixstore-left"
+    left.mkdir()
+    (left / "lock").touch()
+    foreign = tmp_path / "prefixstore-other"
+    foreign.mkdir()
+    with private_directory(tmp_path) as private, private_directory(tmp_path) as second:
+        assert private.stat().st_mode & 0o777 == 0o700
+        assert private.exists()
+        assert second.exists()
+        assert not left.exists()
+    assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_the_command_has_what_the_store_needs(tmp_path: Path):
+    command = ServerCommand(["llama-server", "-m", "x"], {}, tmp_path)
+    argv = command.argv()
+    assert argv[-2:] == ["--cache-ram", "0"]
+    assert argv[argv.index("--host") + 1] == str(tmp_path / "server.sock")
+    assert command.key not in argv
+    assert (tmp_path / "api-key").stat().st_mode & 0o077 == 0
+    for variable in ("LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_CACHE_REUSE"):
+        with pytest.raises(InvalidParameterError, match=variable):
+            ServerCommand(["llama-server"], {variable: "1"}, tmp_path)
+
+
+def test_no_connection_to_the_server_is_used_twice():
+    """llama-server closes some after a streamed answer, without having said so: the next request would fail."""
+    served: list[asyncio.Task[None] | None] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await writer.drain()
+        await reader.read()  # open until the other side closes it
+        writer.close()
+        await writer.wait_closed()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout=10)
+            for _ in range(3):
+                response = await upstream.send("GET", b"/v1/models", [], None)
+                assert [chunk async for chunk in response.chunks()] == [b"ok"]
+                response.close()
+            await upstream.close()
+            await asyncio.gather(*(task for task in served if task is not None))
+
+    asyncio.run(ask())
+    assert len(served) == 3
+
+
+def test_options_are_known_in_both_spellings(tmp_path: Path):
+    assert ServerCommand(["llama-server", "--api_key", "K"], {}, tmp_path).has_keys
+    with pytest.raises(InvalidParameterError, match="context-shift"):
+        ServerCommand(["llama-server", "--context_shift"], {}, tmp_path)
+    (second := tmp_path / "second").mkdir(mode=0o700)
+    with pytest.raises(InvalidParameterError, match="cache-ram 512"):
+        ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, second, separated=True)
+    assert drafts(["llama-server", "--model_draft", "x"], {})
+
+
+def exchange(path: str, sent: list[Any]) -> Exchange:
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+    return Exchange(scope, receive, send, 0, BodyBudget(0))
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/prefixstore/status"])
+def test_a_location_that_does_not_answer_stops_no_request(path: str):
+    answers = threading.Event()
+    was_in_time: list[bool] = []
+
+    def ask(*_: object) -> Any:
+        was_in_time.append(answers.wait(5))
+        raise ClosedError("the store is closed") if path != "/metrics" else UnavailableError("too late")
+
+    store = SimpleNamespace(store=SimpleNamespace(stats=ask), kind=None)
+    session: Any = SimpleNamespace(is_ready=False, reason=None, manager=None, store=store)
+    sent: list[Any] = []
+
+    async def scene() -> None:
+        nothing: Any = None
+        own = OwnEndpoints(nothing, session, ask, has_keys=False)
+        one = exchange(path, sent)
+        asked = asyncio.ensure_future(own.answer(one))
+        await asyncio.sleep(0)
+        # another request goes on
+        answers.set()
+        await asyncio.gather(asked, return_exceptions=True)
+        await one.close()
+
+    asyncio.run(scene())
+    assert was_in_time == [True]
+
+
+def test_a_server_that_cannot_be_watched_ends_the_command_and_not_just_the_watch():
+    failed: list[Exception] = []
+
+    async def get(*_: object, **__: object) -> Any:
+        return SimpleNamespace(status_code=200)
+
+    async def ready() -> None:
+        raise AttributeError("an answer in another form")
+
+    async def scene() -> None:
+        upstream = SimpleNamespace(url="http://server", client=SimpleNamespace(get=get))
+        session: Any = SimpleNamespace(upstream=upstream, ready=ready)
+        lifetime = RunningServer(session, failed.append)
+        await lifetime.start()
+        while not failed:
+            assert lifetime._watching is not None
+            assert not lifetime._watching.done()
+            await asyncio.sleep(0)
+        await lifetime.stop()
+
+    asyncio.run(scene())
+    assert "AttributeError" in str(failed[0])

@@ -1,0 +1,240 @@
+"""The real llama_cpp.server with a store, through the official client."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.config import load_config
+from prefixstore.maintenance.archive import Archive
+from tests.support.python_server import MODEL_OPTIONS, STOCK, free_port, serving
+
+SYSTEM = "You are an assistant who knows manual pages. " * 20
+
+
+def messages(user, system=SYSTEM):
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def text_of(answer):
+    return answer.choices[0].message.content
+
+
+def cached(answer):
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+@pytest.fixture(scope="module")
+def cold(models):
+    """Answers of the server without a store, each from an empty context."""
+    with serving("--model", str(models("llama")), *MODEL_OPTIONS, module=STOCK) as server:
+        known = {}
+
+        def answer(given, **options):
+            key = json.dumps([given, options], sort_keys=True)
+            if key not in known:
+                server.complete("x", max_tokens=1)
+                known[key] = server.chat(given, **options)
+            return known[key]
+
+        yield answer
+
+
+@pytest.fixture
+def location(tmp_path):
+    return f"lmdb://{tmp_path / 'store'}"
+
+
+def start(models, location, *more, **options):
+    return serving(location, "--model", str(models("llama")), *MODEL_OPTIONS, *more, **options)
+
+
+def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
+    ask = [messages("What is ls?"), messages("What is cat?"), messages("What is ls?")]
+    with start(models, location) as server:
+        first = [server.chat(one) for one in ask]
+        server.stop()
+    with start(models, location, "--read-only") as server:
+        second = [server.chat(one) for one in ask]
+    for given, before, after in zip(ask, first, second, strict=True):
+        expected = cold(given)
+        assert text_of(before) == text_of(after) == text_of(expected)
+        assert before.usage.total_tokens == after.usage.total_tokens == expected.usage.total_tokens
+    n = first[0].usage.prompt_tokens
+    assert cached(first[0]) == 0
+    # the second has the system prompt in common with the first, which is live; the third is stored
+    assert n - 16 < cached(first[1]) < n
+    assert cached(first[2]) == n - 1
+    assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
+
+
+def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models, location, cold):
+    given = messages("Stream this.")
+    with start(models, location) as server:
+        for _ in range(2):
+            chunks = list(server.chat(given, stream=True))
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert text == text_of(cold(given))
+            assert chunks[-1].choices[0].finish_reason == "length"
+        server.stop()
+    with start(models, location) as server:
+        answer = server.chat(given)
+        assert cached(answer) == answer.usage.prompt_tokens - 1
+
+
+def test_completions_with_text_and_the_raw_answer(models, location):
+    prompt = "The list of files is sorted. " * 20
+    with start(models, location) as server:
+        one, two = (server.complete(prompt) for _ in range(2))
+        assert one.choices[0].text == two.choices[0].text
+        assert (cached(one), cached(two)) == (0, two.usage.prompt_tokens - 1)
+        # what is not a completion is untouched
+        assert [model.id for model in server.client.models.list()] == [str(models("llama"))]
+        raw = httpx.post(f"{server.url}/extras/tokenize/count", json={"input": prompt})
+        assert raw.json() == {"count": two.usage.prompt_tokens}
+        # errors keep their form
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": 1})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "internal_server_error"
+        long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt * 100}, timeout=60)
+        assert long.status_code == 400
+        assert long.json()["error"]["code"] == "context_length_exceeded"
+        assert server.complete(prompt).choices[0].text == one.choices[0].text
+
+
+def test_logprobs_are_those_of_the_server(models, location, cold):
+    given = messages("Tell me the probabilities.")
+    asked = {"logprobs": True, "top_logprobs": 2}
+    with start(models, location) as server:
+        server.chat(given)
+        server.chat(messages("Something else.", system="Short. " * 30))
+        assert server.chat(given, **asked).choices == cold(given, **asked).choices
+
+
+def config_file(tmp_path, models, **more):
+    settings = {
+        "models": [
+            {"model": str(models("llama", seed=seed)), "model_alias": alias, "n_ctx": 2048, "verbose": False}
+            | {"n_threads": 1, "n_threads_batch": 1}
+            for seed, alias in enumerate(("one", "two"))
+        ],
+        **more,
+    }
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def test_the_store_follows_when_the_server_switches_models(models, location, tmp_path):
+    given = [messages("What is ls?"), messages("What is cat?")]
+    # without a store, in two servers
+    expected = {}
+    for seed, alias in enumerate(("one", "two")):
+        with serving("--model", str(models("llama", seed=seed)), *MODEL_OPTIONS, module=STOCK) as server:
+            for i, one in enumerate(given):
+                server.complete("x", max_tokens=1)
+                expected[alias, i] = text_of(server.chat(one))
+    assert expected["one", 0] != expected["two", 0]
+    # a port from a configuration file would be used
+    log = tmp_path / "log"
+    with ours(tmp_path, models, location, log) as server:
+        for _ in range(2):
+            for i, one in enumerate(given):
+                for alias in ("one", "two"):
+                    answer = server.chat(one, model=alias)
+                    assert text_of(answer) == expected[alias, i]
+        n = answer.usage.prompt_tokens
+        # the context is new after each switch, so this comes from the store
+        assert cached(answer) == n - 1
+        assert cached(server.chat(given[0], model="one")) == n_of(server, given[0], "one") - 1
+        server.stop()
+    assert "Traceback" not in log.read_text()
+    with Archive(location, read_only=True) as archive:
+        assert archive.check() == []
+        assert len(archive.holdings()) == 2
+
+
+def n_of(server, given, alias):
+    return server.chat(given, model=alias).usage.prompt_tokens
+
+
+def ours(tmp_path, models, location, log=None):
+    port = free_port()
+    file = config_file(tmp_path, models, host="127.0.0.1", port=port)
+    return serving(location, "--config_file", file, log=log, listening=port)
+
+
+def test_a_disconnect_in_mid_stream_leaves_a_sound_server(models, location, cold):
+    given = messages("Talk for a long time.")
+    with start(models, location) as server:
+        with server.chat(given, stream=True, max_tokens=1000) as stream:
+            next(iter(stream))
+        answer = server.chat(given)
+        assert text_of(answer) == text_of(cold(given))
+        assert cached(answer) > 0
+        other = messages("Another question.")
+        assert text_of(server.chat(other)) == text_of(cold(other))
+        server.stop()
+    with Archive(location, read_only=True) as archive:
+        assert archive.check() == []
+
+
+@pytest.mark.attack
+def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, location, cold):
+    given = messages("Talk for a long time.")
+    with start(models, location) as server:
+        # what was stored before is there after the restart
+        first = server.chat(given)
+        with Archive(location, read_only=True) as archive:
+            while not archive.used().entries:
+                server.complete("x", max_tokens=1)
+        with server.chat(messages("And now?"), stream=True, max_tokens=1000) as stream:
+            next(iter(stream))
+            server.process.kill()
+            server.process.wait(60)
+    with start(models, location) as server:
+        answer = server.chat(given)
+        assert text_of(answer) == text_of(first) == text_of(cold(given))
+        assert cached(answer) > 0
+        server.stop()
+    with Archive(location, read_only=True) as archive:
+        assert archive.check() == []
+
+
+def test_clients_at_the_same_time(models, location, cold):
+    given = [messages(f"Question {i}?") for i in range(8)]
+    with start(models, location, "--interrupt-requests", "false") as server:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(server.chat, given))
+        assert [text_of(answer) for answer in answers] == [text_of(cold(one)) for one in given]
+        assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
+
+
+def test_an_api_key_is_asked_for(models, location):
+    with start(models, location, "--api-key", "secret") as server:
+        assert server.complete("ls " * 30).usage.prompt_tokens > 0
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ls"})
+        assert refused.status_code == 401
+
+
+def test_a_configuration_file_shared_with_warming_jobs(models, tmp_path, cold):
+    file = tmp_path / "server.toml"
+    file.write_text(
+        f'[model]\npath = "{models("llama")}"\nn_ctx = 2048\nn_threads = 1\nn_threads_batch = 1\n'
+        '[store]\nlocation = "kv"\n'
+    )
+    given = messages("Warm?")
+    with serving("--config", str(file)) as server:
+        answer = server.chat(given)
+        assert text_of(answer) == text_of(cold(given))
+        server.stop()
+    config = load_config(file)
+    llm = config.open_llama()
+    with PrefixStore(str(tmp_path / "kv"), llm) as store:
+        llm.set_cache(store)
+        llm.create_chat_completion(given, max_tokens=1, temperature=0)
+        assert store.stats().tokens_restored == answer.usage.prompt_tokens - 1

@@ -1,0 +1,98 @@
+"""`prefixstore serve STORE --far LOCATION`, with a real server: hosts with a location each, one behind them."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prefixstore.errors import PrefixStoreError
+from tests.support.llama_server import Running, free_port
+from tests.support.places import opened
+from tests.support.served import Serve, Served, cached, own_answers, prompt
+from tests.support.timeouts import wait_for
+from tests.support.valkey import private_valkey
+
+pytest.importorskip("valkey")
+
+
+def n_pages(location: str) -> int:
+    """How many pages a location has; 0 if there is none."""
+    try:
+        with opened(location, read_only=True) as backend, backend.view() as view:
+            return view.used.entries
+    except PrefixStoreError:
+        return 0
+
+
+@pytest.fixture
+def host(serve: Serve, tmp_path: Path) -> Callable[..., Served]:
+    """Starts a host that was never here before."""
+
+    def start(far: str) -> Served:
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        return serve("-np", "1", options=("--far", far))
+
+    return start
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "valkey"])
+def test_what_one_host_has_computed_another_one_restores(host, tmp_path, scheme, new_valkey, alone: Running):
+    far = f"lmdb://{tmp_path / 'far'}" if scheme == "lmdb" else new_valkey(tcp=True)
+    right = own_answers(alone, prompt(1))
+    one = host(far)
+    cold = one.complete(prompt(1))
+    assert (cold["content"] in right, cached(cold)) == (True, 0)
+    # it writes to the far location what it has saved when it ends
+    assert one.stop() == 0
+    assert n_pages(far) == n_pages(str(tmp_path / "store")) > 0
+    two = host(far)
+    assert ": empty in the nearer one" in two.text()
+    warm = two.complete(prompt(1))
+    assert warm["content"] in right
+    assert cached(warm) > 200
+    assert two.stop() == 0
+    # what was fetched is kept
+    assert n_pages(str(tmp_path / "store")) == n_pages(far)
+    assert "refused" not in two.text()
+
+
+def test_a_shared_server_that_dies_and_comes_back_empty_costs_its_pages(host, tmp_path, alone: Running):
+    right = [own_answers(alone, prompt(i)) for i in (1, 2)]
+    with private_valkey() as server:
+        url = server.tcp_url
+        one = host(url)
+        assert one.complete(prompt(1))["content"] in right[0]
+        one.saved()
+        wait_for(lambda: n_pages(url), "the far location")
+        server.kill()
+        # both are there without it, and what is new is stored nearby
+        assert one.complete(prompt(2))["content"] in right[1]
+        one.saved()
+        again = one.complete(prompt(1))
+        assert again["content"] in right[0]
+        assert cached(again) > 200
+        server.start()
+
+        def both_are_sent() -> bool:
+            # by turns: what the slot holds already is not looked for in the store
+            one.complete(prompt(2))
+            one.complete(prompt(1))
+            return n_pages(url) == n_pages(str(tmp_path / "store"))
+
+        wait_for(both_are_sent, "pages that are used are sent again", 120)
+        assert one.stop() == 0
+
+
+def test_a_shared_location_that_is_not_there_yet_does_not_keep_a_server_from_starting(host, alone: Running):
+    port = free_port()
+    started = time.monotonic()
+    one = host(f"valkey://me:s3cret@127.0.0.1:{port}/0")
+    assert time.monotonic() - started < 60
+    assert one.complete(prompt(1))["content"] in own_answers(alone, prompt(1))
+    assert "tried again later" in one.text()
+    assert one.stop() == 0
+    assert "s3cret" not in one.text()

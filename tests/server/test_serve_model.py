@@ -1,0 +1,152 @@
+"""``prefixstore serve --model``: llama-cpp-python's server, by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from tests.support import ROOT
+from tests.support.models import write
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "prefixstore", "serve", *map(str, arguments)]
+
+
+def asked(location, model, prompt):
+    """The usage of one completion of a server of its own."""
+    port = free_port()
+    options = ["--n_ctx", "1024", "--n_threads", "1", "--n_threads_batch", "1"]
+    process = subprocess.Popen(
+        command(location, "--model", model, "--port", port, "--max-bytes", "64MiB", "--", *options),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while True:
+            assert process.poll() is None, "the server has ended"
+            try:
+                answer = httpx.post(
+                    f"http://127.0.0.1:{port}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60
+                )
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        return answer.json()["usage"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_restarted_server_computes_only_the_last_token(tmp_path):
+    model, prompt = write(tmp_path, "llama"), "the value of a name is bound in a block " * 20
+    first, second = (asked(tmp_path / "kv", model, prompt) for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "m.gguf", "--", "llama-server", "-m", "m.gguf"], "leave out --model"),
+        (["--model", "m.gguf", "--salt-from", "api-key"], "--salt-from is for llama-server"),
+        (["--model", "m.gguf", "--max-waiting", "3"], "--max-waiting is for llama-server"),
+        (["--model", "m.gguf", "--server", "http://127.0.0.1:1"], "--server is for llama-server"),
+        (["--model", "m.gguf", "--", "--no_such_option", "1"], "no_such_option"),
+        (["--model", "missing.gguf"], "prefixstore: model file not found: missing.gguf"),
+    ],
+)
+def test_wrong_usage_is_told(arguments, says, tmp_path):
+    (tmp_path / "m.gguf").touch()
+    environment = {**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command(tmp_path / "kv", *arguments),
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert (done.returncode, says in done.stderr) == (2, True), done.stderr
+
+
+def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "prefixstore.server", str(tmp_path / "kv")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, "pass --model FILE" in done.stderr) == (2, True), done.stderr
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    model = write(tmp_path, "llama")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        # the last one counts
+        arguments = command(tmp_path / "kv", "--model", str(model), "--", "--port", port)
+        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["port", "location"])
+def test_a_port_or_a_location_that_cannot_be_used_is_told_before_the_model_is_loaded(wrong, tmp_path):
+    """A file that is not a model would be the error otherwise."""
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"not a model")
+    (tmp_path / "file").write_text("not a store")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if wrong == "port" else 0
+        location = tmp_path / ("kv" if wrong == "port" else "file")
+        for arguments in (
+            command(location, "--model", model, "--port", port),
+            [sys.executable, "-m", "prefixstore.server", str(location), "--config_file", str(tmp_path / "models.json")],
+        ):
+            settings = {"host": "127.0.0.1", "port": port, "models": [{"model": str(model)}]}
+            (tmp_path / "models.json").write_text(json.dumps(settings))
+            done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+            code, says = (2, f"cannot listen on 127.0.0.1:{port}") if wrong == "port" else (3, str(location))
+            assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+            assert "model" not in done.stderr.lower().replace("m.gguf", "")
+
+
+WITHOUT = """
+import runpy, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "{package}":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "says"),
+    [
+        ("fastapi", "runpy.run_module('prefixstore.server', run_name='__main__')", "prefixstore[python-server]"),
+        ("fastapi", "from prefixstore.server import create_app", "MissingExtraError: create_app needs fastapi; pip"),
+        ("httpx", "from prefixstore.server import LlamaServer", "prefixstore[server]"),
+    ],
+)
+def test_a_missing_package_is_told_with_its_extra(package, code, says):
+    program = WITHOUT.format(package=package) + code
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode
+    assert says in done.stderr

@@ -1,0 +1,126 @@
+"""The file of a slot: every byte is accounted for, in files that are read and in those that are written."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prefixstore.errors import CorruptError
+from prefixstore.llama.state.view import StateView
+from prefixstore.server.slot_file import HEAD, SlotFile, parse_slot_file, slot_assembly
+from tests.support.llama_server import Running
+from tests.support.models import prompt, write
+
+SLOT = 2
+N = 40
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "mamba", "lfm2"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of slot 2 of 3, not unified."""
+    from tests.support.llama_server import start
+
+    directory = tmp_path_factory.mktemp("slot-file")
+    running = start(write(directory, request.param), directory / "slots", "-np", "3")
+    try:
+        running.complete(prompt(N), n=1, slot=SLOT)
+        running.client.save(SLOT, "file")
+        return (directory / "slots" / "file").read_bytes()
+    finally:
+        running.stop()
+
+
+def written(file: SlotFile, slot: int) -> bytes:
+    assert file.layout is not None
+    recurrent = file.view.recurrent.data if file.view.recurrent is not None else b""
+    view = StateView(None, file.view.sections, None)
+    assembly = slot_assembly(file.layout, view, view.positions, file.tokens, slot, recurrent)
+    data = bytearray(assembly.size)
+    assembly.write(memoryview(data), [view])
+    return bytes(data)
+
+
+def test_what_is_parsed_is_written_back_and_parsed_alike(saved: bytes):
+    file = parse_slot_file(saved, SLOT)
+    assert file.tokens.tolist() == prompt(N)
+    assert file.layout is not None
+    assert file.layout.streams == (3 if file.view.sections else 1)
+    again = written(file, SLOT)
+    # the cells may be those of another stream, and in another order
+    assert len(again) == len(saved)
+    parsed = parse_slot_file(again, SLOT)
+    assert parsed.layout == file.layout
+    assert written(parsed, SLOT) == again
+    for one, other in zip(file.view.sections, parsed.view.sections, strict=True):
+        assert np.array_equal(one.positions, other.positions)
+        assert all(np.array_equal(a.rows, b.rows) for a, b in zip(one.tensors, other.tensors, strict=True))
+
+
+def test_a_file_of_another_slot_is_refused(saved: bytes):
+    if parse_slot_file(saved, SLOT).view.sections:
+        with pytest.raises(CorruptError):
+            parse_slot_file(saved, 1)
+
+
+def test_a_file_that_is_cut_is_refused(saved: bytes):
+    lengths = {0, 1, 11, 12, 13, 12 + 4 * (N + 4), len(saved) - 1, len(saved) // 2, *range(100, 1500, 97)}
+    for n in lengths:
+        with pytest.raises(CorruptError):
+            parse_slot_file(saved[:n], SLOT)
+    with pytest.raises(CorruptError):
+        parse_slot_file(saved + b"\0", SLOT)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_byte_is_refused_or_changes_only_what_it_says(saved: bytes, data: st.DataObject):
+    at = data.draw(st.integers(0, min(len(saved), 2000) - 1))
+    changed = bytearray(saved)
+    changed[at] = data.draw(st.integers(0, 255))
+    try:
+        file = parse_slot_file(bytes(changed), SLOT)
+    except CorruptError:
+        return
+    if file.layout is not None:
+        assert len(written(file, SLOT)) == len(saved)
+
+
+def test_tokens_without_cells_are_refused(models: Callable[..., Path], llama_server: Callable[..., Running]):
+    """They would end the server at the next request."""
+    running = llama_server(models("llama"))
+    running.client.save(0, "empty")
+    data = (running.slots_dir / "empty").read_bytes()
+    assert parse_slot_file(data, 0).layout is None
+    words = struct.pack("<iII", -1, 1, 2) + struct.pack("<2i", 5, 6) + struct.pack("<I", 0)
+    forged = HEAD.pack(*HEAD.unpack_from(data)[:2], len(words) // 4) + words + data[12 + 16 :]
+    with pytest.raises(CorruptError, match="no state of them"):
+        parse_slot_file(forged, 0)
+
+
+def test_images_are_seen_and_plain_tokens_are_read(saved: bytes):
+    file = parse_slot_file(saved, SLOT)
+    magic, version, n_words = HEAD.unpack_from(saved)
+    words = np.frombuffer(saved, "<i4", n_words, 12)
+    rest = saved[12 + 4 * n_words :]
+    with_media = words.copy()
+    with_media[-1] = 1
+    assert parse_slot_file(HEAD.pack(magic, version, n_words) + with_media.tobytes() + rest, SLOT).has_media
+    plain = file.tokens.tobytes()
+    older = parse_slot_file(HEAD.pack(magic, version, len(file.tokens)) + plain + rest, SLOT)
+    assert older.tokens.tolist() == file.tokens.tolist()
+    assert older.layout is not None
+    assert not older.layout.is_packed
+    assert parse_slot_file(written(older, 0), 0).tokens.tolist() == file.tokens.tolist()
+    for wrong in (HEAD.pack(magic, version + 1, n_words), HEAD.pack(magic + 1, version, n_words)):
+        with pytest.raises(CorruptError, match="begins with"):
+            parse_slot_file(wrong + saved[12:], SLOT)
+    negative = words.copy()
+    negative[4] = -5
+    with pytest.raises(CorruptError, match="not tokens"):
+        parse_slot_file(saved[:12] + negative.tobytes() + rest, SLOT)

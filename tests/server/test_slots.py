@@ -1,0 +1,584 @@
+"""Slots of a real llama-server, and pages: the same bytes as those of a `Llama`, and the same answers as cold."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixstore import PrefixStore
+from prefixstore.errors import (
+    CorruptError,
+    FullError,
+    InvalidParameterError,
+    ServerBusyError,
+    ServerRefusedError,
+    ServerUnreachableError,
+    UnavailableError,
+)
+from prefixstore.format.keys import page_keys
+from prefixstore.server import LlamaServer, SlotStore
+from prefixstore.server import slot_pages as slot_pages_module
+from prefixstore.server.namespace import ServerIdentity
+from prefixstore.server.slot_directory import PREFIX, SlotDirectory
+from tests.support.llama_server import Running
+from tests.support.models import answer, forget, load, prompt
+
+N = 700
+KEEP_SLOTS = "--no-cache-idle-slots"
+# arguments of the server, the slots to save and restore, options of a Llama with the same states
+FULL = {
+    "auto": ([], 0, 1, {"flash_attn": True}),
+    "on, four slots": (["-fa", "on", "-np", "4"], 3, 0, {"flash_attn": True}),
+    "off": (["-fa", "off"], 0, 1, {}),
+    "off, four slots, unified": (["-fa", "off", "-np", "4", "-kvu", KEEP_SLOTS], 3, 2, {}),
+    "on, unified": (["-fa", "on", "-np", "4", "-kvu", KEEP_SLOTS], 0, 3, {"flash_attn": True}),
+    "one slot": (["-np", "1"], 0, 0, {"flash_attn": True}),
+    "q8_0": (["-ctk", "q8_0", "-ctv", "q8_0", "-np", "4"], 3, 0, {"flash_attn": True, "type_k": 8, "type_v": 8}),
+    "q8_0 and f16": (["-ctk", "q8_0", "-fa", "off"], 1, 0, {"type_k": 8}),
+}
+
+
+def opened(running: Running, location: str, **options: Any) -> SlotStore:
+    identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
+    return SlotStore(location, running.client, running.slots_dir, identity, **options)
+
+
+def states(store: PrefixStore | SlotStore, namespace: bytes, tokens: list[int], step: int) -> list[bytes]:
+    """The states of all full pages of a prompt."""
+    engine = store.engine
+    engine.drain()
+    pages = engine.match(namespace, np.asarray(tokens, "<i4"), step).pages
+    with engine.fetching(pages) as fetched:
+        return [bytes(state) for state, page in zip(fetched, pages, strict=True) if page.n_tokens == step]
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_pages_of_a_slot_are_those_of_a_llama_and_both_answer_as_cold(
+    case: str, models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
+):
+    arguments, source, target, options = FULL[case]
+    model = models("llama", n_head=2)
+    running = llama_server(model, *arguments)
+    tokens = prompt(N)
+    # first: beside the cells of others, rounding differs
+    running.complete(tokens, n=4, slot=source)
+
+    with opened(running, "memory:") as slots:
+        saved = slots.save(source)
+        assert saved.reason is None
+        assert saved.tokens[:N].tolist() == tokens
+        assert slots.save(source).n_new_pages == 0, "all of it is stored"
+        cold = running.cold(tokens, slot=target)
+        running.client.erase(target)
+        found = slots.find(tokens)
+        restored = slots.restore(target, tokens)
+        assert found.n_tokens == restored.n_tokens == N
+        again = running.complete(tokens, slot=target)
+        assert again["timings"]["cache_n"] == N - 1
+        assert again["content"] == cold
+        place = slots.namespace()
+        assert place is not None
+        ours = states(slots, place.key, tokens, 256)
+
+    llm = load(model, **options)
+    location = str(tmp_path / "python")
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        assert answer(llm, tokens) == cold
+        assert store.namespace.differences(place) == {}
+        assert states(store, place.key, tokens, 256) == ours
+        assert len(ours) == N // 256
+
+    # and from the Llama's pages
+    with opened(running, location) as slots:
+        running.client.erase(target)
+        assert slots.restore(target, tokens).n_tokens == N
+        again = running.complete(tokens, slot=target)
+        assert (again["timings"]["cache_n"], again["content"]) == (N - 1, cold)
+
+        other = prompt(N, seed=1)
+        running.complete(other, n=4, slot=source)
+        kept = slots.save(source).tokens.tolist()
+    forget(llm)
+    expected = answer(llm, [*kept, 500, 501])
+    forget(llm)
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        assert answer(llm, [*kept, 500, 501]) == expected
+        assert store.stats().tokens_restored == len(kept)
+
+
+# arguments, options of a Llama with the same states; whether its pages can be used
+OTHER_MEMORY = {
+    "gemma3": ([], {"flash_attn": True, "swa_full": False}),
+    "olmo2": (["-fa", "off", "-np", "4"], {"swa_full": False}),
+    "mamba": (["-np", "4"], {}),
+    "lfm2": (["-np", "4"], {"flash_attn": True}),
+}
+
+
+@pytest.mark.parametrize("arch", OTHER_MEMORY)
+def test_what_cannot_be_cut_continues_where_it_ended(
+    arch: str, models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
+):
+    arguments, options = OTHER_MEMORY[arch]
+    model = models(arch)
+    running = llama_server(model, *arguments)
+    tokens = prompt(N)
+    first = running.complete(tokens, n=6, slot=0)
+    with opened(running, "memory:") as slots:
+        saved = slots.save(0)
+        assert saved.reason is None
+        assert slots.save(0).n_new_pages == 0
+        longer = [*saved.tokens.tolist(), *prompt(40, seed=2)]
+        cold = running.cold(longer, slot=1)
+        running.client.erase(1)
+        assert slots.find(longer).n_tokens == len(saved.tokens)
+        assert slots.restore(1, longer).n_tokens == len(saved.tokens)
+        again = running.complete(longer, slot=1)
+        assert (again["timings"]["cache_n"], again["content"]) == (len(saved.tokens), cold)
+
+        # a prompt that ends before: what is stored cannot be used, and the slot is left alone
+        assert slots.find(tokens).n_tokens == 0
+        assert slots.restore(1, tokens).reason == "not_found"
+        assert running.complete(tokens, n=6, slot=1)["content"] == first["content"]
+
+        # a hook does not know how the prompt goes on
+        running.client.erase(1)
+        assert slots.restore_deepest(1).n_tokens == len(saved.tokens)
+        assert running.complete(longer, slot=1)["timings"]["cache_n"] == len(saved.tokens)
+        wanted = slots.namespace()
+        assert wanted is not None
+
+    llm = load(model, **options)
+    location = str(tmp_path / "python")
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        answer(llm, tokens, 6)
+        store.flush()
+        assert store.namespace.differences(wanted) == {}
+    with opened(running, location) as slots:
+        running.client.erase(1)
+        found = slots.find(longer).n_tokens
+        assert found >= N - 1
+        assert slots.restore(1, longer).n_tokens == found
+        again = running.complete(longer, slot=1)
+        assert (again["timings"]["cache_n"], again["content"]) == (found, cold)
+
+
+def test_rows_that_a_window_has_left_are_never_missing(
+    models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
+):
+    """With --swa-full the server trusts that all rows are there; its slot files do not have them."""
+    model = models("gemma3")
+    running = llama_server(model, "--swa-full")
+    tokens = prompt(N)
+    running.complete(tokens, n=4)
+    with opened(running, "memory:") as slots:
+        assert slots.save(0).reason == "incomplete"
+        assert slots.counters["dropped:incomplete"] == 1
+        running.complete(tokens[:200], n=2)
+        assert slots.save(0).reason is None, "all rows are in the window"
+    llm = load(model, flash_attn=True)
+    location = str(tmp_path / "python")
+    with PrefixStore(location, llm) as store:
+        llm.set_cache(store)
+        answer(llm, tokens)
+    with opened(running, location) as slots:
+        assert slots.restore(1, tokens).n_tokens == N
+    # the server steps back in it
+    branch = [*tokens[:450], *prompt(30, seed=3)]
+    cold = running.cold(branch, slot=0)
+    again = running.complete(branch, slot=1)
+    assert (again["timings"]["cache_n"], again["content"]) == (450, cold)
+
+
+def test_a_window_that_was_restored_can_be_left_and_stored_again(
+    models: Callable[..., Path], llama_server: Callable[..., Running]
+):
+    running = llama_server(models("gemma3"))
+    tokens = prompt(N)
+    running.complete(tokens, n=4)
+    with opened(running, "memory:") as slots:
+        saved = slots.save(0).tokens.tolist()
+        for turn in range(3):
+            assert slots.restore(1, saved).n_tokens == len(saved)
+            turned = [*saved, *prompt(90, seed=10 + turn)]
+            cold = running.cold(turned, slot=0)
+            again = running.complete(turned, slot=1)
+            assert (again["timings"]["cache_n"], again["content"]) == (len(saved), cold)
+            assert slots.save(1).reason is None
+            saved = slots.save(1).tokens.tolist()
+        # branches: the server computes what it does not have
+        for n in (len(saved) - 1, len(saved) - 2, len(saved) - 300):
+            slots.restore(1, saved)
+            branch = [*saved[:n], *prompt(20, seed=n)]
+            assert running.complete(branch, slot=1)["content"] == running.cold(branch, slot=0)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(running: Running, location: str = "memory:", **options: Any):
+    """A store with a prompt of slot 0."""
+    tokens = prompt(N)
+    running.complete(tokens, n=4)
+    with opened(running, location, **options) as slots:
+        assert slots.save(0).reason is None
+        yield slots, tokens
+
+
+@pytest.fixture
+def running(models: Callable[..., Path], llama_server: Callable[..., Running]) -> Running:
+    return llama_server(models("llama", n_head=2), KEEP_SLOTS)
+
+
+def left_behind(running: Running) -> list[str]:
+    return [path.name for path in running.slots_dir.iterdir()]
+
+
+def test_no_file_is_left_behind(running: Running):
+    with served(running) as (slots, tokens):
+        slots.restore(1, tokens)
+        assert left_behind(running) == []
+        with pytest.raises(InvalidParameterError, match="has the slots 0, 1"):
+            slots.restore(2, tokens)
+    assert left_behind(running) == []
+
+
+def test_a_fault_or_a_ctrl_c_leaves_no_file_behind(running: Running, monkeypatch: pytest.MonkeyPatch):
+    with served(running) as (slots, tokens):
+        for error in (KeyboardInterrupt, MemoryError):
+
+            def fail(*_: Any, error: type[BaseException] = error, **__: Any) -> None:
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(slot_pages_module, "submit_page", fail)
+                patch.setattr("prefixstore.server.slot_files.parse_slot_file", fail)
+                with pytest.raises(error):
+                    slots.save(0)
+            with monkeypatch.context() as patch:
+                patch.setattr(slots.server, "restore", fail)
+                with pytest.raises(error):
+                    slots.restore(1, tokens)
+            assert left_behind(running) == []
+        assert slots.restore(1, tokens).n_tokens == N
+
+
+def test_stale_files_are_swept_and_others_are_not(running: Running):
+    old, young, other = (running.slots_dir / name for name in (f"{PREFIX}old", f"{PREFIX}young", "mine"))
+    for path in (old, young, other):
+        path.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    os.utime(other, (1, 1))
+    with opened(running, "memory:"):
+        assert sorted(left_behind(running)) == ["mine", young.name]
+
+
+def test_a_directory_that_the_server_does_not_use_is_refused(running: Running, tmp_path: Path):
+    identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InvalidParameterError, match="is not the directory that the server writes"):
+        SlotStore("memory:", running.client, tmp_path / "other", identity)
+    with pytest.raises(InvalidParameterError, match="is not a directory"):
+        SlotStore("memory:", running.client, tmp_path / "none", identity)
+
+
+@pytest.mark.parametrize("planted", ["symlink", "fifo", "directory"])
+def test_what_is_planted_in_place_of_a_file_is_neither_followed_nor_waited_for(
+    planted: str, running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"x" * 100)
+    with served(running) as (slots, tokens):
+        save = slots.server.save
+
+        def replaced(slot: int, name: str) -> Any:
+            action = save(slot, name)
+            path = running.slots_dir / name
+            path.unlink()
+            if planted == "symlink":
+                path.symlink_to(secret)
+            elif planted == "fifo":
+                os.mkfifo(path)
+            else:
+                path.mkdir()
+            return action
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots.server, "save", replaced)
+            with pytest.raises((CorruptError, UnavailableError)):
+                slots.save(0)
+        assert secret.read_bytes() == b"x" * 100
+        # old things with such names that are not files are left alone
+        for path in running.slots_dir.iterdir():
+            os.utime(path, (1, 1), follow_symlinks=False)
+        slots.directory.sweep()
+        assert slots.restore(1, tokens).n_tokens == N
+
+
+def test_a_damaged_page_ends_a_restore_before_it(running: Running, tmp_path: Path):
+    with served(running, str(tmp_path / "kv"), codec="raw") as (slots, tokens):
+        slots.engine.flush()
+        cold = running.cold(tokens, slot=1)
+        place = slots.namespace()
+        assert place is not None
+        key = page_keys(place.key, np.asarray(tokens, "<i4"), 256)[1]
+        with slots.engine._backend.update() as transaction:
+            ((_, payload),) = transaction.fetch([key])
+            broken = bytearray(payload)
+            broken[-1] ^= 1
+            record, usage = transaction.records([key])[key]
+            transaction.put(key, record, usage, bytes(broken))
+        assert slots.restore(1, tokens).n_tokens == 256
+        again = running.complete(tokens, slot=1)
+        assert (again["timings"]["cache_n"], again["content"]) == (256, cold)
+
+
+def test_what_came_before_a_restore_was_late_is_used_and_not_read_again(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Until:
+        def left(self, n_given: int, arrived: float = 0.0) -> float:
+            return 60.0 if n_given < 2 else -60.0
+
+    with served(running, str(tmp_path / "kv"), codec="raw") as (slots, tokens):
+        slots.engine.flush()
+        cold = running.cold(tokens, slot=1)
+        asked: list[int] = []
+
+        def deadline(pages: Sequence[Any], *_: Any, **__: Any) -> Until:
+            asked.append(len(pages))
+            return Until()
+
+        monkeypatch.setattr(slots.rate, "deadline", deadline)
+        assert slots.restore(1, tokens).n_tokens == 512
+        assert asked == [3]
+        again = running.complete(tokens, slot=1)
+        assert (again["timings"]["cache_n"], again["content"]) == (512, cold)
+
+
+def test_pages_of_another_shape_never_reach_the_server(running: Running, models: Callable[..., Path]):
+    """They cannot be there unless two models have one fingerprint; but a wrong file could end the server."""
+    other = load(models("llama", n_layer=3), flash_attn=True)
+    with served(running) as (slots, tokens):
+        mine = slots.namespace()
+        assert mine is not None
+        slots.engine.clear(None)
+        with PrefixStore("memory:", other, page_tokens=256) as wrong:
+            wrong._hook.context.namespace = mine  # as if the fingerprints were equal
+            wrong._hook.context.lineage.namespace = mine.key
+            other.set_cache(wrong)
+            answer(other, tokens)
+            wrong.engine.drain()
+            with wrong.engine.fetching(wrong.engine.match(mine.key, np.asarray(tokens, "<i4"), 256).pages) as states:
+                data = [bytes(state) for state in states]
+        for i, state in enumerate(data[:2]):
+            buffer = slots.engine.acquire(len(state))
+            buffer.view[:] = state
+            keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
+            parent = keys[i - 1] if i else mine.key
+            place = slots._place(None)
+            span = (i * 256, (i + 1) * 256)
+            array = np.asarray(tokens, "<i4")
+            assert slot_pages_module.submit_page(slots.engine, slots.rate, place, parent, array, span, buffer)
+        assert slots.find(tokens).n_tokens == 512
+        assert slots.restore(1, tokens).reason == "unreadable"
+        assert running.is_alive()
+
+
+def test_another_server_at_the_same_place_is_refused(
+    running: Running, models: Callable[..., Path], llama_server: Callable[..., Running]
+):
+    other = llama_server(models("llama", n_head=2), "-fa", "off", name="other")
+    with served(running) as (slots, tokens):
+        # restarted with other settings: the same slots and another layout
+        slots.server, slots.directory.path = other.client, other.slots_dir
+        other.complete(tokens, n=2)
+        with pytest.raises(ServerRefusedError, match="open the store again"):
+            slots.save(0)
+        with pytest.raises(ServerRefusedError):
+            slots.restore(0, tokens)
+        assert other.is_alive()
+        slots.server, slots.directory.path = running.client, running.slots_dir
+
+
+def test_a_model_that_was_replaced_is_refused(running: Running):
+    with served(running) as (slots, tokens):
+        model = Path(running.argv[2])
+        times = model.stat()
+        os.utime(model, (1, 1))
+        with pytest.raises(ServerRefusedError, match="its model replaced"):
+            slots.save(0)
+        with pytest.raises(ServerRefusedError, match="its model replaced"):
+            slots.restore(0, tokens)
+        os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_what_another_tenant_has_in_the_slot_is_not_stored(running: Running):
+    with served(running) as (slots, tokens):
+        assert slots.save(0, salt="b", expected=[*tokens[:5], 1]).reason == "other_tokens"
+        assert slots.find(tokens, salt="b").n_tokens == 0
+        assert slots.save(0, salt="b", expected=tokens).reason is None
+        assert slots.find(tokens, salt="b").n_tokens == N
+        assert slots.find(tokens, salt="c").n_tokens == 0
+
+
+def test_a_process_remembers_the_namespaces_of_few_tenants(running: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prefixstore.server.slots.MOST_PLACES", 3)
+    with served(running) as (slots, tokens):
+        slots.save(0, salt="ann")
+        slots.store.flush()
+        for n in range(10):
+            assert slots.find(tokens, salt=f"tenant {n}").n_tokens == 0
+        assert len(slots._places) <= 3
+        assert slots.find(tokens, salt="ann").n_tokens > 0
+
+
+def test_a_server_that_is_down_is_an_error_and_comes_back(
+    models: Callable[..., Path], llama_server: Callable[..., Running]
+):
+    running = llama_server(models("llama", n_head=2))
+    with served(running) as (slots, tokens):
+        running.process.kill()
+        running.process.wait()
+        with pytest.raises(ServerUnreachableError):
+            slots.restore(0, tokens)
+        with pytest.raises(ServerUnreachableError):
+            slots.save(0)
+        assert slots.find(tokens).n_tokens == N
+        assert left_behind(running) == []
+
+
+def test_a_store_that_opens_before_the_server_connects_later(running: Running, tmp_path: Path):
+    identity = ServerIdentity.of_command(running.argv, os.environ, running.client.props())
+    away = LlamaServer("http://127.0.0.1:9", timeout=1)
+    with away, SlotStore("memory:", away, running.slots_dir, identity) as slots:
+        assert not slots.is_connected
+        assert slots.find(prompt(N)).n_tokens == 0
+        with pytest.raises(ServerUnreachableError):
+            slots.save(0)
+        slots.server = running.client
+        running.complete(prompt(N), n=2)
+        assert slots.save(0).reason is None
+        assert slots.find(prompt(N)).n_tokens == N
+
+
+def test_learning_the_layout_keeps_what_slots_hold(running: Running):
+    tokens = prompt(N)
+    running.complete(tokens, n=2, slot=1)
+    with opened(running, "memory:") as slots:
+        assert slots.is_connected
+    assert running.complete(tokens, n=2, slot=1)["timings"]["cache_n"] >= N - 1
+
+
+def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llama_server: Callable[..., Running]):
+    running = llama_server(models("llama", n_head=2), "-np", "4")
+    prompts = [prompt(N, seed=i) for i in range(4)]
+    cold = [running.cold(one, slot=0) for one in prompts]
+    faults: list[BaseException] = []
+    with opened(running, "memory:") as slots:
+
+        def work(slot: int) -> None:
+            try:
+                for turn in range(4):
+                    one = (slot + turn) % 4
+                    slots.restore(slot, prompts[one])
+                    assert running.complete(prompts[one], slot=slot)["content"] == cold[one]
+                    assert slots.save(slot).reason is None
+            except BaseException as error:  # noqa: BLE001 - shown below
+                faults.append(error)
+
+        threads = [threading.Thread(target=work, args=(slot,)) for slot in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert faults == []
+        assert all(slots.find(one).n_tokens == N for one in prompts)
+
+
+def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeypatch: pytest.MonkeyPatch):
+    """It saves a busy slot when that becomes idle; by then nobody waits for it."""
+    with served(running) as (slots, _):
+        late: list[str] = []
+
+        def gives_up(slot: int, name: str) -> Any:
+            late.append(name)
+            raise ServerBusyError("in this test")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slots.server, "save", gives_up)
+            with pytest.raises(ServerBusyError):
+                slots.save(1)
+        slots.server.save(1, late[0])
+        assert left_behind(running) == late
+        slots.save(0)
+        assert left_behind(running) == []
+
+
+def test_a_server_that_does_not_answer_in_time_is_busy(running: Running):
+    with served(running) as (slots, tokens), LlamaServer(running.url, timeout=0.2) as quick:
+        slots.server = quick
+        running.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(ServerBusyError):
+                slots.restore(1, tokens)
+        finally:
+            running.process.send_signal(signal.SIGCONT)
+        slots.server = running.client
+        assert slots.restore(1, tokens).n_tokens == N
+        assert running.is_alive()
+
+
+@pytest.mark.parametrize(("mode", "n_warnings"), [(0o700, 0), (0o1777, 0), (0o777, 1)])
+def test_a_slot_directory_in_which_all_can_replace_files_is_warned_of(
+    mode: int, n_warnings: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (place := tmp_path / "slots").mkdir()
+    place.chmod(mode)
+    SlotDirectory(place)
+    assert len([record for record in caplog.records if "every user" in record.message]) == n_warnings
+
+
+def test_a_full_slot_directory_is_a_full_error(running: Running, monkeypatch: pytest.MonkeyPatch):
+    with served(running) as (slots, tokens):
+
+        def full(*_: Any) -> Any:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(slots.directory, "_create", full)
+        with pytest.raises(FullError, match="no space for a slot file"):
+            slots.restore(1, tokens)
+        assert left_behind(running) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--context-shift"], "context_shift"),
+        (["--cache-reuse", "256"], "cache_reuse"),
+        (["--spec-type", "ngram-simple"], "draft"),
+    ],
+)
+def test_with_shifted_rows_or_drafts_nothing_is_stored_and_the_reason_is_said(
+    arguments: list[str], reason: str, models: Callable[..., Path], llama_server: Callable[..., Running]
+):
+    running = llama_server(models("llama", n_head=2), *arguments)
+    running.complete(prompt(N), n=2)
+    with opened(running, "memory:") as slots:
+        assert slots.reason == reason
+        assert slots.save(0).reason == reason
+        assert slots.restore(0, prompt(N)).reason == reason
+        assert slots.find(prompt(N)).n_tokens == 0

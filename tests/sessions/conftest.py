@@ -1,0 +1,38 @@
+"""A `Llama` with a store and its sessions."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixstore import PrefixStore
+
+OPTIONS = {"page_tokens": 16, "min_tokens": 4, "snapshot_interval": 32}
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Opens a store at the same location each time, closed at the end of the test."""
+    stores = []
+
+    def opened(llm, where=None, **options):
+        stores.append(PrefixStore(where or tmp_path / "kv", llm, **OPTIONS | options))
+        return stores[-1]
+
+    yield opened
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def llm(llama):
+    return llama(n_ctx=512, n_batch=64, n_ubatch=64)
+
+
+@pytest.fixture
+def store(llm, open_store):
+    return open_store(llm)
+
+
+@pytest.fixture
+def sessions(store):
+    return store.sessions(max_sessions=8)

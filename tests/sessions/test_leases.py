@@ -1,0 +1,459 @@
+"""A lease lasts as long as somebody can end it: Ctrl-C, dropped sessions, closed loops, forks, detached stores."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+
+import pytest
+from llama_cpp import LogitsProcessorList
+
+from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
+from prefixstore.llama.parking import Parking
+from prefixstore.sessions.place import Place
+from prefixstore.sessions.queue import Queue
+from prefixstore.sessions.saved import SavedSessions
+from prefixstore.sessions.session import Session
+from prefixstore.sessions.table import SessionTable
+from prefixstore.stats import Counters
+from tests.sessions.test_sessions import turn
+from tests.support import python
+from tests.support.models import answer, forget, prompt
+from tests.support.worker import in_fork
+
+SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
+
+
+def in_thread(work):
+    """What `work` returns, or raises, in another thread."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except Exception as error:  # noqa: BLE001 - it is returned
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it waits for ever"
+    return found[0]
+
+
+def held(sessions, name):
+    with sessions.admit(name, timeout=30) as session:
+        return session.tokens.tolist(), session.generation
+
+
+def assert_free(llm, store, sessions):
+    """Nobody has the Llama, and nothing is left of one who had it."""
+    assert len(sessions._queue) == 0
+    assert sessions._table.leased_one() is None
+    assert llm.cache is None
+    assert store._hook.reads
+    assert store._hook.writes
+    assert not store.engine.wants_all
+
+
+# -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------
+
+STEPS = {
+    "the last one is parked": (Parking, "park"),
+    "it is looked up": (SavedSessions, "find"),
+    "it was leased": (SessionTable, "lease"),
+    "its rows are brought": (Parking, "bring"),
+    "the Llama is taken": (Place, "take"),
+    "it is counted": (Counters, "count"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monkeypatch):
+    sessions = store.sessions(max_resident=2)
+    for i, name in enumerate(("alice", "bob")):
+        turn(sessions, name, prompt(60, seed=i))
+    expected = [held(sessions, name) for name in ("alice", "bob")]
+    owner, name = STEPS[step]
+    original = getattr(owner, name)
+
+    def interrupted(*arguments, **options):
+        if when == "after":
+            original(*arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            sessions.admit("alice")
+    # also while the traceback keeps its frames
+    assert_free(llm, store, sessions)
+    sessions.fork("alice", "alice-b")
+    assert [held(sessions, name) for name in ("alice", "bob")] == expected
+    del caught
+    gc.collect()
+    assert held(sessions, "alice-b") == expected[0]
+
+
+def test_a_second_ctrl_c_while_the_first_is_handled_changes_no_session_either(llm, store, sessions, monkeypatch):
+    turn(sessions, "alice", prompt(60))
+    expected = held(sessions, "alice")
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Parking, "bring", interrupted)
+        patch.setattr(Queue, "leave", interrupted)
+        patch.setattr(Place, "give_back", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sessions.admit("alice")
+    gc.collect()
+    assert in_thread(lambda: held(sessions, "alice")) == expected
+    assert_free(llm, store, sessions)
+
+
+@pytest.mark.parametrize("step", [(Session, "leave"), (Session, "_finish"), (Place, "capture"), (Place, "leave")])
+def test_ctrl_c_at_the_end_of_a_block_leaves_the_llama_to_the_next_one(step, llm, store, sessions, monkeypatch):
+    owner, name = step
+    original, n_calls = getattr(owner, name), []
+
+    def interrupted(*arguments, **options):
+        n_calls.append(1)
+        if len(n_calls) == 1:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    kept = []
+
+    def use():
+        with sessions.admit("alice") as alice:
+            kept.append(alice)
+            alice.eval(prompt(30))
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert_free(llm, store, sessions)
+    # in this thread, which had it
+    assert held(sessions, "bob") == ([], 0)
+    with pytest.raises(StaleLeaseError):
+        kept[0].eval([5])
+
+
+# -- dropped ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_dropped_session_has_the_llama_no_longer(is_interrupted, llm, store, sessions, monkeypatch):
+    if is_interrupted:
+        monkeypatch.setattr(Session, "__del__", lambda _: None)
+    turn(sessions, "alice", prompt(60))
+    expected = held(sessions, "alice")[0]
+    for is_used in (False, True):
+        alice = sessions.admit("alice")
+        if is_used:
+            alice.eval([5])
+        assert sessions.stats().waiting == 1
+        del alice
+        gc.collect()
+        if is_used:
+            # it is not known how far it came
+            assert sessions.names() == ["alice-b"]
+        else:
+            sessions.fork("alice", "alice-b")
+            assert held(sessions, "alice") == (expected, 0)
+        assert_free(llm, store, sessions)
+    assert sessions.stats().waiting == 0
+    assert sessions.stats().discarded == 1
+    assert held(sessions, "alice") == ([], 1)
+    store.flush()
+    assert sessions._saved.names() == ["alice-b"]
+
+
+def test_a_stream_keeps_its_lease(sessions):
+    stream = sessions.admit("alice").generate(prompt(30), temp=0)
+    gc.collect()
+    next(stream)
+    with pytest.raises(BusyError):
+        raise in_thread(lambda: sessions.admit("bob", timeout=0))
+    del stream
+    gc.collect()
+    assert in_thread(lambda: held(sessions, "bob")) == ([], 0)
+
+
+# -- one queue for a Llama --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_other_store", [False, True])
+def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_store, llm, store, open_store, tmp_path):
+    sessions = store.sessions()
+    alice = sessions.admit("alice")
+    stream = alice.generate(prompt(40), temp=0)
+    next(stream)
+    store.detach()
+    if is_other_store:
+        store = open_store(llm, tmp_path / "other")
+    else:
+        store.attach(llm)
+    again = store.sessions()
+    assert again is not sessions
+    with pytest.raises(BusyError):
+        raise in_thread(lambda: again.admit("bob", timeout=0))
+    for use in (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens):
+        with pytest.raises(NotAttachedError, match="while session 'alice' had it"):
+            use()
+    sessions.release(alice)
+    assert in_thread(lambda: held(again, "bob")) == ([], 0)
+
+
+def test_after_the_store_was_closed_a_session_is_refused(store, sessions):
+    def use():
+        with sessions.admit("alice") as alice:
+            alice.eval(prompt(30))
+            store.close()
+            alice.create_completion(prompt(30), max_tokens=2)
+
+    with pytest.raises(NotAttachedError, match="store was closed"):
+        use()
+
+
+@pytest.mark.parametrize("end", ["close", "detach"])
+def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
+    end, llama, llm, store, sessions, open_store, tmp_path
+):
+    """llama.cpp is not to be touched by another thread meanwhile."""
+    expected = answer(llama(**SMALL), prompt(40), 4)
+    begun, go, said, others = threading.Event(), threading.Event(), [], []
+
+    def processor(_, scores):
+        begun.set()
+        go.wait()
+        return scores
+
+    def complete():
+        options = {"max_tokens": 4, "temperature": 0, "logits_processor": LogitsProcessorList([processor])}
+        with sessions.admit("alice") as alice:
+            said.append(alice.create_completion(prompt(40), **options)["choices"][0]["text"])
+
+    threads = [
+        threading.Thread(target=complete, daemon=True),
+        threading.Thread(target=lambda: others.append(open_store(llm, tmp_path / "other")), daemon=True),
+    ]
+    threads[0].start()
+    begun.wait()
+    settled = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store._hook.context), "settle", lambda _: settled.append(1))
+        getattr(store, end)()
+    assert settled == []
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    go.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert said == [expected]
+    assert turn(others[0].sessions(), "bob", prompt(50))[0] == "cold"
+    others[0].flush()
+    assert others[0].stats().entries > 0
+
+
+def test_a_call_may_close_the_store_itself(llama, llm, store, sessions):
+    def processor(_, scores):
+        store.close()
+        return scores
+
+    def use():
+        with sessions.admit("alice") as alice:
+            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
+            alice.create_completion(prompt(40), temperature=0, **options)
+            alice.eval([5])
+
+    with pytest.raises(NotAttachedError):
+        use()
+    assert llm.cache is None
+    assert answer(llm, prompt(40), 4) == answer(llama(**SMALL), prompt(40), 4)
+
+
+# -- event loops that are closed --------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_is_closed_inside_of_a_block_gives_the_llama_up_after_the_call(llama, llm, store, sessions):
+    expected = answer(llama(**SMALL), prompt(50), 5)
+    begun, go, steps = threading.Event(), threading.Event(), []
+
+    def processor(_, scores):
+        begun.set()
+        go.wait()
+        steps.append("alice")
+        return scores
+
+    async def block():
+        async with sessions.aadmit("alice") as alice:
+            options = {"max_tokens": 4, "logits_processor": LogitsProcessorList([processor])}
+            await asyncio.to_thread(alice.create_completion, prompt(40), **options)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(block())
+    loop.run_until_complete(asyncio.to_thread(begun.wait))
+    loop.close()
+    with pytest.raises(BusyError):
+        raise in_thread(lambda: sessions.admit("bob", timeout=0))
+    assert steps == []
+    go.set()
+    found = in_thread(lambda: turn(sessions, "bob", prompt(50), 5, timeout=30)[3])
+    assert (found, len(steps)) == (expected, 4)
+    assert held(sessions, "alice") == ([], 1)
+    assert_free(llm, store, sessions)
+    del task
+    gc.collect()
+    assert_free(llm, store, sessions)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_loop_that_is_closed_between_two_calls_gives_the_llama_up(is_kept, llm, store, sessions):
+    async def block():
+        async with sessions.aadmit("alice") as alice:
+            await asyncio.to_thread(alice.eval, prompt(40))
+            entered.set()
+            await asyncio.sleep(3600)
+
+    async def main():
+        await entered.wait()
+
+    loop = asyncio.new_event_loop()
+    entered = asyncio.Event()
+    task = loop.create_task(block())
+    loop.run_until_complete(main())
+    loop.close()
+    if not is_kept:
+        del task
+        gc.collect()
+    assert in_thread(lambda: held(sessions, "bob")) == ([], 0)
+    assert held(sessions, "alice") == ([], 1)
+    assert_free(llm, store, sessions)
+
+
+def test_a_loop_that_is_closed_just_when_a_task_is_told_gives_its_place_up(llm, store, sessions):
+    async def block():
+        async with sessions.aadmit("bob"):
+            pass
+
+    alice = sessions.admit("alice")
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(block())
+    loop.run_until_complete(asyncio.sleep(0))
+    assert sessions.stats().waiting == 2
+    sessions.release(alice)
+    loop.close()
+    assert in_thread(lambda: held(sessions, "carol")) == ([], 0)
+    assert_free(llm, store, sessions)
+    del task
+
+
+def test_a_process_ends_although_a_closed_loop_has_left_a_block(models, tmp_path):
+    code = """
+import asyncio, sys
+from llama_cpp import Llama
+from prefixstore import PrefixStore
+
+llm = Llama(sys.argv[1], n_ctx=256, verbose=False)
+sessions = PrefixStore(sys.argv[2], llm).sessions()
+entered = asyncio.Event()
+
+async def block():
+    async with sessions.aadmit("alice"):
+        entered.set()
+        await asyncio.sleep(3600)
+
+loop = asyncio.new_event_loop()
+task = loop.create_task(block())
+loop.run_until_complete(entered.wait())
+loop.close()
+print("closed")
+"""
+    process = python(code, models("llama"), tmp_path / "kv")
+    said, _ = process.communicate(timeout=60)
+    assert (said, process.returncode) == ("closed\n", 0)
+
+
+# -- who would wait for himself ---------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_itself_is_refused(sessions):
+    async def asked(name="bob"):
+        async with sessions.aadmit(name):
+            pass
+
+    async def admitted():
+        with sessions.admit("alice"), pytest.raises(MisuseError, match="would wait for itself"):
+            await asked()
+
+    asyncio.run(admitted())
+    # the block ends after the loop
+    with sessions.admit("alice"), pytest.raises(MisuseError, match="would wait for itself"):
+        asyncio.run(asked())
+
+    async def asynchronous():
+        async with sessions.aadmit("alice"):
+            with pytest.raises(MisuseError, match="would wait for itself"):
+                await asked()
+            with pytest.raises(MisuseError, match="use aadmit"):
+                sessions.admit("bob")
+
+    asyncio.run(asynchronous())
+    # what another task, or thread, can end is waited for
+
+    async def released():
+        alice = sessions.admit("alice")
+        tasks = [asyncio.create_task(asked(name)) for name in ("bob", "carol")]
+        await asyncio.sleep(0)
+        sessions.release(alice)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(released())
+    assert sessions.stats().discarded == 0
+
+
+def test_a_thread_that_has_the_number_of_one_that_has_ended_is_another_one(sessions):
+    admitted = []
+    thread = threading.Thread(target=lambda: admitted.append(sessions.admit("alice")))
+    thread.start()
+    thread.join()
+    for _ in range(20):
+        assert isinstance(in_thread(lambda: sessions.admit("bob", timeout=0)), BusyError)
+    sessions.release(admitted.pop())
+    assert held(sessions, "bob") == ([], 0)
+
+
+# -- forks of the process ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_is_refused_at_once_what_its_parent_has(llm, store, sessions):
+    tokens = turn(sessions, "alice", prompt(60))[4]
+    store.flush()
+
+    def child(alice, stream):
+        uses = (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens, alice.__enter__)
+        for use in uses:
+            with pytest.raises(StaleLeaseError, match="is the parent's"):
+                use()
+        assert llm.cache is None
+        # leaving it there is no use
+        alice.__exit__(None, None, None)
+        assert sessions.stats().discarded == 0
+        forget(llm)
+        assert held(sessions, "alice") == (tokens, 0)
+
+    with sessions.admit("alice", timeout=0) as alice:
+        stream = alice.generate([*tokens, 5], temp=0)
+        next(stream)
+        in_fork(lambda: child(alice, stream))
+        next(stream)
+    assert len(held(sessions, "alice")[0]) == len(tokens) + 2

@@ -1,0 +1,270 @@
+"""Whose turn it is: in order, one at a time, for threads and tasks, whatever happens to those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import pytest
+
+from prefixstore import MisuseError
+from prefixstore.sessions.background import in_thread
+from prefixstore.sessions.queue import AsyncTicket, Queue, Ticket, between_calls, queue_of
+
+
+class Other(Ticket):
+    """A ticket of someone else."""
+
+    def __init__(self):
+        super().__init__()
+        self.owner, self.loop, self.task = object(), None, None
+
+
+def test_places_are_given_up_in_any_order_and_the_first_has_its_turn():
+    queue, tickets, chance = Queue(), [Other() for _ in range(50)], random.Random(0)
+    assert [queue.enter(ticket) for ticket in tickets] == [True] + [False] * 49
+    while tickets:
+        assert [queue.is_first(ticket) for ticket in tickets] == [True] + [False] * (len(tickets) - 1)
+        assert len(queue) == len(tickets)
+        gone = tickets.pop(chance.randrange(len(tickets)))
+        queue.leave(gone)
+        queue.leave(gone)
+    assert len(queue) == 0
+
+
+def test_threads_have_their_turn_in_the_order_of_arrival():
+    queue, first, served, threads = Queue(), Other(), [], []
+    queue.enter(first)
+
+    def wait(i):
+        ticket = Ticket()
+        queue.enter(ticket)
+        entered.set()
+        assert queue.wait(ticket, None)
+        served.append(i)
+        queue.leave(ticket)
+
+    for i in range(8):
+        entered = threading.Event()
+        threads.append(threading.Thread(target=wait, args=(i,)))
+        threads[-1].start()
+        entered.wait()
+    queue.leave(first)
+    for thread in threads:
+        thread.join()
+    assert served == list(range(8))
+
+
+def test_one_that_waits_too_long_loses_its_place_only():
+    queue, first, second = Queue(), Other(), Other()
+    queue.enter(first)
+    mine = Ticket()
+    assert not queue.enter(mine)
+    queue.enter(second)
+    assert not queue.wait(mine, 0)
+    assert not queue.wait(mine, 0.001)
+    queue.leave(mine)
+    queue.leave(first)
+    assert queue.is_first(second)
+
+
+def test_one_that_has_its_turn_does_not_wait_for_itself():
+    queue, mine = Queue(), Ticket()
+    queue.enter(mine)
+    with pytest.raises(MisuseError, match="would wait for itself"):
+        queue.enter(Ticket())
+    queue.leave(mine)
+    again = Ticket()
+    assert queue.enter(again)
+
+
+def test_a_place_that_was_abandoned_is_passed_over():
+    queue, first, last = Queue(), Ticket(), Other()
+    queue.enter(first)
+    queue.enter(last)
+    first.is_abandoned = True
+    mine = Ticket()  # of the same owner as the first
+    assert not queue.enter(mine)
+    assert queue.is_first(last)
+    queue.leave(last)
+    assert queue.wait(mine, 0)
+
+
+def test_a_turn_that_nobody_was_told_of_is_found_by_looking(monkeypatch):
+    monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.001)
+    queue, first, mine = Queue(), Other(), Ticket()
+    queue.enter(first)
+    queue.enter(mine)
+    queue._tickets.popleft()  # as an interrupt leaves it
+    assert queue.wait(mine, None)
+
+
+def test_tasks_and_threads_wait_in_one_queue():
+    queue, first, served = Queue(), Other(), []
+    queue.enter(first)
+
+    async def task(i):
+        ticket = AsyncTicket()
+        queue.enter(ticket)
+        assert await queue.wait_async(ticket, None)
+        served.append(i)
+        queue.leave(ticket)
+
+    def wait(i):
+        ticket = Ticket()
+        queue.enter(ticket)
+        entered.set()
+        queue.wait(ticket, None)
+        served.append(i)
+        queue.leave(ticket)
+
+    async def main():
+        nonlocal entered
+        waiting = []
+        for i in range(0, 6, 2):
+            waiting.append(asyncio.create_task(task(i)))
+            await asyncio.sleep(0)
+            entered = threading.Event()
+            threads.append(threading.Thread(target=wait, args=(i + 1,)))
+            threads[-1].start()
+            entered.wait()
+        queue.leave(first)
+        await asyncio.gather(*waiting)
+
+    entered, threads = threading.Event(), []
+    asyncio.run(main())
+    for thread in threads:
+        thread.join()
+    assert served == list(range(6))
+
+
+def test_a_cancelled_task_loses_its_place_even_if_it_was_just_told():
+    queue = Queue()
+
+    async def main():
+        first, last = Other(), Other()
+        queue.enter(first)
+
+        async def wait():
+            ticket = AsyncTicket()
+            queue.enter(ticket)
+            try:
+                await queue.wait_async(ticket, None)
+            finally:
+                queue.leave(ticket)
+
+        tasks = [asyncio.create_task(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        queue.enter(last)
+        tasks[1].cancel()
+        queue.leave(first)  # the first task is told
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, True, False]
+        assert queue.is_first(last)
+
+    asyncio.run(main())
+
+
+def test_a_thread_does_not_stop_the_loop_that_has_to_go_on_first():
+    queue = Queue()
+
+    async def main():
+        first = AsyncTicket()
+        queue.enter(first)
+        with pytest.raises(MisuseError, match="use aadmit"):
+            queue.enter(Ticket())
+        queue.leave(first)
+        assert queue.enter(Ticket())
+
+    asyncio.run(main())
+
+
+def test_a_task_that_nobody_has_told_of_its_turn_finds_it_by_looking(monkeypatch):
+    monkeypatch.setattr("prefixstore.sessions.queue.LOOK", 0.01)
+    queue = Queue()
+
+    async def main():
+        first, ticket = Other(), AsyncTicket()
+        queue.enter(first)
+        queue.enter(ticket)
+        waiting = asyncio.create_task(queue.wait_async(ticket, None))
+        await asyncio.sleep(0)
+        # as if Ctrl-C had come in the middle of leaving
+        queue._tickets.popleft()
+        assert await asyncio.wait_for(waiting, 30)
+
+    asyncio.run(main())
+
+
+def test_a_task_whose_loop_is_closed_is_passed_over():
+    queue, first, last = Queue(), Other(), Other()
+    queue.enter(first)
+
+    async def wait():
+        queue.enter(AsyncTicket())
+
+    asyncio.run(wait())
+    queue.enter(last)
+    queue.leave(first)
+    assert queue.is_first(last)
+
+
+def test_work_in_a_thread_ends_before_a_cancelled_task_goes_on():
+    steps = []
+
+    async def main():
+        begun, go = threading.Event(), threading.Event()
+
+        def work():
+            begun.set()
+            go.wait()
+            steps.append("worked")
+            return 7
+
+        task = asyncio.create_task(in_thread(work, undo=lambda result: steps.append(f"undone {result}")))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.sleep(0)
+        task.cancel()  # once more
+        await asyncio.sleep(0)
+        assert steps == []
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert steps == ["worked", "undone 7"]
+        with pytest.raises(ZeroDivisionError):
+            await in_thread(lambda: 1 // 0)
+        assert await in_thread(lambda: 5) == 5
+
+    asyncio.run(main())
+
+
+def test_a_place_lasts_as_long_as_its_ticket():
+    queue, first, dropped, last = Queue(), Other(), Other(), Other()
+    for ticket in (first, dropped, last):
+        queue.enter(ticket)
+    del dropped
+    assert len(queue) == 2
+    del ticket, first
+    assert queue.is_first(last)
+    assert queue.begin(last)
+    assert not queue.begin(Other())
+
+
+def test_a_llama_has_one_queue():
+    class Llama:
+        pass
+
+    one, other = Llama(), Llama()
+    assert queue_of(one) is queue_of(one)
+    assert queue_of(one) is not queue_of(other)
+    with between_calls(one), between_calls("no Llama"):
+        taken = []
+        thread = threading.Thread(target=lambda: taken.append(queue_of(one).in_use.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        assert taken == [False]
+        with queue_of(one).unless_in_use() as is_free:
+            assert is_free

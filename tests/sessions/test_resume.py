@@ -1,0 +1,324 @@
+"""Sessions that outlive their process: after a kill, in another process, and no longer than their pages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from prefixstore.engine.bookmark import note_name
+from prefixstore.errors import InvalidParameterError
+from prefixstore.maintenance.archive import Archive
+from tests.sessions.conftest import OPTIONS
+from tests.support import ROOT
+from tests.support.models import answer, forget, prompt
+from tests.support.places import SCHEMES, place
+from tests.support.worker import command, in_fork
+
+SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
+KINDS = {
+    "attention": ("llama", {}),
+    "window": ("gemma3", {"swa_full": False}),
+    "recurrent": ("mamba", {}),
+    "hybrid": ("lfm2", {}),
+}
+
+
+def turn(sessions, name, tokens, n=6):
+    with sessions.admit(name) as session:
+        text = session.create_completion(tokens, max_tokens=n, temperature=0)["choices"][0]["text"]
+        return session.source, session.n_restored, text, session.tokens.tolist()
+
+
+def note_of(store):
+    with store.engine.view() as view:
+        return view.note(note_name(store.namespace.key))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store, models, tmp_path):
+    arch, options = KINDS[kind]
+    turns = {"alice": prompt(100), "bob": prompt(64, seed=1)}
+    arguments = {"model": str(models(arch)), "location": str(tmp_path / "kv"), "turns": turns}
+    process = subprocess.Popen(
+        command("converse_until_killed", **arguments, options=SMALL | options, store=OPTIONS),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    held = json.loads(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    llm, alone = (llama(arch, **SMALL, **options) for _ in range(2))
+    store = open_store(llm)
+    sessions = store.sessions()
+    assert {"alice", "bob", "fork"} <= set(sessions.names())
+    sessions.fork("alice", "second fork")
+    held |= {"fork": held["alice"], "second fork": held["alice"]}
+    for i, (name, tokens) in enumerate(held.items()):
+        with sessions.admit(name) as session:
+            assert session.tokens.tolist() == tokens
+            assert session.n_live + session.n_restored == len(tokens)
+        new = tokens + prompt(9, seed=9 + i)
+        assert turn(sessions, name, new)[2] == answer(alone, new, 6)
+    assert store.check() == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sessions_are_kept_in_every_location(scheme, tmp_path, request, llm, open_store):
+    where = place(scheme, tmp_path, request)
+    held = {}
+    store = open_store(llm, where)
+    sessions = store.sessions()
+    for i in range(20):
+        held[f"session {i}"] = turn(sessions, f"session {i}", prompt(30 + i, seed=i))[3]
+    sessions.evict("session 3")
+    store.close()
+    forget(llm)
+    store = open_store(llm, where)
+    sessions = store.sessions()
+    assert sessions.names() == sorted(held.keys() - {"session 3"})
+    for name in sessions.names():
+        with sessions.admit(name) as session:
+            assert (session.source, session.n_restored) == ("store", len(held[name]))
+            assert session.tokens.tolist() == held[name]
+    assert store.check() == []
+    store.close()  # before the database goes
+
+
+def test_without_a_write_thread_they_are_kept_as_well(llm, open_store):
+    store = open_store(llm, write_behind=False)
+    held = turn(store.sessions(), "alice", prompt(50))[3]
+    store.close()
+    forget(llm)
+    assert turn(open_store(llm).sessions(), "alice", [*held, 5])[:2] == ("store", len(held))
+
+
+def test_two_processes_continue_one_session(llm, llama, tmp_path, open_store):
+    """Two stores on one location here, as two processes have them."""
+    other = llama(**SMALL)
+    one, two = open_store(llm).sessions(), open_store(other).sessions()
+    held = turn(one, "alice", prompt(50))[3]
+    one._store.flush()
+    for first, second in [(two, one), (one, two)] * 2:
+        held_now = turn(first, "alice", [*held, *prompt(7, seed=len(held))])[3]
+        first._store.flush()
+        with second.admit("alice") as session:
+            assert session.tokens.tolist() == held_now
+        held = held_now
+
+
+def test_a_discarded_session_is_not_resumed(llm, open_store):
+    store = open_store(llm)
+    sessions = store.sessions()
+    turn(sessions, "alice", prompt(50))
+    turn(sessions, "bob", prompt(50, seed=1))
+    with pytest.raises(ZeroDivisionError), sessions.admit("alice"):
+        raise ZeroDivisionError
+    store.close()
+    assert open_store(llm).sessions().names() == ["bob"]
+
+
+def test_a_short_session_is_not_stored_and_not_resumed(llm, open_store):
+    store = open_store(llm, min_tokens=32)
+    sessions = store.sessions()
+    turn(sessions, "alice", prompt(10))
+    assert sessions.names() == ["alice"]
+    assert note_of(store) is None
+    store.close()
+    assert open_store(llm, min_tokens=32).sessions().names() == []
+
+
+def test_a_forked_child_has_the_sessions_and_not_the_queue(llm, open_store):
+    store = open_store(llm)
+    sessions = store.sessions()
+    held = turn(sessions, "alice", prompt(50))[3]
+    turn(sessions, "bob", prompt(50, seed=1))
+    store.flush()
+
+    def child():
+        assert sessions.names() == ["alice"]  # bob is held by the parent
+        with sessions.admit("alice", timeout=0) as session:
+            assert session.tokens.tolist() == held
+            session.create_completion([*held, 5], max_tokens=2)
+        store.flush()
+
+    with sessions.admit("bob"):
+        store.engine.set_bookmark(store.namespace.key, "bob", None)
+        store.flush()
+        in_fork(child)
+    assert turn(sessions, "alice", [*held, 5])[0] == "store"
+
+
+# -- they go with their pages -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def left(llm, open_store):
+    """A closed store with three sessions, two of which share a beginning; what they hold."""
+    store = open_store(llm, salt="tenant")
+    sessions = store.sessions()
+    shared = prompt(40)
+    held = {
+        "alice": turn(sessions, "alice", shared + prompt(30, seed=1))[3],
+        "bob": turn(sessions, "bob", shared + prompt(30, seed=2))[3],
+        "carol": turn(sessions, "carol", prompt(70, seed=3))[3],
+    }
+    store.close()
+    forget(llm)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("purged", "stay"),
+    [
+        ({"everything": True}, []),
+        ({"salt": "tenant"}, []),
+        ({"older_than": 1e-9}, []),
+        ({"tokens": "alice"}, ["bob", "carol"]),
+        ({"tokens": "shared"}, ["carol"]),
+        ({"salt": "another"}, ["alice", "bob", "carol"]),
+    ],
+)
+def test_a_purge_removes_the_names_of_what_it_deletes(purged, stay, left, llm, tmp_path, open_store):
+    whole = {"alice": left["alice"], "shared": prompt(40)}
+    if "tokens" in purged:
+        purged = {"tokens": whole[purged["tokens"]]}
+    with Archive(tmp_path / "kv") as archive:
+        archive.purge(**purged)
+    store = open_store(llm, salt="tenant")
+    note = note_of(store)
+    for name in left:
+        assert (name in store.sessions().names()) == (name in stay)
+    if not stay:
+        assert note is None
+    # nothing of the tokens is left in the note either
+    assert sorted(store.engine.bookmarks(store.namespace.key)) == stay
+
+
+def test_clear_removes_them(left, llm, open_store):
+    store = open_store(llm, salt="tenant")
+    sessions = store.sessions()
+    turn(sessions, "dave", prompt(50, seed=4))
+    assert len(sessions.names()) == 4
+    store.clear()
+    assert sessions.names() == []
+    assert note_of(store) is None
+
+
+def test_one_whose_pages_were_evicted_is_not_resumed(left, llm, open_store):
+    store = open_store(llm, salt="tenant")
+    store.engine.evict_to(store.stats().bytes_used // 2)
+    sessions = store.sessions()
+    assert 0 < len(sessions.names()) < 3
+    for name in left:
+        with sessions.admit(name) as session:
+            assert (session.source == "store") == (len(session.tokens) > 0)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
+def test_a_damaged_note_is_ignored(damage, left, llm, open_store, caplog):
+    store = open_store(llm, salt="tenant")
+    note = note_of(store)
+    damaged = {
+        "cut": note[: len(note) // 2],
+        "flipped": note[:-5] + bytes([note[-5] ^ 1]) + note[-4:],
+        "other": b"another application's",
+        "empty": b"",
+    }[damage]
+    store.engine.change_note(note_name(store.namespace.key), lambda _: damaged)
+    sessions = store.sessions()
+    assert sessions.names() == []
+    assert "cannot be read" in caplog.text
+    assert turn(sessions, "alice", [*left["alice"], 5])[0] == "cold"
+    store.flush()
+    assert [*store.engine.bookmarks(store.namespace.key)] == ["alice"]
+
+
+def test_forged_bookmarks_give_no_wrong_tokens(left, llm, open_store):
+    """A bookmark tells where a sequence ends; the tokens are those of the pages, or none."""
+    store = open_store(llm, salt="tenant")
+    engine, namespace = store.engine, store.namespace.key
+    known = engine.bookmarks(namespace)
+    forged = {
+        "rest": replace(known["alice"], rest=b"\x01\0\0\0" * 3, n_tokens=known["alice"].start + 3),
+        "shorter": replace(known["alice"], n_tokens=known["alice"].n_tokens - 16),
+        "page": replace(known["alice"], page=b"x" * 32),
+        "first": replace(known["alice"], page=namespace),
+        "nothing": replace(known["alice"], page=namespace, rest=b"", n_tokens=0),
+    }
+    for name, bookmark in forged.items():
+        engine.set_bookmark(namespace, name, bookmark)
+    assert set(store.sessions().names()) == {"alice", "bob", "carol"}
+    store.flush()
+    assert set(engine.bookmarks(namespace)) == {"alice", "bob", "carol"}
+
+
+def test_a_fork_does_not_take_a_name_that_an_earlier_process_has_saved(llama, open_store):
+    llm = llama("llama", **SMALL)
+    store = open_store(llm)
+    sessions = store.sessions()
+    held = {name: turn(sessions, name, prompt(n, seed=n))[3] for name, n in (("alice", 60), ("bob", 100))}
+    store.close()
+    sessions = open_store(llm).sessions()
+    with pytest.raises(InvalidParameterError, match="there is a session 'bob' already"):
+        sessions.fork("alice", "bob")
+    with sessions.admit("bob") as bob:
+        assert bob.tokens.tolist() == held["bob"]
+
+
+@pytest.mark.parametrize("reuse", ["both", "none"])
+def test_generating_without_a_reset_continues_the_session_and_not_what_another_has_left(llama, open_store, reuse):
+    llm, alone = (llama("llama", **SMALL) for _ in range(2))
+    sessions = open_store(llm).sessions()
+    held = {name: turn(sessions, name, prompt(n, seed=n))[3] for name, n in (("bob", 40), ("alice", 60))}
+    for name in ("new", "bob"):
+        with sessions.admit(name, reuse=reuse) as session:
+            found = list(itertools.islice(session.generate([5], reset=False, temp=0), 4))
+        forget(alone)
+        tokens = [*held.get(name, []), 5]
+        assert found == list(itertools.islice(alone.generate(tokens, temp=0), 4))
+
+
+def test_what_another_process_has_left_later_counts_for_a_fork_and_after_a_discard(llm, llama, open_store):
+    other = llama(**SMALL)
+    one, two = open_store(llm), open_store(other)
+    here, there = one.sessions(), two.sessions()
+    turn(here, "alice", prompt(40))
+    one.flush()
+    later = turn(there, "alice", prompt(70, seed=1))[3]
+    two.flush()
+    here.fork("alice", "fork")
+    with here.admit("fork") as session:
+        assert session.tokens.tolist() == later
+    with pytest.raises(ZeroDivisionError), here.admit("alice"):
+        raise ZeroDivisionError
+    # not written yet, when the other process leaves it once more
+    later = turn(there, "alice", prompt(80, seed=2))[3]
+    two.flush()
+    one.flush()
+    assert "alice" in here.names()
+    with pytest.raises(InvalidParameterError, match="'alice' already"):
+        here.fork("fork", "alice")
+    with here.admit("alice") as session:
+        assert (session.tokens.tolist(), session.generation) == (later, 1)
+
+
+def test_what_another_process_has_left_before_a_discard_is_discarded(llm, llama, open_store):
+    other = llama(**SMALL)
+    one, two = open_store(llm), open_store(other)
+    here, there = one.sessions(), two.sessions()
+    turn(here, "alice", prompt(40))
+    one.flush()
+    alice = here.admit("alice")
+    turn(there, "alice", prompt(70, seed=1))
+    two.flush()
+    alice.leave(discard=True)
+    with here.admit("alice") as session:
+        assert (len(session.tokens), session.generation) == (0, 1)
+    one.flush()
+    assert two.engine.bookmarks(two.namespace.key) == {}

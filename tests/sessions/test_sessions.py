@@ -1,0 +1,764 @@
+"""What a server does with sessions: admit, continue, fork, evict, fail."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from prefixstore import (
+    BusyError,
+    ContextError,
+    InvalidParameterError,
+    MisuseError,
+    NotAttachedError,
+    PrefixStore,
+    StaleLeaseError,
+)
+from prefixstore.llama.parking import Parking
+from tests.support import in_thread
+from tests.support.models import answer, forget, load, logits, prompt
+
+SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
+KINDS = {
+    "attention": ("llama", {}),
+    "window": ("gemma3", {"swa_full": False}),
+    "recurrent": ("mamba", {}),
+    "hybrid": ("lfm2", {}),
+}
+
+
+def turn(sessions, name, tokens, n=6, **options):
+    """A completion in a session, and where its tokens came from."""
+    with sessions.admit(name, **options) as session:
+        text = session.create_completion(tokens, max_tokens=n, temperature=0)["choices"][0]["text"]
+        return session.source, session.n_live, session.n_restored, text, session.tokens.tolist()
+
+
+def fail_in_a_block(sessions, name):
+    with sessions.admit(name) as session:
+        session.eval([5])
+        raise ZeroDivisionError
+
+
+def computed(store, work):
+    before = store.stats().tokens_computed
+    work()
+    return store.stats().tokens_computed - before
+
+
+def evaluated(llm, tokens):
+    """The logits after these tokens, in a new context."""
+    llm.reset()
+    llm.eval(tokens)
+    return logits(llm)
+
+
+# -- admission --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_continues_where_it_was_left(kind, llama, open_store):
+    arch, options = KINDS[kind]
+    llm = llama(arch, **SMALL, **options)
+    sessions = open_store(llm).sessions()
+    source, n_live, n_restored, _, alice = turn(sessions, "alice", prompt(100))
+    assert (source, n_live, n_restored, len(alice)) == ("cold", 0, 0, 105)
+    assert turn(sessions, "bob", prompt(90, seed=1))[0] == "cold"
+    assert turn(sessions, "alice", alice + prompt(10, seed=2))[:3] == ("store", 0, 105)
+    source, n_live, n_restored, _, _ = turn(sessions, "alice", alice + prompt(20, seed=2))
+    assert (source, n_live, n_restored) == ("live", 120, 0)
+
+
+def test_it_may_reuse_less(store, sessions):
+    tokens = prompt(100)
+    turn(sessions, "alice", tokens)
+    assert turn(sessions, "alice", tokens, reuse="none")[:3] == ("cold", 0, 0)
+    assert turn(sessions, "alice", tokens, reuse="live")[:3] == ("live", 105, 0)
+    assert turn(sessions, "alice", tokens, reuse="store")[:3] == ("store", 0, 105)
+    turn(sessions, "bob", prompt(50, seed=1))
+    # what is stored is not looked up either
+    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="live")) == 105
+    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="none")) == 105
+    assert computed(store, lambda: turn(sessions, "alice", tokens, reuse="both")) == 6
+    assert store.stats().misses["session"] > 0
+
+
+def test_what_is_live_of_another_session_is_used_and_is_not_held(store, sessions):
+    system = prompt(64)
+    turn(sessions, "alice", system + prompt(20, seed=1))
+    with sessions.admit("bob") as bob:
+        assert (bob.source, len(bob.tokens)) == ("cold", 0)
+    assert "bob" not in sessions
+    cost = computed(store, lambda: turn(sessions, "bob", system + prompt(20, seed=2), n=1))
+    assert cost == 20
+
+
+def test_eval_continues_what_the_session_holds(llama, store, sessions):
+    alone = llama(**SMALL)
+    tokens, more = prompt(70), prompt(20, seed=1)
+    with sessions.admit("alice") as alice:
+        alice.eval(tokens)
+    with sessions.admit("bob") as bob:
+        bob.eval(prompt(60, seed=2))
+    with sessions.admit("alice", reuse="none") as alice:
+        alice.eval(more[:10])
+        alice.eval(more[10:])
+        assert alice.tokens.tolist() == tokens + more
+        found = list(islice(alice.generate(tokens + more, temp=0), 5))
+    assert found == list(islice(alone.generate(tokens + more, temp=0), 5))
+    assert store.check() == []
+
+
+def test_a_chat_answers_as_without_sessions(llama, sessions):
+    alone = llama(**SMALL)
+    messages = [{"role": "user", "content": "Tell me about the sea."}]
+    options = {"max_tokens": 8, "temperature": 0}
+    expected = alone.create_chat_completion(messages, **options)["choices"][0]["message"]["content"]
+    with sessions.admit("alice") as alice:
+        assert alice.create_chat_completion(messages, **options)["choices"][0]["message"]["content"] == expected
+    with sessions.admit("bob") as bob:
+        chunks = list(bob.create_chat_completion(messages, stream=True, **options))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == expected
+
+
+def test_the_cache_of_the_llama_is_its_own_again(llm, store, sessions):
+    other = object()
+    for cache in (None, store):
+        llm.set_cache(cache)
+        with sessions.admit("alice") as alice:
+            assert llm.cache is store
+            alice.eval([5, 6, 7, 8, 9])
+        assert llm.cache is cache
+    with sessions.admit("alice"):
+        llm.cache = other
+    assert llm.cache is other
+
+
+# -- one at a time ----------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_waits_and_gives_up_in_time(sessions):
+    errors = []
+
+    def busy():
+        try:
+            sessions.admit("bob", timeout=0)
+        except BusyError as error:
+            errors.append(error)
+
+    with sessions.admit("alice"):
+        thread = threading.Thread(target=busy)
+        thread.start()
+        thread.join()
+    assert isinstance(errors[0], TimeoutError)
+    with sessions.admit("bob", timeout=0):
+        pass
+
+
+def test_many_threads_have_their_own_conversations(llama, store, sessions):
+    alone = llama(**SMALL)
+    said, expected, failures = {}, {}, []
+    for i in range(6):
+        tokens = prompt(40, seed=i)
+        for k in range(3):
+            text = answer(alone, tokens, 4)
+            expected[i, k] = text
+            tokens = tokens + prompt(10, seed=100 * i + k)
+
+    def converse(i):
+        try:
+            tokens = prompt(40, seed=i)
+            for k in range(3):
+                said[i, k] = turn(sessions, f"session {i}", tokens, 4)[3]
+                tokens = tokens + prompt(10, seed=100 * i + k)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=converse, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert said == expected
+    assert sorted(sessions.names()) == [f"session {i}" for i in range(6)]
+    assert store.check() == []
+
+
+def test_a_thread_that_has_a_session_cannot_wait_for_itself(sessions):
+    with sessions.admit("alice"), pytest.raises(MisuseError, match="leave its block"):
+        sessions.admit("bob")
+    # the block was left by no exception
+    assert sessions.stats().discarded == 0
+
+
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_discards_a_session(store, sessions):
+    tokens = prompt(100)
+    _, _, _, _, held = turn(sessions, "alice", tokens)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_block(sessions, "alice")
+    assert "alice" not in sessions
+    with sessions.admit("alice") as alice:
+        assert (alice.generation, alice.source, len(alice.tokens)) == (1, "cold", 0)
+        # its pages are there all the same
+        alice.create_completion(held, max_tokens=1)
+    assert computed(store, lambda: turn(sessions, "alice", held)) < 20
+    assert sessions.stats().discarded == 1
+
+
+def test_a_lease_that_has_ended_is_refused(sessions):
+    with sessions.admit("alice") as alice:
+        stream = alice.generate(prompt(30), temp=0)
+        next(stream)
+    for use in (
+        lambda: alice.eval([5]),
+        lambda: alice.create_completion([5]),
+        lambda: alice.tokens,
+        lambda: next(stream),
+        lambda: stream.send(None),
+        alice.__enter__,
+        lambda: sessions.release(alice),
+    ):
+        with pytest.raises(StaleLeaseError, match="has ended"):
+            use()
+    stream.close()
+    alice.leave()  # does nothing the second time
+    with sessions.admit("alice") as again:
+        assert len(again.tokens) > 0
+
+
+def test_a_lease_without_a_block_is_released(sessions):
+    alice = sessions.admit("alice")
+    alice.eval(prompt(30))
+    sessions.release(alice)
+    assert turn(sessions, "alice", prompt(30))[0] == "live"
+
+
+def test_a_lease_that_was_dropped_ends(sessions):
+    alice = sessions.admit("alice")
+    alice.eval(prompt(30))
+    del alice
+    gc.collect()
+    with sessions.admit("bob"):
+        pass
+    with sessions.admit("alice") as alice:
+        assert (alice.generation, alice.source) == (1, "cold")
+
+
+def test_the_end_of_a_block_waits_for_a_call_in_another_thread(llm, sessions):
+    begun, go, ended = threading.Event(), threading.Event(), []
+
+    def processor(_, scores):
+        begun.set()
+        go.wait()
+        return scores
+
+    from llama_cpp import LogitsProcessorList
+
+    alice = sessions.admit("alice")
+
+    def compute():
+        alice.create_completion(
+            prompt(30), max_tokens=2, temperature=0, logits_processor=LogitsProcessorList([processor])
+        )
+        ended.append("call")
+
+    def leave():
+        alice.leave()
+        ended.append("session")
+
+    threads = [threading.Thread(target=compute), threading.Thread(target=leave)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    assert ended == []
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert set(ended) == {"call", "session"}
+    assert llm.cache is None
+    with sessions.admit("alice") as again:
+        assert len(again.tokens) == 31
+
+
+def test_a_lease_that_its_own_call_ends_lasts_until_the_end_of_the_call(llama, sessions):
+    from llama_cpp import LogitsProcessorList
+
+    tokens, alone = prompt(30), llama("llama")
+    expected = alone.create_completion(tokens, max_tokens=8, temperature=0)["choices"][0]["text"]
+    session = sessions.admit("alice")
+    n_steps, others = itertools.count(), []
+
+    def other():
+        with sessions.admit("bob") as bob:
+            bob.eval(prompt(40, seed=1))
+
+    def processor(_, scores):
+        if next(n_steps) == 2:
+            sessions.release(session)
+            others.append(in_thread(other))
+            others[0].join(0.2)
+            assert others[0].is_alive()
+        return scores
+
+    found = session.create_completion(
+        tokens, max_tokens=8, temperature=0, logits_processor=LogitsProcessorList([processor])
+    )
+    assert found["choices"][0]["text"] == expected
+    assert session.is_over
+    others[0].join(30)
+    assert not others[0].is_alive()
+
+
+# -- forks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_copies_nothing_and_goes_its_own_way(llama, store, sessions):
+    alone = llama(**SMALL)
+    held = turn(sessions, "alice", prompt(100))[4]
+    store.flush()
+    before = store.stats()
+    sessions.fork("alice", "alice-b")
+    sessions.fork("alice-b", "alice-c")
+    store.flush()
+    after = store.stats()
+    assert (after.entries, after.bytes_stored) == (before.entries, before.bytes_stored)
+    assert sessions.names() == ["alice", "alice-b", "alice-c"]
+    for i, name in enumerate(sessions.names()):
+        tokens = held + prompt(12, seed=i)
+        assert turn(sessions, name, tokens)[3] == answer(alone, tokens, 6)
+    counts = sessions.stats()
+    # the third one has the shared tail to itself
+    assert (counts.forks, counts.tails_copied) == (2, 2)
+    assert store.check() == []
+
+
+def test_a_fork_of_4000_tokens_writes_a_name_and_nothing_else(llama, open_store):
+    llm = llama(n_ctx=4096)
+    store = open_store(llm, page_tokens=256)
+    sessions = store.sessions()
+    with sessions.admit("alice") as alice:
+        alice.eval(prompt(4000))
+    store.flush()
+    before = store.stats()
+    for i in range(20):
+        sessions.fork("alice", f"fork {i}")
+    store.flush()
+    after = store.stats()
+    assert (after.entries, after.bytes_raw) == (before.entries, before.bytes_raw)
+    assert len(sessions.names()) == 21
+
+
+def test_what_cannot_be_forked_is_refused(sessions):
+    turn(sessions, "alice", prompt(30))
+    turn(sessions, "bob", prompt(30, seed=1))
+    with pytest.raises(InvalidParameterError, match="no session 'carol'"):
+        sessions.fork("carol", "dave")
+    with pytest.raises(InvalidParameterError, match="'bob' already"):
+        sessions.fork("alice", "bob")
+    with sessions.admit("alice"), pytest.raises(BusyError, match="after its block"):
+        sessions.fork("alice", "dave")
+
+
+# -- eviction ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_are_forgotten(store):
+    sessions = store.sessions(max_sessions=2)
+    for i in range(4):
+        turn(sessions, f"session {i}", prompt(40, seed=i))
+    assert sessions.names() == ["session 2", "session 3"]
+    assert sessions.evict("session 2")
+    assert not sessions.evict("session 2")
+    turn(sessions, "session 1", prompt(40, seed=1))
+    assert sessions.names() == ["session 1", "session 3"]
+    assert sessions.evict_all() == 2
+    assert sessions.names() == []
+    assert sessions.stats().evicted == 5
+    # what they have stored is found by the prompts all the same
+    assert computed(store, lambda: turn(sessions, "new", prompt(40, seed=2), n=1)) == 1
+
+
+def test_a_leased_one_is_never_evicted(store):
+    sessions = store.sessions(max_sessions=1)
+    turn(sessions, "alice", prompt(30))
+    with sessions.admit("bob") as bob:
+        bob.eval(prompt(40))
+        with pytest.raises(BusyError):
+            sessions.evict("bob")
+        assert sessions.evict_all() == 0
+        assert sessions.names() == ["bob"]
+    assert sessions.names() == ["bob"]
+
+
+def test_their_pages_are_evicted_last(llm, open_store):
+    """A stream of other prompts pushes out one another, and no session."""
+    held = {}
+    probe = open_store(llm, "memory:")
+    turn(probe.sessions(), "alice", prompt(100))
+    probe.flush()
+    size = probe.stats().bytes_used
+    probe.close()
+    for policy in ("lru", "adaptive"):
+        store = open_store(llm, "memory:", max_bytes=6 * size, codec="raw", policy=policy)
+        sessions = store.sessions()
+        for name in ("alice", "bob"):
+            held[name] = turn(sessions, name, prompt(100, seed=ord(name[0])))[4]
+        llm.set_cache(store)
+        for i in range(30):
+            answer(llm, prompt(100, seed=1000 + i), 2)
+            store.flush()
+        assert store.stats().evictions > 100
+        assert store.stats().bytes_used <= 6 * size
+        for name, tokens in held.items():
+            assert store.match(tokens).n_tokens == len(tokens), (policy, name)
+        # of more sessions than fit, the least recently used go
+        for i in range(12):
+            turn(sessions, f"other {i}", prompt(100, seed=2000 + i))
+        store.flush()
+        assert store.stats().bytes_used <= 6 * size
+        assert store.match(held["alice"]).n_tokens < len(held["alice"])
+        assert turn(sessions, "other 11", prompt(100, seed=2011))[0] == "live"
+        llm.set_cache(None)
+        store.close()
+
+
+# -- what is not known ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_changed_behind_the_store_is_not_held(llm, llama, store, sessions):
+    turn(sessions, "alice", prompt(60))
+    with sessions.admit("alice") as alice:
+        alice.eval([5])
+        llm._ctx.kv_cache_seq_rm(0, 10, 20)
+        llm._ctx.kv_cache_seq_rm(0, 40, -1)
+    with sessions.admit("alice") as alice:
+        assert (alice.source, alice.generation) == ("cold", 1)
+    assert answer(llama(**SMALL), prompt(60), 6) == turn(sessions, "bob", prompt(60))[3]
+    assert store.check() == []
+
+
+def test_a_state_loaded_by_hand_does_not_become_a_session(llm, sessions):
+    llm.eval(prompt(50))
+    state = llm.save_state()
+    llm.reset()
+    state.input_ids = state.input_ids.copy()
+    state.input_ids[0] = 7
+    turn(sessions, "alice", prompt(60, seed=1))
+    with sessions.admit("alice") as alice:
+        llm.load_state(state)
+        llm.eval([5, 6])
+        assert len(alice.tokens) == 0
+    with sessions.admit("alice") as alice:
+        assert (alice.source, alice.generation) == ("cold", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_goes_past_the_store_is_not_held_and_not_stored(kind, llama, open_store):
+    arch, options = KINDS[kind]
+    llm, alone = llama(arch, **SMALL, **options), llama(arch, **SMALL, **options)
+    store = open_store(llm)
+    sessions = store.sessions()
+    *_, alice = turn(sessions, "alice", prompt(100))
+    with sessions.admit("alice") as session, store.bypass():
+        # what was known before the block is known in it
+        assert session.tokens.tolist() == alice
+        session.eval([5, 6])
+        # in other batches: of values that differ by 30 and more
+        assert np.abs(logits(llm) - evaluated(alone, [*alice, 5, 6])).max() < 0.05
+        assert session.last.miss is None
+        found = session.create_completion(prompt(60, seed=1), max_tokens=4, temperature=0)["choices"][0]["text"]
+        assert found == answer(alone, prompt(60, seed=1), 4)
+        assert (session.last.miss, len(session.tokens)) == ("bypassed", 0)
+    assert sessions.stats().discarded == 1
+    assert store.match([*alice, 5, 6]).n_tokens <= len(alice)
+    assert store.match(prompt(60, seed=1)).n_tokens == 0
+    # nor is it restored: admitted in the block, it begins with what is live
+    forget(llm)
+    with store.bypass(), sessions.admit("alice") as session:
+        assert (session.source, session.last.miss) == ("cold", None)
+    *_, bob = turn(sessions, "bob", prompt(100, seed=2))
+    forget(llm)
+    with store.bypass(), sessions.admit("bob") as session:
+        assert (session.source, session.last.miss) == ("cold", "bypassed")
+    assert turn(sessions, "bob", [*bob, 1, 2, 3])[:2] == ("store", 0)
+    assert store.check() == []
+
+
+def test_a_session_tells_what_became_of_its_last_prompt(llm, store, sessions):
+    *_, alice = turn(sessions, "alice", prompt(100))
+    turn(sessions, "bob", prompt(80, seed=1))
+    of_bob = store.last
+    with sessions.admit("alice") as session:
+        # its own tokens; the record of another session's prompt is left as it was
+        assert (session.last.source, session.last.restored) == ("store", session.n_restored)
+        assert session.n_restored == len(alice) == session.last.n_tokens
+        assert store.last == of_bob
+        session.create_completion([*alice, 1, 2, 3], max_tokens=1)
+        assert (session.last.source, session.last.live, session.last.computed) == ("live", len(alice), 3)
+        assert store.last == session.last == store.last_of(llm)
+        for made in (session.generate(prompt(40, seed=2), temp=0), session.stream(prompt(50, seed=3), window=60)):
+            next(made)
+            made.close()
+            assert session.last.n_tokens in (40, 50)
+            assert (store.last, session.last.source) == (session.last, "cold")
+    with pytest.raises(StaleLeaseError):
+        _ = session.last
+    # the tokens of a resumed session are no prompt
+    stats = store.stats()
+    assert stats.prompt_tokens == 100 + 80 + len(alice) + 3 + 40 + 50
+    # and no lookup
+    assert (stats.hits, stats.live_hits, stats.misses) == (0, 1, {"not_found": 4})
+    assert stats.tokens_restored == len(alice)
+
+
+def test_a_failing_location_costs_time_and_no_answer(llm, llama, tmp_path, monkeypatch):
+    alone = llama(**SMALL)
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=16, min_tokens=4) as store:
+        sessions = store.sessions()
+        held = turn(sessions, "alice", prompt(60))[4]
+        turn(sessions, "bob", prompt(50, seed=1))
+        store.flush()
+
+        def fail(*_, **__):
+            from prefixstore import UnavailableError
+
+            raise UnavailableError("the location is away")
+
+        monkeypatch.setattr(store.engine._backend, "view", fail)
+        monkeypatch.setattr(store.engine._backend, "update", fail)
+        tokens = held + prompt(9, seed=2)
+        source, _, _, text, _ = turn(sessions, "alice", tokens)
+        assert source == "cold"
+        assert text == answer(alone, tokens, 6)
+        assert sessions.names() == ["alice", "bob"]
+        monkeypatch.undo()
+
+
+FAULTS = {
+    "memory": MemoryError(),
+    "no space": OSError(28, "no space left"),
+    "a bug": RuntimeError("a bug"),
+}
+STEPS = {
+    "capture": lambda store: type(store._hook.strategy),
+    "before_leaving": lambda store: type(store._hook.strategy),
+    "known_tokens": lambda store: type(store._hook),
+    "keys": lambda store: type(store._hook),
+    **{name: lambda store: type(store.engine) for name in ("bookmarks", "whole_bookmarks", "keep", "set_bookmark")},
+    "park": lambda _: Parking,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("step", STEPS)
+def test_a_fault_of_the_store_leaves_no_block(step, fault, llama, store, monkeypatch, caplog):
+    alone = llama(**SMALL)
+    sessions = store.sessions(max_sessions=2, max_resident=1)
+    turn(sessions, "alice", prompt(60))
+    turn(sessions, "bob", prompt(50, seed=1))
+
+    def fail(*_, **__):
+        raise FAULTS[fault]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(STEPS[step](store), step, fail)
+        for name in ("alice", "carol", "bob"):
+            tokens = prompt(60, seed=len(name))
+            with sessions.admit(name) as session:
+                found = session.create_completion(tokens, max_tokens=4, temperature=0)["choices"][0]["text"]
+            assert found == answer(alone, tokens, 4)
+        if step not in ("known_tokens", "keys"):
+            sessions.fork("bob", "dave")
+        sessions.names()
+        sessions.evict("dave")
+        sessions.evict_all()
+    assert "the completion continues without the store" in caplog.text
+    counts = store.engine.counters
+    assert counts["dropped:error"] + counts["resume:miss:error"] > 0
+    assert turn(sessions, "erin", prompt(40, seed=5), 4)[3] == answer(alone, prompt(40, seed=5), 4)
+    assert len(sessions._queue) == 0
+
+
+# -- misuse -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": ""}, "non-empty string"),
+        ({"name": 7}, "non-empty string"),
+        ({"name": "x" * 513}, "513 bytes"),
+        ({"name": "\ud800"}, "valid text"),
+        ({"name": "a", "reuse": "all"}, "reuse='all' is unknown"),
+        ({"name": "a", "timeout": -1}, "timeout=-1"),
+        ({"name": "a", "timeout": float("nan")}, "timeout=nan"),
+        ({"name": "a", "timeout": 10**400}, "too large; pass None"),
+        ({"name": "a", "timeout": 10**5000}, "too large; pass None"),
+        ({"name": "a", "timeout": "1"}, "timeout='1'"),
+    ],
+)
+def test_bad_input_says_what_to_do(sessions, arguments, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        sessions.admit(**arguments)
+    assert len(sessions._queue) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([1.5], "^tokens must be a flat sequence of integers, not list of shape .* float64"),
+        (12, "^tokens must be a flat sequence of integers, not int"),
+        (None, "flat sequence of integers, not NoneType"),
+        ("text", "not str of shape"),
+        ([[1, 2], [3]], "flat sequence of integers: "),
+        ([2**31], "32-bit integers"),
+        ([-1, 5], r"the model has the tokens 0 to \d+; these are -1 to 5"),
+        ([10**6], "these are 1000000 to 1000000"),
+    ],
+)
+def test_what_is_no_token_is_refused_before_anything_is_evaluated(llm, sessions, tokens, says):
+    held = turn(sessions, "alice", prompt(30))[4]
+    with sessions.admit("alice") as alice:
+        with pytest.raises(InvalidParameterError, match=says) as caught:
+            alice.eval(tokens)
+        assert str(caught.value).count("flat sequence") <= 1
+        if not isinstance(tokens, str):
+            with pytest.raises(InvalidParameterError, match=says):
+                alice.stream(tokens, window=40)
+        assert alice.tokens.tolist() == held
+        if "the model" not in says and "1000000" not in says:
+            for reset in (True, False):
+                with pytest.raises(InvalidParameterError, match=says):
+                    alice.generate(tokens, reset=reset)
+    assert turn(sessions, "alice", held)[0] == "live"
+
+
+@pytest.mark.parametrize("n_ctx", [128, 256])
+def test_more_tokens_than_the_context_has_are_refused_and_the_session_stays(n_ctx, llama, open_store):
+    """llama.cpp has 256 cells at least: with fewer tokens, llama-cpp-python loses what does not fit."""
+    llm = llama(**SMALL | {"n_ctx": n_ctx})
+    sessions = open_store(llm).sessions()
+    with sessions.admit("alice") as alice:
+        alice.eval(prompt(n_ctx - 2))
+    with sessions.admit("alice") as alice:
+        with pytest.raises(ContextError, match=rf"{n_ctx + 1} tokens do not fit into the context, which has {n_ctx}"):
+            alice.eval([5, 6, 7])
+        with pytest.raises(ContextError, match=r"use stream\(\)"):
+            alice.generate(prompt(n_ctx + 1), temp=0)
+        with pytest.raises(ContextError, match="larger n_ctx"):
+            alice.generate([5, 6, 7], reset=False)
+        alice.eval([5])
+        stream = alice.generate([6], reset=False, temp=0)
+        next(stream)
+        with pytest.raises(ContextError, match="do not fit"):
+            next(stream)
+    with sessions.admit("alice") as alice:
+        assert alice.tokens.tolist() == [*prompt(n_ctx - 2), 5, 6]
+        assert len(alice.create_completion(prompt(n_ctx - 1), max_tokens=None)["choices"]) == 1
+
+
+def test_evaluating_in_sessions_is_no_prompt_that_was_not_looked_up(llm, open_store, caplog):
+    open_store(llm).close()
+    store = open_store(llm, read_only=True)
+    with store.sessions().admit("alice") as alice:
+        for i in range(25):
+            alice.eval(prompt(20, seed=i))
+    assert "no prompt is looked up" not in caplog.text
+
+
+def test_counts_read_as_english(sessions):
+    turn(sessions, "alice", prompt(30))
+    says = str(sessions.stats())
+    assert says.startswith("1 session (0 parked) with 35 cells of the context; admitted: 0 live, 0 parked, 0 restored,")
+    sessions.fork("alice", "bob")
+    assert "2 sessions" in str(sessions.stats())
+    assert "1 fork, 0 discarded, 0 evicted, 0 timeouts, 0 stale calls" in str(sessions.stats())
+
+
+def test_thousands_of_sessions_are_forgotten_at_once(store):
+    sessions = store.sessions(max_sessions=3000)
+    turn(sessions, "alice", prompt(40))
+    for i in range(3000):
+        sessions.fork("alice", f"fork {i}")
+    assert sessions.stats().evicted == 1  # the least recently used one: a fork
+    assert len(sessions.names()) == 3000
+    assert turn(sessions, "fork 2999", prompt(40))[0] == "live"
+    assert sessions.evict_all() == 3000
+    assert sessions.names() == []
+    store.flush()
+    assert store.check() == []
+
+
+def test_what_is_cleared_inside_a_block_is_stored_again_at_its_end(store, sessions):
+    held = turn(sessions, "alice", prompt(60))[4]
+    with sessions.admit("alice") as alice:
+        alice.eval([5])
+        assert store.clear() > 0
+        alice.eval([6])
+    store.flush()
+    assert sessions.names() == ["alice"]
+    assert turn(sessions, "bob", prompt(30, seed=1))[0] == "cold"
+    assert turn(sessions, "alice", [*held, 5, 6, 7])[:3] == ("store", 0, len(held) + 2)
+    assert store.check() == []
+
+
+def test_there_is_one_for_each_store(llm, store, sessions):
+    assert store.sessions(max_sessions=8) is sessions
+    with pytest.raises(MisuseError, match="max_sessions=8"):
+        store.sessions(max_sessions=9)
+    with pytest.raises(InvalidParameterError, match="max_sessions=0"):
+        PrefixStore("memory:", load(llm.model_path, **SMALL)).sessions(max_sessions=0)
+    with pytest.raises(NotAttachedError):
+        PrefixStore("memory:").sessions()
+
+
+def test_after_the_store_was_detached_nobody_is_admitted(llm, store, sessions):
+    with sessions.admit("alice") as alice:
+        alice.eval(prompt(30))
+        store.detach()
+        with pytest.raises(NotAttachedError, match="leave the block"):
+            alice.eval([5])
+    with pytest.raises(NotAttachedError, match="attach it"):
+        sessions.admit("alice")
+    store.attach(llm)
+    assert store.sessions() is not sessions
+    with store.sessions().admit("alice") as alice:
+        assert alice.source == "cold"
+
+
+def test_a_model_whose_states_cannot_be_stored_has_no_sessions(models, tmp_path):
+    class Shared(type(load(models("llama"), **SMALL))):
+        @property
+        def context_params(self):
+            return self._params
+
+        @context_params.setter
+        def context_params(self, params):
+            params.n_seq_max, params.kv_unified = 2, False
+            self._params = params
+
+    llm = Shared(str(models("llama")), verbose=False, **SMALL)
+    with PrefixStore(tmp_path / "kv", llm) as store, pytest.raises(ContextError, match="streams"):
+        store.sessions()
+
+
+def test_a_store_that_is_open_to_read_restores_sessions(llm, open_store):
+    store = open_store(llm)
+    held = turn(store.sessions(), "alice", prompt(60))[4]
+    store.close()
+    forget(llm)
+    store = open_store(llm, read_only=True)
+    sessions = store.sessions()
+    assert sessions.names() == ["alice"]
+    assert turn(sessions, "alice", [*held, 5, 6, 7])[:3] == ("store", 0, len(held))
+    assert np.array_equal(turn(sessions, "bob", prompt(30))[1:3], (0, 0))

@@ -1,0 +1,92 @@
+"""``llama_cpp.server`` in a process of its own: with a store, or as it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+
+from tests.support import ROOT
+
+STOCK = "llama_cpp.server"
+OURS = "prefixstore.server"
+# as tests.support.models.load
+MODEL_OPTIONS = ["--n_ctx", "2048", "--n_threads", "1", "--n_threads_batch", "1", "--verbose", "false"]
+START_SECONDS = 120
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+class Served:
+    """A server that answers."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=120)
+
+    def chat(self, messages, model="default", **options):
+        return self.client.chat.completions.create(
+            model=model, messages=messages, temperature=0, **{"max_tokens": 8, **options}
+        )
+
+    def complete(self, prompt, model="default", **options):
+        return self.client.completions.create(model=model, prompt=prompt, temperature=0, **{"max_tokens": 8, **options})
+
+    def stop(self) -> int:
+        """End it as systemd does."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@contextmanager
+def serving(
+    *arguments: str, module: str = OURS, log: Path | None = None, listening: int | None = None
+) -> Iterator[Served]:
+    port = listening or free_port()
+    command = [sys.executable, "-m", module, *arguments]
+    if listening is None:
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+    # a file, since nobody reads a pipe
+    with (log or Path(os.devnull)).open("a") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    served = Served(process, f"http://127.0.0.1:{port}")
+    try:
+        wait_until_it_answers(served)
+        yield served
+    finally:
+        served.client.close()
+        process.kill()
+        process.wait(60)
+
+
+def wait_until_it_answers(served: Served) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        assert served.process.poll() is None, "the server has ended"
+        try:
+            httpx.get(f"{served.url}/openapi.json", timeout=5)
+        except httpx.TransportError:
+            assert time.monotonic() < deadline, "the server does not answer"
+            time.sleep(0.05)
+        else:
+            return

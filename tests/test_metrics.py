@@ -1,0 +1,721 @@
+"""What is told to Prometheus: of stores, of locations, of a server's requests; and the dashboard and alerts on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+import yaml
+from prometheus_client import start_http_server
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from prefixstore import PrefixStore
+from prefixstore.backends.base import Used
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.cli import main
+from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
+from prefixstore.format.figures import History
+from prefixstore.maintenance.archive import Archive
+from prefixstore.metrics import ENDPOINTS, RequestMetrics, Share, StoreMetrics, location_text, new_registry, render
+from prefixstore.metrics.labels import MOST_REASONS
+from prefixstore.metrics.location import MOST_MODELS
+from prefixstore.metrics.stores import GROUPS
+from prefixstore.stats import SessionCounts, Stats
+from tests.support import ROOT
+from tests.support.engines import MIB, A, B, C, gated, snapshot_of, store_of, writer_of
+from tests.support.exposition import names, problems, samples, value
+from tests.support.models import answer, prompt
+from tests.support.places import fill, space
+from tests.support.worker import in_fork
+
+DOCS = ROOT / "docs"
+LOCATIONS = ("memory:", "lmdb")
+
+
+def text_of(registry):
+    body, content_type = render(registry)
+    assert content_type.startswith("text/plain; version=")
+    return body.decode()
+
+
+# -- a store ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama, tmp_path, location):
+    llm, tokens = llama(), prompt(700)
+    with PrefixStore(tmp_path / "kv" if location == "lmdb" else location, llm, ram_bytes=MIB) as store:
+        llm.set_cache(store)
+        assert problems(store.metrics()) == []
+        answer(llm, tokens, 1)  # a miss
+        answer(llm, tokens, 1)  # live
+        store.flush()
+        llm.reset()
+        answer(llm, tokens, 1)  # from the store
+        text, stats = store.metrics(), store.stats()
+        assert problems(text) == []
+        for name, expected in {
+            "prefixstore_prompt_tokens_total": 2100,
+            "prefixstore_restored_tokens_total": 699,
+            "prefixstore_computed_tokens_total": stats.tokens_computed,
+            "prefixstore_lookup_seconds_count": 3,
+            "prefixstore_restore_seconds_count": 1,
+            "prefixstore_restore_seconds_sum": stats.restore_seconds,
+            "prefixstore_capture_seconds_total": stats.capture_seconds,
+            # each of the three pages was used for the first time, soon after it was captured
+            "prefixstore_first_reuse_seconds_count": 3,
+            "prefixstore_eviction_age_seconds_count": 0,
+            "prefixstore_outages_total": 0,
+            "prefixstore_written_pages_total": stats.allocations,
+            "prefixstore_deleted_pages_total": 0,
+            "prefixstore_peak_bytes": stats.peak_bytes,
+            "prefixstore_pages": stats.entries,
+            "prefixstore_stored_bytes": stats.bytes_stored,
+            "prefixstore_state_bytes": stats.bytes_raw,
+            "prefixstore_queue_budget_bytes": store.engine.queue_bytes,
+            "prefixstore_location_up": 1,
+        }.items():
+            assert value(text, name) == pytest.approx(expected), name
+        for source in ("store", "live", "none"):
+            assert value(text, "prefixstore_lookups_total", source=source) == 1
+        assert value(text, "prefixstore_misses_total", reason="not_found") == 1
+        assert value(text, "prefixstore_captured_pages_total", form="page") == stats.pages_captured == 3
+        assert value(text, "prefixstore_used_bytes", tier="location") == stats.bytes_used
+        assert value(text, "prefixstore_budget_bytes", tier="location") == store.capacity_bytes
+        assert value(text, "prefixstore_budget_bytes", tier="ram") == MIB
+        assert stats.prompt_tokens == 2100
+        assert stats.allocations == 3
+        assert stats.peak_bytes > 0
+
+
+def test_a_portable_store_counts_prompts_and_restores(llama):
+    llm, tokens = llama(), prompt(700)
+    with PrefixStore("memory:", namespace="m") as store:
+        llm.set_cache(store)
+        answer(llm, tokens, 1)
+        store.flush()
+        llm.reset()
+        answer(llm, tokens, 1)
+        text = store.metrics()
+        assert problems(text) == []
+        assert value(text, "prefixstore_prompt_tokens_total") == store.stats().prompt_tokens == 1400
+        assert value(text, "prefixstore_restore_seconds_count") == 1
+
+
+def test_recurrent_memory_counts_the_reuse_of_its_snapshots(llama):
+    llm, tokens = llama("mamba"), prompt(300)
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        answer(llm, tokens, 1)
+        store.flush()
+        llm.reset()
+        answer(llm, tokens, 1)
+        text = store.metrics()
+        assert problems(text) == []
+        assert value(text, "prefixstore_captured_pages_total", form="snapshot") > 0
+        assert value(text, "prefixstore_restore_seconds_count") == 1
+        assert value(text, "prefixstore_first_reuse_seconds_count") > 0
+
+
+def test_each_page_is_counted_at_its_first_use_and_no_other():
+    with store_of() as store:
+        store.put(A)
+        store.put(B)
+        for tokens, expected in ((A, 3), (A, 3), (B, 6), (C, 6)):
+            store.fetch(tokens)
+            assert store.counters.histogram("first_reuse").n == expected
+        # a use that was recorded by another engine is a use
+        store.engine.commit([])
+        store.open()
+        store.fetch(A)
+        assert store.counters.histogram("first_reuse").n == 0
+
+
+def test_each_evicted_page_is_counted_with_the_time_since_its_last_use():
+    with store_of(max_entries=4) as store:
+        for n in range(5):
+            store.put([n] * 12)
+        evicted = store.counters.histogram("eviction_age")
+        assert evicted.n == store.counters["evictions"] > 4
+        assert 0 <= evicted.total < 60 * evicted.n
+
+
+def test_the_age_at_eviction_begins_with_the_last_use(monkeypatch):
+    clock = time.time_ns
+    with store_of(max_entries=3) as store:
+        store.put(A)
+        monkeypatch.setattr("prefixstore.engine.budget.time.time_ns", lambda: clock() + 7200 * 10**9)
+        store.put(B)
+        taken = store.counters.histogram("eviction_age")
+        assert taken.n == 3
+        assert taken.total == pytest.approx(3 * 7200, abs=60)
+        assert taken.counts[taken.bounds.index(14400.0)] == 3
+
+
+def test_seconds_saved_never_fall():
+    with store_of() as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        for seconds in (2.0, -0.5):
+            store.counters.time("saved", seconds)
+        assert store.counters.seconds("saved") == 1.5
+        assert value(text_of(registry), "prefixstore_saved_seconds_total") == 2.0
+
+
+def test_the_buckets_of_a_histogram_have_all_values_up_to_their_bound():
+    with store_of() as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        store.counters.observe("lookup", [30e-6, 50e-6, 0.2, 59.0, 100.0])
+        text = text_of(registry)
+        for bound, expected in {"5e-05": 2, "0.0001": 2, "0.1": 2, "0.25": 3, "30.0": 3, "60.0": 4, "+Inf": 5}.items():
+            assert value(text, "prefixstore_lookup_seconds_bucket", le=bound) == expected, bound
+        assert value(text, "prefixstore_lookup_seconds_sum") == pytest.approx(159.20008)
+
+
+def test_several_stores_share_a_registry_by_name():
+    with store_of() as one, store_of() as two:
+        registry = new_registry()
+        metrics = StoreMetrics(registry)
+        assert text_of(registry) == ""
+        metrics.add(one, "chat")
+        metrics.add(two, "code")
+        one.put(A)
+        text = text_of(registry)
+        assert problems(text) == []
+        assert value(text, "prefixstore_pages", store="chat") == 3
+        assert value(text, "prefixstore_pages", store="code") == 0
+        assert value(text, "prefixstore_used_bytes", store="code", tier="ram") == 0
+        metrics.remove("chat")
+        assert "chat" not in text_of(registry)
+        with pytest.raises(InvalidParameterError, match="add"):
+            StoreMetrics(registry, one)
+
+
+def test_the_limit_of_pages_is_told_if_there_is_one():
+    for limit, expected in ((None, set()), (7, {"prefixstore_budget_pages"})):
+        with store_of(max_entries=limit) as store:
+            registry = new_registry()
+            StoreMetrics(registry, store)
+            assert names(text_of(registry)) & {"prefixstore_budget_pages"} == expected
+
+
+def test_a_million_reasons_would_be_a_bounded_number_of_series():
+    with store_of() as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        for n in range(20_000):
+            store.counters.count(f"miss:reason_{'abcdefghij'[n % 10]}_{n}")
+            store.counters.count(f"dropped:The prompt {n}")
+        text = text_of(registry)
+        assert "prompt " not in "".join(str(labels) for _, labels in samples(text))
+        assert len(samples(text)) < 400
+        misses = {key: n for key, n in samples(text).items() if key[0] == "prefixstore_misses_total"}
+        assert len(misses) == MOST_REASONS + 1
+        assert sum(misses.values()) == 20_000
+        assert value(text, "prefixstore_dropped_pages_total", reason="other") == 20_000
+
+
+def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told():
+    gate = threading.Event()
+    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store) as writer:
+        registry = new_registry()
+        StoreMetrics(registry, writer.engine)
+        # a tail, and the page that continues it, before either is written
+        for tokens in (A[:6], A[:7]):
+            for new in store.pages(tokens):
+                writer.submit(new)
+        assert writer.submit(snapshot_of(store, A[:5]))
+        text = text_of(registry)
+        assert value(text, "prefixstore_pending_pages", form="page") == 2
+        assert value(text, "prefixstore_pending_pages", form="snapshot") == 1
+        assert value(text, "prefixstore_outdated_pages_total", reason="superseded") == 1
+        assert value(text, "prefixstore_written_pages_total") == 0
+        gate.set()
+        writer.drain()
+        before = text_of(registry)
+        assert value(before, "prefixstore_pending_pages", form="page") == 0
+        assert value(before, "prefixstore_written_pages_total") == value(before, "prefixstore_pages") == 3
+        writer.engine.clear(None)
+        text = text_of(registry)
+        assert problems(text) == []
+        assert value(text, "prefixstore_deleted_pages_total") == 3
+        peak = value(before, "prefixstore_peak_bytes")
+        assert value(text, "prefixstore_peak_bytes") == peak > value(text, "prefixstore_used_bytes", tier="location")
+
+
+# -- when something is wrong ------------------------------------------------------------------------------------------
+
+
+class Failing(MemoryBackend):
+    """A location that fails while it is told to."""
+
+    fails = False
+    asked = 0
+
+    @contextmanager
+    def view(self):
+        self.asked += 1
+        if self.fails:
+            raise UnavailableError("it fails on purpose")
+        with super().view() as view:
+            yield view
+
+
+def test_a_scrape_of_a_location_that_fails_tells_the_last_known_sizes():
+    backend = Failing()
+    with store_of(backend) as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        store.put(A)
+        before = text_of(registry)
+        backend.fails = True
+        text = text_of(registry)
+        assert value(before, "prefixstore_location_up") == 1
+        assert value(text, "prefixstore_location_up") == 0
+        for name, labels in (("prefixstore_pages", {}), ("prefixstore_used_bytes", {"tier": "location"})):
+            assert value(text, name, **labels) == value(before, name, **labels) > 0
+        assert problems(text) == []
+        backend.fails = False
+        assert value(text_of(registry), "prefixstore_location_up") == 1
+
+
+def test_a_scrape_does_not_ask_a_location_while_the_circuit_is_open(monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.breaker.FAST_SECONDS", -1.0)  # every failure opens it
+    monkeypatch.setattr("prefixstore.engine.breaker.OPEN_FACTOR", 1e9)
+    monkeypatch.setattr("prefixstore.engine.breaker.FIRST_PROBE", 1000.0)
+    backend = Failing()
+    with store_of(backend) as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        store.put(A)
+        backend.fails = True
+        text_of(registry)
+        asked = backend.asked
+        text = text_of(registry)
+        assert backend.asked == asked
+        assert value(text, "prefixstore_location_up") == 0
+        assert value(text, "prefixstore_outages_total") == 1
+        backend.fails = False
+
+
+@pytest.mark.parametrize("location", LOCATIONS)
+def test_a_closed_store_says_so_and_a_server_goes_on_telling_its_last_values(llama, tmp_path, location):
+    llm = llama()
+    store = PrefixStore(tmp_path / "kv" if location == "lmdb" else location, llm)
+    registry = new_registry()
+    StoreMetrics(registry, store)
+    llm.set_cache(store)
+    answer(llm, prompt(600), 1)
+    store.flush()
+    before = samples(text_of(registry))
+    store.close()
+    after = samples(text_of(registry))
+    changed = {name for (name, labels), number in after.items() if before[name, labels] != number}
+    assert changed == {"prefixstore_location_up"}
+    with pytest.raises(ClosedError):
+        store.metrics()
+    with pytest.raises(ClosedError):
+        StoreMetrics(new_registry(), store)
+
+
+def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "prometheus_client"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with PrefixStore("memory:") as store, pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
+        store.metrics()
+    with pytest.raises(MissingExtraError, match=r"prefixstore\[server\]"):
+        new_registry()
+
+
+def test_prometheus_client_is_imported_only_when_metrics_are_wanted():
+    code = "import sys, prefixstore.metrics, prefixstore.cli.app; assert 'prometheus_client' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def test_the_metrics_are_served_by_prometheus_client_too_in_both_formats():
+    with store_of() as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        RequestMetrics(registry).observe("/completion", "none", "not_found", 5)
+        server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+        try:
+            found = {}
+            for accept, parse in (
+                ("text/plain", text_string_to_metric_families),
+                ("application/openmetrics-text", openmetrics),
+            ):
+                wanted = urllib.request.Request(
+                    f"http://127.0.0.1:{server.server_port}/metrics", headers={"Accept": f"{accept}; version=1.0.0"}
+                )
+                with urllib.request.urlopen(wanted, timeout=60) as reply:
+                    assert reply.headers["content-type"].startswith(accept)
+                    found[accept] = {one.name for family in parse(reply.read().decode()) for one in family.samples}
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+        plain, other = ({name for name in some if not name.endswith("_created")} for some in found.values())
+        assert plain == other == names(text_of(registry))
+
+
+# -- threads, forks ---------------------------------------------------------------------------------------------------
+
+
+def test_scrapes_while_threads_work_never_fail_nor_see_a_counter_fall(tmp_path):
+    n_threads, n_rounds = 4, 40
+    with store_of(LMDBBackend(tmp_path, 8 * MIB), max_entries=40, options={"write_behind": True}) as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        requests = RequestMetrics(registry)
+        failed = []
+
+        def work(thread):
+            try:
+                for n in range(n_rounds):
+                    tokens = [thread * 1000 + n] * 12
+                    store.put(tokens)
+                    requests.observe("/completion", "store" if store.fetch(tokens) else "none", prompt_tokens=12)
+            except BaseException as error:  # noqa: BLE001 - it is shown
+                failed.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        last: dict = {}
+        while any(thread.is_alive() for thread in threads):
+            text = text_of(registry)
+            assert problems(text) == []
+            now = samples(text)
+            rising = {
+                key: number for key, number in now.items() if key[0].endswith(("_total", "_count", "_sum", "_bucket"))
+            }
+            assert {key for key, number in rising.items() if number < last.get(key, 0)} == set()
+            last = rising
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        text = text_of(registry)
+        assert (
+            value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 12 * n_threads * n_rounds
+        )
+        assert value(text, "prefixstore_lookup_seconds_count") == 2 * n_threads * n_rounds
+        assert (
+            value(text, "prefixstore_evicted_pages_total") == value(text, "prefixstore_eviction_age_seconds_count") > 0
+        )
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
+def test_a_forked_child_goes_on_counting_and_its_parent_does_not_see_it(tmp_path):
+    with store_of(LMDBBackend(tmp_path, 8 * MIB)) as store:
+        registry = new_registry()
+        StoreMetrics(registry, store)
+        store.put(A)
+        store.fetch(A)
+        counted = store.counters.histogram("lookup").n
+        with store.counters._lock:  # as a thread of the parent may hold it
+            in_fork(lambda: child(store, registry, counted))
+        text = text_of(registry)
+        assert value(text, "prefixstore_lookup_seconds_count") == counted
+        assert value(text, "prefixstore_first_reuse_seconds_count") == 3
+
+
+def child(store, registry, counted):
+    assert store.match(A) == 12
+    text = text_of(registry)
+    assert problems(text) == []
+    assert value(text, "prefixstore_lookup_seconds_count") == counted + 1
+    assert value(text, "prefixstore_first_reuse_seconds_count") == 3
+    requests = RequestMetrics(registry)
+    requests.passed("/completion", "lora")
+    assert value(text_of(registry), "prefixstore_requests_passed_total", endpoint="/completion", reason="lora") == 1
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_counted_by_endpoint_source_and_reason():
+    registry = new_registry()
+    requests = RequestMetrics(registry)
+    requests.observe(
+        "/v1/chat/completions",
+        source="store",
+        reason=None,
+        prompt_tokens=1000,
+        live_tokens=100,
+        restored_tokens=800,
+        computed_tokens=100,
+        lookup_seconds=0.0002,
+        restore_seconds=0.03,
+        saved_seconds=1.5,
+    )
+    requests.observe("/completion", "none", "not_found", 50, 0, 0, 50, 0.0001)
+    requests.observe("/completion", "live", None, 50, 49, 0, 1)
+    requests.passed("/v1/chat/completions", "images")
+    text = text_of(registry)
+    assert problems(text) == []
+    chat, plain = "/v1/chat/completions", "/completion"
+    for (name, endpoint), expected in {
+        ("prompt_tokens_total", chat): 1000,
+        ("live_tokens_total", chat): 100,
+        ("restored_tokens_total", chat): 800,
+        ("computed_tokens_total", chat): 100,
+        ("saved_seconds_total", chat): 1.5,
+        ("lookup_seconds_sum", chat): 0.0002,
+        ("restore_seconds_count", chat): 1,
+        ("prompt_tokens_total", plain): 100,
+        ("lookup_seconds_count", plain): 1,
+    }.items():
+        assert value(text, f"prefixstore_request_{name}", endpoint=endpoint) == expected, name
+    assert value(text, "prefixstore_requests_total", endpoint=chat, source="store") == 1
+    assert value(text, "prefixstore_requests_total", endpoint=plain, source="live") == 1
+    assert value(text, "prefixstore_request_misses_total", endpoint=plain, reason="not_found") == 1
+    assert value(text, "prefixstore_requests_passed_total", endpoint=chat, reason="images") == 1
+    with pytest.raises(InvalidParameterError, match="one RequestMetrics"):
+        RequestMetrics(registry)
+
+
+def test_no_value_of_a_request_is_refused():
+    registry = new_registry()
+    requests = RequestMetrics(registry)
+    for bad in (None, -1, float("nan"), float("inf"), -0.0):
+        requests.observe("/completion", "somewhere", "a\nb", bad, bad, bad, bad, bad, bad, bad)
+    text = text_of(registry)
+    assert problems(text) == []
+    assert value(text, "prefixstore_requests_total", endpoint="/completion", source="other") == 5
+    assert value(text, "prefixstore_request_misses_total", endpoint="/completion", reason="other") == 5
+    assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 0
+
+
+def test_the_labels_of_requests_are_bounded_whatever_clients_ask_for():
+    registry = new_registry()
+    requests = RequestMetrics(registry)
+    for n in range(20_000):
+        requests.observe(f"/v1/secret-{n}", f"source {n}", f"the prompt {n}", 1)
+        requests.passed(f"/completion?key={n}", f"reason_{chr(97 + n % 26)}")
+    text = text_of(registry)
+    assert problems(text) == []
+    assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="other") == 20_000
+    assert {label for _, labels in samples(text) for label in dict(labels).values()} <= ENDPOINTS | {
+        *("other", "+Inf"),
+        *(f"reason_{chr(97 + n)}" for n in range(26)),
+        *(dict(labels)["le"] for _, labels in samples(text) if "le" in dict(labels)),
+    }
+
+
+MULTIPROCESS = """
+import os
+from prometheus_client import CollectorRegistry, multiprocess
+from prefixstore.metrics import RequestMetrics, new_registry, render
+requests = None
+for n in range(3):
+    child = os.fork()
+    if child == 0:
+        requests = RequestMetrics(new_registry())
+        requests.observe("/completion", "store", prompt_tokens=100, lookup_seconds=0.001)
+        os._exit(0)
+    os.waitpid(child, 0)
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(render(registry)[0].decode())
+"""
+
+
+def test_the_requests_of_several_processes_are_added_in_the_multiprocess_mode(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", MULTIPROCESS]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=60).stdout
+    assert value(text, "prefixstore_requests_total", endpoint="/completion", source="store") == 3
+    assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 300
+    assert value(text, "prefixstore_request_lookup_seconds_count", endpoint="/completion") == 3
+
+
+# -- a location -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_the_command_tells_what_a_location_holds_of_each_model_and_names_no_tenant(scheme, tmp_path, capfd):
+    location = f"lmdb://{tmp_path}/kv" if scheme == "lmdb" else f"sqlite:///{tmp_path}/kv.db"
+    with Archive(location, create=True) as archive:
+        for salt in ("tenant-a", "tenant-b"):
+            fill(archive.backend, space(salt, label="chat", model="abcdef" * 8), [A])
+        fill(archive.backend, space(None, label="code"), [A, B])
+    assert main(["stats", location, "--prometheus", "--max-bytes", "1GiB"]) == 0
+    text = capfd.readouterr().out
+    assert problems(text) == []
+    assert "tenant" not in text
+    assert value(text, "prefixstore_pages") == 12
+    assert value(text, "prefixstore_budget_bytes", tier="location") == 1 << 30
+    assert value(text, "prefixstore_used_bytes", tier="location") > 12_000
+    assert value(text, "prefixstore_stored_bytes") == 12_000
+    assert value(text, "prefixstore_model_pages", model="abcdefabcdef", label="chat") == 6
+    assert value(text, "prefixstore_model_tokens", model="", label="code") == 24
+    assert main(["stats", location, "--prometheus"]) == 0
+    assert "budget" not in capfd.readouterr().out
+
+
+def test_the_command_refuses_two_forms_of_output_and_a_limit_that_is_none(tmp_path, capfd):
+    with Archive(tmp_path / "kv", create=True):
+        pass
+    for arguments in (("--prometheus", "--json"), ("--prometheus", "--max-bytes", "many")):
+        assert main(["stats", str(tmp_path / "kv"), *arguments]) == 2
+        assert capfd.readouterr().out == ""
+    assert main(["stats", str(tmp_path / "kv"), "--prometheus"]) == 0
+    assert value(capfd.readouterr().out, "prefixstore_pages") == 0
+
+
+def test_the_models_of_a_location_are_bounded():
+    shares = [Share(f"{n:012x}", f"user {n}" + "x" * 500, 1, 10, n, n, 0, 0) for n in range(1000)]
+    text = location_text(Used(1000, 1 << 20), shares)
+    assert problems(text) == []
+    by_model = {labels: n for (name, labels), n in samples(text).items() if name == "prefixstore_model_pages"}
+    assert len(by_model) == MOST_MODELS + 1
+    assert sum(by_model.values()) == 1000
+    assert value(text, "prefixstore_model_pages", model="other", label="other") == 1000 - MOST_MODELS
+    assert max(len(text) for _, labels in samples(text) for text in dict(labels).values()) <= 64
+    # the largest ones have names
+    assert f"{999:012x}" in text
+
+
+# -- the dashboard, the alerts, the document --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """A text with every metric: of a store, of requests and of a location."""
+    with store_of(max_entries=10) as store:
+        registry = new_registry()
+        counted = SessionCounts(*[1] * 12, {"alice": 1, "bob": 1}, 1, 1)
+        store.engine.sessions = lambda: lambda: counted
+        StoreMetrics(registry, store)
+        requests = RequestMetrics(registry)
+        for source in ("store", "live", "none"):
+            requests.observe("/completion", source, "not_found", 1, lookup_seconds=0.1, restore_seconds=0.1)
+        requests.passed("/completion", "lora")
+        text = text_of(registry)
+    shares = [Share("model", "label", 1, 1, 1, 1, 1, 1)]
+    location = location_text(Used(1, 1), shares, 1, History(0.0))
+    families = re.split(r"(?=^# HELP )", location, flags=re.MULTILINE)
+    only = [family for family in families if re.search("prefixstore_(model|kept)_", family)]
+    return text + "".join(only)
+
+
+def family_of(name):
+    return re.sub(r"_(bucket|sum|count)$", "", name)
+
+
+def dashboard():
+    return json.loads((DOCS / "grafana.json").read_text())
+
+
+def panels():
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def rules():
+    groups = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries():
+    found = [(f"panel {panel['title']}", target["expr"]) for panel in panels() for target in panel["targets"]]
+    return found + [(f"alert {rule['alert']}", rule["expr"]) for rule in rules()]
+
+
+def test_every_metric_label_and_value_in_the_dashboard_and_the_alerts_exists(everything):
+    exposed = samples(everything)
+    known: dict = {}
+    for name, labels in exposed:
+        for label, text in labels:
+            known.setdefault(name, {}).setdefault(label, set()).add(text)
+        known.setdefault(name, {})
+    for where, query in queries():
+        used = re.findall(r"(prefixstore_\w+)(?:\{([^}]*)\})?", query)
+        assert used, where
+        for name, matchers in used:
+            assert name in known, (where, name)
+            for label, how, text in re.findall(r'(\w+)(=~|!=|!~|=)"([^"]*)"', matchers):
+                if label in ("job", "instance"):
+                    assert text == f"${label}", where
+                    continue
+                assert label in known[name], (where, name, label)
+                for one in text.split("|") if "~" in how else [text]:
+                    assert one in known[name][label], (where, name, label, one)
+        for grouped in re.findall(r"by \(([^)]*)\)", query):
+            labels = {label for name, _ in used for label in known[name]} | {"job", "instance"}
+            assert {label.strip() for label in grouped.split(",")} <= labels, where
+        assert query.count("(") == query.count(")"), where
+
+
+def test_what_is_counted_is_asked_for_as_a_rate(everything):
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", everything, re.MULTILINE))
+    for where, query in queries():
+        for name, after in re.findall(r"(prefixstore_\w+)(?:\{[^}]*\})?(\[)?", query):
+            is_gauge = kinds.get(name) == "gauge"
+            assert is_gauge != (after == "["), (where, name)
+
+
+def test_the_dashboard_can_be_imported(everything):
+    board = dashboard()
+    assert board["uid"] == "prefixstore"
+    assert board["schemaVersion"] >= 36
+    assert {one["name"] for one in board["templating"]["list"]} == {"datasource", "job", "instance"}
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken = set()
+    for panel in panels():
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["description"]
+        for target in panel["targets"]:
+            assert 'job=~"$job"' in target["expr"]
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+    # it shows all that servers and stores tell, except a limit that few stores have
+    shown = {family_of(name) for _, query in queries() for name in re.findall(r"prefixstore_\w+", query)}
+    told = {family_of(name) for name in names(everything) if not re.match("prefixstore_(model|kept)_", name)}
+    assert told - shown == {"prefixstore_budget_pages"}
+    for variable in board["templating"]["list"][1:]:
+        (used,) = re.findall(r"prefixstore_\w+", variable["definition"])
+        assert used in names(everything)
+
+
+def test_every_alert_says_what_to_do():
+    assert len({rule["alert"] for rule in rules()}) == len(rules())
+    for rule in rules():
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["annotations"]["summary"]
+        assert rule["annotations"]["description"].endswith(".")
+        assert rule["annotations"]["runbook_url"].endswith("docs/metrics.md#alerts")
+        assert f"`{rule['alert']}`" in (DOCS / "metrics.md").read_text()
+
+
+def test_the_document_has_every_metric_and_no_other(everything):
+    rows = re.findall(r"^\| `(prefixstore_\w+)", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+    exposed = {family_of(name) for name in names(everything)}
+    assert sorted(rows) == sorted(exposed)
+
+
+def test_the_document_links_each_label_to_its_values(everything):
+    text = (DOCS / "metrics.md").read_text()
+    for name, labels in samples(everything):
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{family_of(name)}`"))
+        for label, _ in labels:
+            assert label == "le" or f"`{label}`" in row, (name, label)
+
+
+def test_the_reasons_that_are_told_from_the_start_are_those_of_the_statistics():
+    for _, _, reasons in GROUPS.values():
+        assert [reason for reason in reasons if f'``"{reason}"``' not in (Stats.__doc__ or "")] == []

@@ -1,0 +1,191 @@
+"""What a store is before a Llama is attached; memory that several stores name; an empty store."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from contextlib import closing
+
+import pytest
+
+from prefixstore import ClosedError, InvalidParameterError, NotAttachedError, PrefixStore
+from prefixstore.backends import open_backend
+from prefixstore.backends.memory import agreed_bytes
+from prefixstore.maintenance.archive import Archive
+from tests.support.engines import MIB, wait_for
+from tests.support.models import answer, attached, evaluated, forget, prompt
+from tests.support.places import contents, fill, space
+
+# -- without arguments -------------------------------------------------------------------------------------------------
+
+
+def test_a_store_without_arguments_serves_the_llama_that_is_attached_later(llama):
+    tokens = prompt(300)
+    for n_computed in (300, 1):
+        with PrefixStore() as store:
+            assert store.location.startswith("lmdb://")
+            llm = attached(store, llama())
+            assert evaluated(store, lambda: answer(llm, tokens, 1)) == n_computed  # noqa: B023 - called at once
+            assert store.match(tokens).n_tokens == 300
+
+
+@pytest.mark.parametrize("location", ["kv", "memory://unattached"])
+def test_what_needs_a_namespace_says_so_before_a_llama_is_attached(llama, location, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    llm = llama()
+    with PrefixStore(location) as store:
+        llm.set_cache(store)
+        uses = [
+            lambda: store[prompt(300)],
+            lambda: store.__setitem__(prompt(300), llm.save_state()),
+            lambda: answer(llm, prompt(300), 1),
+        ]
+        for use in uses:
+            with pytest.raises(NotAttachedError, match=r"call attach\(llm\), or open the store with namespace="):
+                use()
+        for use in (store.match, store.pin, store.restore, lambda _: store.clear(), lambda _: store.namespace):
+            with pytest.raises(NotAttachedError):
+                use(prompt(300))
+        assert store.stats().entries == len(store) == 0
+        assert store.clear(everything=True) == 0
+        attached(store, llm)
+        answer(llm, prompt(300), 1)
+        store.detach()
+        llm.set_cache(store)
+        with pytest.raises(NotAttachedError):
+            answer(llm, prompt(300), 1)
+    # memory of its own needs none
+    with PrefixStore("memory:") as store:
+        llm.set_cache(store)
+        answer(llm, prompt(300), 1)
+
+
+# -- how many pages ----------------------------------------------------------------------------------------------------
+
+
+def test_the_length_of_a_store_is_its_pages_and_an_empty_one_is_true(llama):
+    with PrefixStore("memory:") as store:
+        llm = attached(store, llama())
+        assert len(store) == 0
+        assert store
+        # llama-cpp-python asks whether there is a cache
+        answer(llm, prompt(300), 1)
+        store.drain()
+        assert len(store) == 2 == store.stats().entries
+    assert store
+    with pytest.raises(ClosedError):
+        len(store)
+
+
+# -- memory with a name ------------------------------------------------------------------------------------------------
+
+
+def test_all_who_name_a_memory_have_one_store_until_the_last_is_closed(llama):
+    tokens = prompt(600)
+    with PrefixStore("memory://chat") as first:
+        llm = attached(first, llama())
+        expected = answer(llm, tokens, 5)
+        first.flush()
+        with PrefixStore("memory://chat") as second:
+            assert second.location == "memory://chat"
+            other = attached(second, llama())
+            assert answer(other, tokens, 5) == expected
+            assert second.last.restored == 599
+            # and the other way round
+            answer(other, prompt(300, seed=1), 1)
+            second.flush()
+            assert first.match(prompt(300, seed=1)).n_tokens == 300
+        assert len(first) == 5
+        forget(llm)
+        assert answer(llm, tokens, 5) == expected
+        with PrefixStore("memory://another", llama()) as another:
+            assert len(another) == 0
+        assert first.check() == []
+    with PrefixStore("memory://chat") as store:
+        assert len(store) == 0
+
+
+def test_a_store_that_is_collected_releases_its_memory(llama):
+    store = PrefixStore("memory://collected", llama())
+    assert agreed_bytes("memory://collected") == 10 << 30
+    del store
+    gc.collect()
+    wait_for(lambda: agreed_bytes("memory://collected") is None, "the memory is released")
+
+
+def test_options_on_which_those_who_name_a_memory_cannot_agree_are_refused():
+    with pytest.raises(InvalidParameterError, match="read_only=True: no store memory://x is open in this process"):
+        PrefixStore("memory://x", read_only=True)
+    with PrefixStore("memory://x", namespace="n", max_bytes="1MiB") as store:
+        with pytest.raises(InvalidParameterError, match="max_bytes=2097152: memory://x is open with max_bytes=1048576"):
+            PrefixStore("memory://x", max_bytes="2MiB")
+        # one that only reads keeps no budget, and everything else is up to each store
+        with PrefixStore("memory://x", namespace="n", read_only=True, page_tokens=32, codec="zstd") as reader:
+            assert len(reader) == len(store) == 0
+    with PrefixStore("memory://x", max_bytes="2MiB"):
+        pass
+
+
+@pytest.mark.parametrize("location", ["memory:x", "memory:///x", "memory://a/b", "memory://a?b=1", "memory://joe:pw@h"])
+def test_what_is_no_name_is_refused(location):
+    with pytest.raises(InvalidParameterError, match='pass "memory:", or "memory://name"') as caught:
+        PrefixStore(location, namespace="n")
+    assert "pw" not in str(caught.value).split("pass")[0]
+
+
+def test_an_archive_of_a_named_memory_sees_what_its_store_has():
+    with closing(open_backend("memory://archived", max_bytes=MIB)) as backend:
+        fill(backend, space(), [[1, 2, 3, 4]], last_used=1)
+        with Archive("memory://archived") as archive:
+            assert archive.used().entries == 1
+            assert archive.purge(everything=True).pages == 1
+        with Archive("memory://archived", read_only=True) as archive:
+            assert archive.used().entries == 0
+
+
+def test_a_closed_backend_of_a_name_leaves_the_others_alone_and_a_second_close_does_nothing():
+    one, two = (open_backend("memory://twice", max_bytes=MIB) for _ in range(2))
+    fill(one, space(), [[1, 2, 3, 4]], last_used=1)
+    one.close()
+    one.close()
+    assert len(contents(two)) == 1
+    assert contents(one) == {}
+    two.close()
+    assert agreed_bytes("memory://twice") is None
+
+
+def test_writers_of_one_memory_take_turns():
+    n_threads, n_each = 4, 25
+    backends = [open_backend("memory://crowd", max_bytes=MIB) for _ in range(n_threads)]
+
+    def write(number):
+        for i in range(n_each):
+            fill(backends[number], space(), [[number, i, 3, 4]], last_used=1, size=10)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with backends[0].view() as view:
+        assert view.generation == view.used.entries == n_threads * n_each
+    for backend in backends:
+        backend.close()
+
+
+def test_a_forked_child_has_a_copy_that_its_stores_share():
+    one, two = (open_backend("memory://forked", max_bytes=MIB) for _ in range(2))
+    fill(one, space(), [[1, 2, 3, 4]], last_used=1)
+    pid = os.fork()
+    if pid == 0:
+        fill(one, space(), [[5, 6, 7, 8]], last_used=1)
+        third = open_backend("memory://forked", max_bytes=MIB)
+        ok = len(contents(two)) == len(contents(third)) == 2
+        for backend in (one, two, third):
+            backend.close()
+        os._exit(0 if ok and agreed_bytes("memory://forked") is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert len(contents(two)) == 1
+    one.close()
+    two.close()

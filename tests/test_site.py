@@ -1,0 +1,179 @@
+"""The documents as a site, and what is written in them to be typed."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from prefixstore.cli.app import app
+from prefixstore.config import Config, load_config
+from tests.support import ROOT
+
+pytest.importorskip("mkdocs", reason='needs the extra "docs"')
+
+from docs import hooks
+
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+DOCUMENTS = [ROOT / "README.md", *(DOCS / page for page in PAGES)]
+HOW_TO = sorted((DOCS / "howto").glob("*.md"))
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    (prefixstore .*)$", re.MULTILINE)
+
+
+def blocks(text, *languages):
+    """The code blocks in these languages, in order."""
+    for indent, language, code in FENCED.findall(text):
+        if language in languages:
+            yield language, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
+
+
+def test_the_site_builds_with_every_link_and_anchor_found(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=240, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    made = {path.relative_to(tmp_path / "site").parent.as_posix() for path in (tmp_path / "site").rglob("index.html")}
+    assert made >= {page.removesuffix(".md") for page in PAGES}
+    api = (tmp_path / "site" / "reference" / "api" / "index.html").read_text()
+    assert "A persistent prefix cache for llama-cpp-python" in api
+    assert "http" not in re.sub(
+        r'href="[^"]*"', "", (tmp_path / "site" / "index.html").read_text().split("<body", 1)[0]
+    )
+
+
+def test_every_document_is_in_the_navigation():
+    named = set(re.findall(r"^ +- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert named == {*PAGES, *hooks.generated()}
+
+
+def test_the_reference_of_commands_has_every_command_and_option():
+    text = hooks.commands()
+    program = typer.main.get_command(app)
+    for name, command in program.commands.items():
+        section = text.split(f"\n## prefixstore {name}\n", 1)[1].split("\n## ", 1)[0]
+        for parameter in command.params:
+            assert parameter.opts[-1] in section or parameter.param_type_name == "argument", (name, parameter.opts)
+    assert "## prefixstore slots save" in text
+    assert "~/.cache/prefixstore/kv" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= hooks.COLUMNS + 2
+
+
+def test_the_reference_of_the_configuration_has_every_setting(tmp_path):
+    text = hooks.configuration()
+    for name in re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE):
+        assert not re.search(rf"^\| `{name}` \|.*\|  \|$", text, re.MULTILINE), f"{name} has no meaning"
+    (example,) = (code for _, code in blocks(text, "toml"))
+    (tmp_path / "c.toml").write_text(example)
+    assert load_config(tmp_path / "c.toml").path == str(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("link", "page", "expected"),
+    [
+        ("docs/design.md#words", "index.md", "design.md#words"),
+        ("docs/plots/saving.png", "index.md", "plots/saving.png"),
+        ("../README.md#use", "design.md", "index.md#use"),
+        ("../../README.md", "howto/quickstart.md", "../index.md"),
+        ("../CHANGELOG.md", "design.md", f"{hooks.REPOSITORY}/CHANGELOG.md"),
+        ("../servers.md#hooks", "howto/quickstart.md", "../servers.md#hooks"),
+        ("https://example.org", "design.md", "https://example.org"),
+        ("#here", "design.md", "#here"),
+    ],
+)
+def test_a_link_leads_to_the_same_on_the_site(link, page, expected):
+    assert hooks.with_links_of_the_site(f"see [it]({link}).", page) == f"see [it]({expected})."
+    code = f"```\n[it]({link})\n```"
+    assert hooks.with_links_of_the_site(code, page) == code
+
+
+# -- what is written to be typed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_what_is_written_as_python_json_or_toml_is_that(document, tmp_path):
+    for language, code in blocks(document.read_text(), "python", "toml", "json"):
+        if language == "python":
+            source = (
+                "\n".join(line[4:] for line in code.splitlines() if line.startswith((">>> ", "... ")))
+                if ">>> " in code
+                else code
+            )
+            compile(source, str(document), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        elif language == "json":
+            json.loads(code)
+        else:
+            (tmp_path / "c.toml").write_text(code)
+            if "[project" not in code:
+                assert isinstance(load_config(tmp_path / "c.toml"), Config)
+
+
+def commands_in(text):
+    """The lines with a command of prefixstore, without what a shell does with them."""
+    lines = INDENTED.findall(text)
+    for _, code in blocks(text, "", "console", "ini", "yaml"):
+        joined = re.sub(r"\\\n\s*", "", code)
+        lines += re.findall(r"(?:^|\$ |=|/)(prefixstore [\w-].*)$", joined, re.MULTILINE)
+    for line in lines:
+        command = line.split("  #")[0]
+        if "…" not in command and "FILE" not in command and not command.startswith(("prefixstore:", "prefixstore_")):
+            words = shlex.split(command.split(" >")[0].split(" |")[0].split(" &")[0])
+            yield words[1:]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_the_documents_exist_with_their_options(document):
+    program = typer.main.get_command(app)
+    for words in commands_in(document.read_text()):
+        command, given = program, words
+        context = type(program).context_class(program, info_name="prefixstore")
+        while given and given[0] in getattr(command, "commands", {}):
+            command, given = command.commands[given[0]], given[1:]
+            context = type(command).context_class(command, info_name=command.name, parent=context)
+        assert command is not program, words
+        command.make_parser(context).parse_args(list(given))  # raises for an unknown option
+
+
+@pytest.mark.parametrize("document", HOW_TO, ids=lambda path: path.name)
+def test_the_how_to_pages_do_what_they_say(document, tmp_path, models):
+    """From top to bottom, in an empty folder: commands in a shell, Python in a process for each block."""
+    (tmp_path / "model.gguf").symlink_to(models("llama"))
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "prefixstore"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m prefixstore "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "work").mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    environment = {name: value for name, value in environment.items() if not name.startswith("PREFIXSTORE_")}
+    (tmp_path / "work" / "model.gguf").symlink_to(models("llama"))
+    if document.name == "deletion.md":
+        fill = next(code for _, code in blocks((DOCS / "howto" / "sharing.md").read_text(), "python"))
+        run([sys.executable, "-c", fill], tmp_path / "work", environment)
+    for language, code in blocks(document.read_text(), "python", "console"):
+        if language == "python":
+            if "write_model" not in code:
+                run([sys.executable, "-c", code], tmp_path / "work", environment)
+        else:
+            for line in code.splitlines():
+                assert line.startswith("$ ")
+                run(["sh", "-c", line.removeprefix("$ ")], tmp_path / "work", environment)
+
+
+def run(command, folder: Path, environment):
+    done = subprocess.run(
+        command, cwd=folder, env=environment, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, (command, done.stdout, done.stderr)

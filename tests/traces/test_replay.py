@@ -1,0 +1,319 @@
+"""Replays at other sizes, curves, plots, and the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from prefixstore import InvalidParameterError
+from prefixstore.cli import main
+from prefixstore.traces.curve import pages_in, simulate
+from prefixstore.traces.plot import svg
+from prefixstore.traces.read import Trace, read_trace
+from prefixstore.traces.replay import Belady, replay
+from tests.support import ROOT
+from tests.test_replay import conversations, requests, written
+
+
+@pytest.fixture
+def run(capfd):
+    def call(*arguments):
+        capfd.readouterr()
+        code = main(["trace", *map(str, arguments)])
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return written(tmp_path / "trace.jsonl", conversations(1, 60))
+
+
+def ours(path, lines, **about):
+    """A trace as a store writes it: 4 tokens a block, 2 blocks a page."""
+    header = {"prefixstore_trace": 1, "block_tokens": 4, "min_tokens": 0, **about}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    return read_trace(path)
+
+
+def request(names, n, **more):
+    return {"namespace": "n", "hash_ids": names, "input_length": n, "hit_length": 0, "page_tokens": 8, **more}
+
+
+def stored(names, n, n_bytes=100, **more):
+    return {"namespace": "n", "hash_ids": names, "stored_length": n, "bytes": n_bytes, **more}
+
+
+def test_what_is_stored_after_a_request_is_found_by_the_next_one(tmp_path):
+    trace = ours(
+        tmp_path / "t",
+        [
+            request(["a", "b", "c"], 13),
+            stored(["a", "b"], 8),
+            # the tail: a block, and three tokens more
+            stored(["c"], 7, 60, after="b", cut="x"),
+            request(["d"], 17, after="c"),
+            stored(["c", "d"], 8, after="b"),
+        ],
+    )
+    assert [list(event.blocks) for event in trace.requests] == [[0, 1, 2], [0, 1, 2, 3]]
+    found = replay(trace, "lru", 10)
+    assert (found.requests, found.hits, found.tokens, found.hit_tokens) == (2, 1, 30, 12)
+    assert trace.page_bytes == pytest.approx((100 + 60 + 100) / 3)
+    assert pages_in(trace, 1000) == 11
+    assert pages_in(trace, None) is None
+
+
+def test_the_recorded_budget_is_the_smaller_of_pages_and_bytes(tmp_path):
+    lines = [request(["a", "b"], 9), stored(["a", "b"], 8)]
+    assert pages_in(ours(tmp_path / "t", lines, max_entries=5, max_bytes=10_000), None) == 5
+    assert pages_in(ours(tmp_path / "t", lines, max_entries=None, max_bytes=10_000), None) == 100
+    assert pages_in(ours(tmp_path / "t", lines, max_entries=5, max_bytes=10_000), 200) == 2
+    assert pages_in(ours(tmp_path / "t", lines, max_bytes=1), None) == 1
+
+
+def test_the_last_token_of_a_prompt_is_never_found(tmp_path):
+    trace = ours(tmp_path / "t", [request(["a", "b"], 8), stored(["a", "b"], 8), request(["a", "b"], 8)])
+    assert replay(trace, "lru", 10).hit_tokens == 4
+    assert replay(trace, "belady", 10).hit_tokens == 4
+
+
+def test_short_matches_are_not_found(tmp_path):
+    lines = [request(["a", "b"], 9), stored(["a", "b"], 8), request(["a", "b", "e"], 14)]
+    assert replay(ours(tmp_path / "t", lines, min_tokens=16), "lru", 10).hit_tokens == 0
+    assert replay(ours(tmp_path / "t", lines, min_tokens=8), "lru", 10).hit_tokens == 8
+
+
+def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
+    # pages of 10 tokens: two blocks of 4, and one of 2
+    lines = [request(["a", "b", "c", "d"], 15, page_tokens=10), stored(["a", "b", "c"], 10)] * 2
+    trace = ours(tmp_path / "t", lines)
+    assert replay(trace, "lru", 10).hit_tokens == 10
+    assert replay(trace, "belady", 10).hit_tokens == 14
+    for least, hits in ((10, 1), (11, 0)):
+        assert replay(ours(tmp_path / "t", lines, min_tokens=least), "lru", 10).hits == hits
+    # not the last token of a prompt
+    whole = [request(["a", "b", "c"], 10, page_tokens=10), stored(["a", "b", "c"], 10)] * 2
+    assert replay(ours(tmp_path / "t", whole), "lru", 10).hit_tokens == 8
+
+
+def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
+    prompts = [[1], [2], [3], [2], [1]]
+    assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
+
+
+def test_other_traces_are_replayed_as_in_the_benchmarks(trace):
+    from benchmarks.replay import cache_of, hit_rate, read
+
+    prompts, found = read(trace), read_trace(trace)
+    for policy in ("lru", "adaptive", "belady"):
+        assert replay(found, policy, 20).rate == hit_rate(cache_of(policy, 20, prompts), prompts)
+
+
+def test_more_room_finds_more_and_belady_most(trace):
+    found = simulate(read_trace(trace), ["lru", "adaptive"], 20)
+    assert found.budget == 20
+    assert {20, 40} <= set(found.sizes)
+    for policy in ("lru", "adaptive"):
+        rates = [one.rate for one in found.found[policy]]
+        assert all(rate <= best.rate for rate, best in zip(rates, found.found["belady"], strict=True))
+        assert found.gain(policy) == found.found[policy][found.sizes.index(40)].hit_tokens - (
+            found.found[policy][found.sizes.index(20)].hit_tokens
+        )
+    lru = [one.rate for one in found.found["lru"]]
+    assert lru == sorted(lru)
+
+
+def test_without_a_budget_sizes_are_shares_of_all_pages(trace):
+    read = read_trace(trace)
+    for budget in (None, 10**9):
+        found = simulate(read, ["lru"], budget)
+        assert found.sizes[-1] == found.total == read.pages
+        assert found.budget == round(0.1 * read.pages)
+    assert simulate(Trace(read.events[:1]), ["lru"]).found["belady"]
+
+
+def test_the_plot_is_valid_and_has_a_line_for_each_policy(trace):
+    drawn = svg(simulate(read_trace(trace), ["lru"], 20), "Hit rate of <a> & b")
+    root = ET.fromstring(drawn)
+    assert len(root.findall("{*}polyline")) == 2
+    texts = [text.text for text in root.findall("{*}text")]
+    assert {"Hit rate of <a> & b", "lru", "belady"} <= set(texts)
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
+    code, out, err = run("replay", trace, "--pages", 20)
+    assert (code, err) == (0, "")
+    assert "adaptive" in out
+    assert "lru" in out
+    code, out, _ = run("replay", trace, "--pages", 20, "--policy", "lfu", "--requests", 50, "--json")
+    found = json.loads(out)
+    assert (code, list(found["replayed"]), found["replayed"]["lfu"]["requests"]) == (0, ["lfu"], 50)
+    code, out, _ = run("simulate", trace, "--pages", 20, "--plot", tmp_path / "plot.svg")
+    assert code == 0
+    assert "adaptive: twice the budget (40 pages) finds" in out
+    assert "belady" in out
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    code, out, _ = run("simulate", trace, "--pages", 10**6, "--plot", tmp_path / "plot.svg")
+    assert (code, "1,000,000 pages" in out, "twice" in out) == (0, True, False)
+    assert "the budget holds all pages of the trace" in out
+    found = json.loads(run("simulate", trace, "--pages", 10**6, "--json")[1])
+    assert (found["budget_pages"], set(found["twice_the_budget_wins"].values())) == (10**6, {0})
+    found = json.loads(run("simulate", trace, "--json")[1])
+    assert set(found["rates"]) == {"adaptive", "lru", "belady"}
+    assert found["twice_the_budget_wins"]["lru"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["replay", "{trace}"], "pass --pages N"),
+        (["replay", "none"], "trace 'none' cannot be read: No such file or directory\n"),
+        (["replay", __file__], "has no requests"),
+        (["simulate", "{trace}", "--policy", "clock"], "--policy clock is unknown"),
+        (["simulate", "{trace}", "--plot", "/no/plot.svg"], "cannot be written"),
+        (["record", "--out", "/no/trace", "--", "true"], "cannot be written"),
+        (["record", "--out", __file__, "--", "true"], "is not a trace"),
+    ],
+)
+def test_what_cannot_be_replayed_is_told(trace, run, arguments, says):
+    code, out, err = run(*(argument.format(trace=trace) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert says in err
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1 << 70, -1, [], "x"])
+@pytest.mark.parametrize("name", ["input_length", "hit_length", "page_tokens", "bytes", "stored_length"])
+def test_lengths_that_are_none_are_lines_that_cannot_be_used(tmp_path, name, value):
+    one, page = request(["a"], 5), stored(["b"], 4)
+    damaged = (one if name in one else page) | {name: value}
+    trace = ours(tmp_path / "t", [one, page, damaged])
+    assert (len(trace.events), trace.skipped) == (2, 1)
+    assert [replay(trace, policy, 3).requests for policy in ("lru", "belady")] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{name: value} for name in ("min_tokens", "max_bytes", "max_entries") for value in (1e999, 1 << 70, [], "x")]
+    + [{"policy": []}, {"policy": {}}],
+)
+def test_a_header_with_values_that_are_none_does_no_harm(tmp_path, run, about):
+    ours(tmp_path / "t", [request(["a"], 5, namespace="\ud800"), stored(["a"], 4)], **about)
+    for command in (["replay", "--pages", 3], ["simulate"]):
+        code, out, _ = run(command[0], tmp_path / "t", *command[1:], "--json")
+        assert (code, json.loads(out)["skipped_lines"]) == (0, 0 if "policy" in about else 1)
+
+
+@pytest.mark.parametrize("at", [10**400, float("nan"), float("inf")], ids=["long", "nan", "inf"])
+def test_times_that_are_none_come_first_in_an_archive(tmp_path, at):
+    lines = [{"timestamp": t, "hash_ids": list("abc"[:n])} for t, n in ((2, 3), (at, 1), (1, 2))]
+    (tmp_path / "lines").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with tarfile.open(tmp_path / "t.tar", "w") as archive:
+        archive.add(tmp_path / "lines", "lines")
+    assert [len(event.blocks) for event in read_trace(tmp_path / "t.tar").events] == [1, 2, 3]
+
+
+def test_an_archive_that_is_damaged_is_told(tmp_path, run):
+    (tmp_path / "lines").write_bytes(random.Random(0).randbytes(100_000).hex().encode())
+    with tarfile.open(tmp_path / "t.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "lines", "lines")
+    whole = bytearray((tmp_path / "t.tar.xz").read_bytes())
+    whole[len(whole) // 2] ^= 255
+    (tmp_path / "t.tar.xz").write_bytes(whole)
+    code, _, err = run("replay", tmp_path / "t.tar.xz")
+    assert (code, "cannot be read" in err) == (2, True)
+
+
+def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
+    out = tmp_path / "t.jsonl"
+    code = (
+        "import sys; from llama_cpp import Llama; from prefixstore import PrefixStore\n"
+        "llm = Llama(sys.argv[1], n_ctx=512, verbose=False, n_threads=1, n_threads_batch=1)\n"
+        "with PrefixStore(sys.argv[2], llm, page_tokens=16, max_entries=50) as store:\n"
+        "    llm.set_cache(store)\n"
+        "    for i in range(3): llm([400 + i % 2, *range(500, 600)], max_tokens=1)\n"
+        "sys.exit(7)"
+    )
+    command = [sys.executable, "-c", code, models("llama"), tmp_path / "kv"]
+    assert run("record", "--out", out, "--", *command)[0] == 7
+    found = json.loads(run("replay", out, "--json")[1])
+    assert found["pages"] == 50
+    assert (found["recorded"]["requests"], found["skipped_lines"]) == (3, 0)
+    # 101 tokens, of which the last is computed
+    assert found["recorded"]["hit_tokens"] in (96, 100)
+    assert found["replayed"]["adaptive"]["hit_tokens"] == 96
+    code, text, _ = run("replay", out)
+    assert code == 0
+    assert "recorded" in text
+    assert "tokens found" in text
+    assert "found more" not in text
+    # of a store that had the prompts already
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    filled = [one | {"hit_length": one["input_length"]} if "hit_length" in one else one for one in lines]
+    out.write_text("".join(json.dumps(one) + "\n" for one in filled))
+    assert "The recorded store found more: it had pages from before the recording" in run("replay", out)[1]
+
+
+def test_what_a_command_records_is_readable_by_its_owner_alone(tmp_path, run):
+    before = os.umask(0)
+    try:
+        assert run("record", "--out", tmp_path / "t", "--text", "--", "true")[0] == 0
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o600
+
+
+def test_texts_are_cut_into_blocks_and_sessions_of_an_archive_put_in_order(tmp_path, run):
+    start = "The same beginning of two prompts. " * 20
+    for number, texts in enumerate(([(1, start), (3, start + "A" * 300)], [(2, start + "B" * 300)])):
+        lines = (json.dumps({"timestamp": at, "input": text, "output": "x"}) + "\n" for at, text in texts)
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+    with tarfile.open(tmp_path / "t.tar.gz", "w:gz") as archive:
+        for number in range(2):
+            archive.add(tmp_path / f"{number}.jsonl", f"sessions/{number}.jsonl")
+    found = [list(event.blocks) for event in read_trace(tmp_path / "t.tar.gz").requests]
+    assert found == [[0, 1], [0, 1, 2], [0, 1, 3]]
+    assert [list(event.blocks) for event in read_trace(tmp_path / "0.jsonl").requests] == [[0, 1], [0, 1, 2]]
+    replayed = json.loads(run("replay", tmp_path / "t.tar.gz", "--pages", 9, "--policy", "lru", "--json")[1])[
+        "replayed"
+    ]
+    assert replayed == {"lru": {"requests": 3, "hits": 2, "tokens": 8, "hit_tokens": 4, "rate": 0.5}}
+    (tmp_path / "t.tar.gz").write_bytes((tmp_path / "t.tar.gz").read_bytes()[:100])
+    with pytest.raises(InvalidParameterError):
+        read_trace(tmp_path / "t.tar.gz")
+
+
+def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
+    path = tmp_path / "t"
+    path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"prefixstore_trace":1,"block_tokens":8}\n')
+    with pytest.raises(InvalidParameterError, match="several lengths"):
+        read_trace(path)
+
+
+def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_path):
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-m", "prefixstore", "trace", "record", "--out", tmp_path / "t", "--"]
+    with subprocess.Popen(
+        [*map(str, command), sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as running:
+        assert running.stdout.readline() == b"ready\n"
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 9
