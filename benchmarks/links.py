@@ -49,6 +49,8 @@ class Link:
     def stop(self) -> None:
         """Let nothing through, as a line that is cut: nobody is told."""
         self.process.send_signal(signal.SIGSTOP)
+        # it stops a moment later
+        os.waitpid(self.process.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
         """Let what waits through, and what comes."""

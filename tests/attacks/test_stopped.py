@@ -18,6 +18,7 @@ from prefixstore.errors import UnavailableError
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, C, Store
 from tests.support.places import SCHEMES, place
+from tests.support.signals import suspend
 from tests.support.timeouts import wait_for
 
 
@@ -28,7 +29,7 @@ def holder(location):
     with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         try:
             assert process.stdout.readline() == "held\n"
-            process.send_signal(signal.SIGSTOP)
+            suspend(process)
             yield process
         finally:
             process.kill()

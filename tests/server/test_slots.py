@@ -31,6 +31,7 @@ from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_directory import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
 from tests.support.models import answer, forget, load, prompt
+from tests.support.signals import suspend
 
 N = 700
 KEEP_SLOTS = "--no-cache-idle-slots"
@@ -531,7 +532,7 @@ def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeyp
 def test_a_server_that_does_not_answer_in_time_is_busy(running: Running):
     with served(running) as (slots, tokens), LlamaServer(running.url, timeout=0.2) as quick:
         slots.server = quick
-        running.process.send_signal(signal.SIGSTOP)
+        suspend(running.process)
         try:
             with pytest.raises(ServerBusyError):
                 slots.restore(1, tokens)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.postgres import _end_with_parent
+from tests.support.signals import suspend
 
 _numbers = itertools.count(1)
 
@@ -107,7 +108,7 @@ class ValkeyServer:
 
     def pause(self) -> None:
         """Have it answer no one."""
-        self.process.send_signal(signal.SIGSTOP)
+        suspend(self.process)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
