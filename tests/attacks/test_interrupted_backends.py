@@ -16,10 +16,9 @@ from tests.support import in_thread, keys_of, python
 from tests.support.interrupts import interrupted_at, moments_of
 from tests.support.models import TORTURE_OF_LONG
 from tests.support.places import MIB, fill, place, space
+from tests.support.timeouts import PATIENCE
 
 pytestmark = pytest.mark.attack
-PATIENCE = 30
-
 SAMPLES = 150 * TORTURE_OF_LONG
 
 OTHER_PROCESS = """

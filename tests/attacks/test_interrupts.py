@@ -21,12 +21,12 @@ from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE_OF_LONG
 from tests.support.places import fill, space
+from tests.support.timeouts import PATIENCE
 
 # what happens when a generator or a callback is interrupted that the garbage collector ends
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 D, E = [4] * 12, [5] * 10
-SECONDS = 30
 
 
 def submitted(store, tokens):
@@ -109,7 +109,7 @@ def in_time(what, work):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(PATIENCE)
     assert not thread.is_alive(), f"{what} hangs"
     if isinstance(result[0], BaseException):
         raise result[0]

@@ -28,7 +28,7 @@ from tests.support import ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import LOCKING, SCHEMES, place
 from tests.support.proxy import Proxy
-from tests.support.timeouts import wait_for
+from tests.support.timeouts import PATIENCE, wait_for
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def locked(scheme, location):
         ) as holder:
             assert holder.stdout.readline() == "held\n"
             yield
-            holder.communicate("", timeout=30)
+            holder.communicate("", timeout=PATIENCE)
     elif scheme == "sqlite":
         with closing(sqlite3.connect(location.removeprefix("sqlite:///"), isolation_level=None)) as holder:
             holder.execute("BEGIN IMMEDIATE")
@@ -293,7 +293,7 @@ def test_a_process_ends_in_time_while_another_holds_the_write_lock(scheme, model
     ) as child:
         assert child.stdout.readline() == "open\n", child.stderr.read()
         with locked(scheme, location):
-            out, errors = child.communicate("\n", timeout=100)
+            out, errors = child.communicate("\n", timeout=2 * PATIENCE)
     assert out == "answered\n"
     assert "nothing was written" in errors
 
@@ -447,7 +447,7 @@ print("done", flush=True)
             assert child.stdout.readline() == "go\n", child.stderr.read()
             home.chmod(0o755)
             os.chown(home, 65534, 65534)
-            out, errors = child.communicate("\n", timeout=60)
+            out, errors = child.communicate("\n", timeout=2 * PATIENCE)
             assert out == "done\n", errors
 
 

@@ -17,9 +17,9 @@ from prefixstore.errors import StorageError, UnavailableError
 from tests.support import in_thread
 from tests.support.interrupts import in_own_thread, interrupted, steps_of
 from tests.support.places import MIB, fill, space
+from tests.support.timeouts import PATIENCE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-PATIENCE = 20
 
 
 class Handle:

@@ -19,8 +19,7 @@ from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.errors import MisuseError
 from tests.support import in_thread
 from tests.support.interrupts import in_own_thread, interrupted, steps_of
-
-PATIENCE = 20
+from tests.support.timeouts import PATIENCE
 
 
 def is_free(handle):

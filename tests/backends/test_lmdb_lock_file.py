@@ -13,6 +13,7 @@ from prefixstore.backends.lmdb import environment
 from prefixstore.backends.lmdb.lock_file import writer_of
 from tests.support import python
 from tests.support.places import MIB, refusal
+from tests.support.timeouts import PATIENCE
 
 HOLDING = """
 import sys
@@ -52,7 +53,7 @@ def test_a_writer_that_was_killed_does_not_delay_opening(tmp_path):
     with python(HOLDING, tmp_path) as other:
         assert other.stdout.readline() == "held\n"
         other.kill()
-        other.wait(20)
+        other.wait(PATIENCE)
         assert writer_of(tmp_path / "lock.mdb") is None
         assert refusal(str(tmp_path)) == "opened"
 

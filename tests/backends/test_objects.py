@@ -40,6 +40,7 @@ from tests.support.engines import A, B, Store, store_of
 from tests.support.http_proxy import HTTPProxy
 from tests.support.places import MIB, contents, fill, opened, refusal, space
 from tests.support.s3 import prefix_on
+from tests.support.timeouts import PATIENCE
 
 pytest.importorskip("obstore")
 
@@ -652,7 +653,7 @@ backend.close()
 
 def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
     with python(FORKS, new_prefix()) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "1\n2\n")
 
 

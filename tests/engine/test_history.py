@@ -31,6 +31,7 @@ from prefixstore.testing.faults import FaultyBackend
 from tests.support import ROOT
 from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
 from tests.support.places import SCHEMES, opened, place
+from tests.support.timeouts import PATIENCE
 
 NOW = 1_800_000_000.0  # within an hour and a day
 
@@ -140,7 +141,7 @@ def test_processes_lose_nothing_of_each_other(tmp_path):
     command = [sys.executable, "-c", WORKER, str(tmp_path / "kv")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen(command, env=environment, cwd=ROOT) for _ in range(3)]
-    assert [one.wait(60) for one in running] == [0, 0, 0]
+    assert [one.wait(PATIENCE) for one in running] == [0, 0, 0]
     with opened(str(tmp_path / "kv")) as backend, backend.view() as view:
         assert read_history(view, NOW).total() == Figures(60, 0, {"not_found": 120}, 18_000, 5400, 0, 30.0, 0)
 

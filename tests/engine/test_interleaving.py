@@ -40,6 +40,7 @@ from tests.support.engines import MIB, NS, P, state_of
 from tests.support.fragile import assert_true, known_keys, known_now
 from tests.support.models import TORTURE
 from tests.support.places import place
+from tests.support.timeouts import PATIENCE
 
 ENGINES = 3
 TTL = 60.0
@@ -276,7 +277,7 @@ class Interleaving(RuleBasedStateMachine):
                 raised.append(error)
 
         thread = in_thread(run)
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         for error in raised:
             raise error
