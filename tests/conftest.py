@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from prefixstore.engine import breaker
 from prefixstore.llama import compute_rate
@@ -28,11 +27,6 @@ MEASURES = {
     "test_compute_rate": compute_rate,
     "test_deadline": compute_rate,
 }
-
-
-# an example may wait for a core, and so may what makes examples up
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:

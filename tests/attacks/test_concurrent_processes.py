@@ -10,9 +10,8 @@ import time
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, load, prompt
-from tests.support.timeouts import PATIENCE
 from tests.support.worker import command, in_fork
 
 

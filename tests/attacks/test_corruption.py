@@ -21,10 +21,9 @@ from prefixstore.engine.policy import lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaged_file import MIB, build, location
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import contents, fill, space
-from tests.support.timeouts import PATIENCE
 
 CASES = 15 * TORTURE
 

@@ -16,10 +16,10 @@ from prefixstore import PrefixStore
 from prefixstore.engine.contents import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, prompt
 from tests.support.places import SCHEMES, place
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 from tests.support.worker import command, in_process
 
 MAX_BYTES = 3 << 20

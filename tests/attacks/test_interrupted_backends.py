@@ -12,11 +12,10 @@ import pytest
 
 from prefixstore.backends import open_backend
 from prefixstore.backends.valkey import transaction
-from tests.support import in_thread, keys_of, python
+from tests.support import PATIENCE, in_thread, keys_of, python
 from tests.support.interrupts import interrupted_at, moments_of
 from tests.support.models import TORTURE_OF_LONG
 from tests.support.places import MIB, fill, place, space
-from tests.support.timeouts import PATIENCE
 
 pytestmark = pytest.mark.attack
 SAMPLES = 150 * TORTURE_OF_LONG

@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from prefixstore import PrefixStore
+from tests.support import PATIENCE
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.models import TORTURE, answer, load, prompt
-from tests.support.timeouts import PATIENCE
 
 SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
 KINDS = {"attention": ("llama", 0), "parked": ("llama", 2), "recurrent": ("mamba", 0)}

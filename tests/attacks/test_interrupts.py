@@ -17,11 +17,11 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from tests.support import PATIENCE
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE_OF_LONG
 from tests.support.places import fill, space
-from tests.support.timeouts import PATIENCE
 
 # what happens when a generator or a callback is interrupted that the garbage collector ends
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

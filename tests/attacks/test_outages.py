@@ -24,11 +24,11 @@ from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.backends.sql.postgresql import CONNECT_SECONDS
 from prefixstore.engine import queue
 from tests.attacks.flaky_backend import FlakyBackend
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import LOCKING, SCHEMES, place
 from tests.support.proxy import Proxy
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 
 
 @pytest.fixture

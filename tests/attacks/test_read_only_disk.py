@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT
-from tests.support.timeouts import PATIENCE
+from tests.support import PATIENCE, ROOT
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])

@@ -12,11 +12,10 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import SCHEMES, place
 from tests.support.serving import tokens_of
-from tests.support.timeouts import PATIENCE
 
 SERVERS = 4
 COMMON, OWN = 600, 200

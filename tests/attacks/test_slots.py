@@ -18,10 +18,9 @@ from prefixstore.errors import FullError, ServerError, StorageError
 from prefixstore.server import SlotStore
 from prefixstore.server import slot_directory as slot_directory_module
 from prefixstore.server.namespace import ServerIdentity
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.llama_server import Running
 from tests.support.models import TORTURE, prompt
-from tests.support.timeouts import PATIENCE
 
 N = 700
 RESTORE = """

@@ -15,11 +15,11 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.engine import queue
 from prefixstore.errors import UnavailableError
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, A, B, C, Store
 from tests.support.places import SCHEMES, place
 from tests.support.signals import suspend
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 
 
 @contextmanager

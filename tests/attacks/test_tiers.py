@@ -12,10 +12,11 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.engine import breaker
+from tests.support import PATIENCE
 from tests.support.models import TORTURE, answer, attached, evaluated, forget, load, prompt
 from tests.support.places import place
 from tests.support.throttle import Throttled
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 from tests.support.valkey import private_valkey
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT

@@ -48,8 +48,7 @@ from prefixstore.testing import (
     SlowBackend,
     make_page,
 )
-from tests.support import keys_of, python
-from tests.support.timeouts import PATIENCE
+from tests.support import PATIENCE, keys_of, python
 
 MIB = 1 << 20
 

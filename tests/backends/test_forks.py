@@ -14,8 +14,7 @@ import pytest
 
 from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from tests.support import ROOT, in_thread
-from tests.support.timeouts import PATIENCE
+from tests.support import PATIENCE, ROOT, in_thread
 
 
 def exit_code_of_child(work):

@@ -11,9 +11,8 @@ import pytest
 from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb import environment
 from prefixstore.backends.lmdb.lock_file import writer_of
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.places import MIB, refusal
-from tests.support.timeouts import PATIENCE
 
 HOLDING = """
 import sys

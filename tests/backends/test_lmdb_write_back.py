@@ -11,8 +11,8 @@ from prefixstore.backends.lmdb import write_back
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import PATIENCE
 from tests.support.places import opened
-from tests.support.timeouts import PATIENCE
 
 LARGE = 4000
 

@@ -35,12 +35,11 @@ from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract, make_page
 from prefixstore.testing.contract import _in_child as in_child
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.engines import A, B, Store, store_of
 from tests.support.http_proxy import HTTPProxy
 from tests.support.places import MIB, contents, fill, opened, refusal, space
 from tests.support.s3 import prefix_on
-from tests.support.timeouts import PATIENCE
 
 pytest.importorskip("obstore")
 

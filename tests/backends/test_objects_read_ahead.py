@@ -19,8 +19,9 @@ from prefixstore.backends.objects.read_ahead import (
     ahead,
 )
 from prefixstore.errors import CorruptError, UnavailableError
+from tests.support import PATIENCE
 from tests.support.places import MIB
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 
 
 def test_payloads_are_read_ahead_in_order_with_a_bound_on_what_is_held():

@@ -12,7 +12,7 @@ import pytest
 
 from prefixstore.backends import SCHEMES, open_backend
 from prefixstore.errors import InvalidParameterError, MissingExtraError
-from tests.support.timeouts import PATIENCE
+from tests.support import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "backends.md").read_text(), re.DOTALL)

@@ -720,7 +720,7 @@ def test_the_engine_continues_when_a_connection_drops_in_mid_write(new_database)
                 with other.database.connection() as connection:
                     connection.execute(
                         text(
-                            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
                             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
                         )
                     ).all()

@@ -35,10 +35,9 @@ from prefixstore.engine.invariants import violations
 from prefixstore.errors import IncompatibleError, LocationError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
-from tests.support import keys_of
+from tests.support import PATIENCE, keys_of
 from tests.support.places import opened, refusal
 from tests.support.revisions import LATER, NAMESPACE, OLD, a_later_version, old_pages, write_old
-from tests.support.timeouts import PATIENCE
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]

@@ -36,10 +36,10 @@ from prefixstore.errors import (
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract, make_page
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import NS, A, B, P, Store
 from tests.support.places import contents, opened
-from tests.support.timeouts import PATIENCE, wait_for
+from tests.support.timeouts import wait_for
 from tests.support.valkey import private_valkey, remove
 
 MIB = 1 << 20

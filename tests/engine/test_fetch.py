@@ -15,8 +15,8 @@ from prefixstore.engine import readers
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
+from tests.support import PATIENCE
 from tests.support.fetching import SIZE, P, forging, state_of, store_of
-from tests.support.timeouts import PATIENCE
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
 

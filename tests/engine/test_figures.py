@@ -13,8 +13,8 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.queue import Drained
 from prefixstore.format.keys import as_tokens
 from prefixstore.stats import Shortage
+from tests.support import PATIENCE
 from tests.support.engines import NS, A, B, P, entry, gated, put_snapshots, snapshot_of, store_of, wait_for, writer_of
-from tests.support.timeouts import PATIENCE
 
 # -- what waits --------------------------------------------------------------------------------------------------------
 

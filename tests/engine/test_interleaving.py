@@ -35,12 +35,11 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.format.record import PAGE, SNAPSHOT, StoredPage
 from prefixstore.stats import Counters
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.engines import MIB, NS, P, state_of
 from tests.support.fragile import assert_true, known_keys, known_now
 from tests.support.models import TORTURE
 from tests.support.places import place
-from tests.support.timeouts import PATIENCE
 
 ENGINES = 3
 TTL = 60.0

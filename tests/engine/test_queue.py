@@ -19,11 +19,10 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.fragile import known_keys
-from tests.support.timeouts import PATIENCE
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
 

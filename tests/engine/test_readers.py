@@ -16,10 +16,9 @@ from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, Una
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.paged_memory import PagedMemory
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.fetching import P, forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
-from tests.support.timeouts import PATIENCE
 
 RAW = ["raw"] * 8
 

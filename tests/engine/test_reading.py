@@ -15,10 +15,10 @@ from prefixstore.engine import contents, follow
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, P, Store, put_snapshots
 from tests.support.fragile import Fragile, Lent, assert_true
 from tests.support.places import place
-from tests.support.timeouts import PATIENCE
 
 prompts = st.lists(st.integers(0, 2), max_size=4 * P + 3)
 wide = st.lists(st.sampled_from([0, 1, 256, 65536, -1, 2**31 - 1]), max_size=4 * P + 3)

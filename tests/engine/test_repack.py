@@ -18,9 +18,9 @@ from prefixstore.format.codec import CODECS, PACKINGS, decode
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Usage, checksum
 from prefixstore.testing import SlowBackend, make_page
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, A, B, P, Store, compressible, rest, state_of, store_of, two_stores
 from tests.support.places import SCHEMES, place
-from tests.support.timeouts import PATIENCE
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
 NO_LIMIT = 2**63

@@ -22,9 +22,9 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
+from tests.support import PATIENCE
 from tests.support.engines import MIB, SNAPSHOT, A, B, C, P, PendingPage, Store, gated, page_key, state_of, wait_for
 from tests.support.places import place
-from tests.support.timeouts import PATIENCE
 
 SPACE = Namespace({"n": 1})
 LONG = list(range(100, 100 + 10 * P))

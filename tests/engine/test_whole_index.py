@@ -16,9 +16,9 @@ from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, A, B, P, store_of
 from tests.support.fragile import known_keys
-from tests.support.timeouts import PATIENCE
 
 N_SEQUENCES = 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from prefixstore.engine.repack import Repacker
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.stats import Counters
-from tests.support.timeouts import PATIENCE, wait_for
 
 __all__ = [
     "KIB",
@@ -217,7 +217,7 @@ def gated(kind, gate):
     class Gated(kind):
         @contextmanager
         def update(self):
-            gate.wait(PATIENCE)
+            gate.wait(20)
             with super().update() as transaction:
                 yield transaction
 
@@ -227,6 +227,13 @@ def gated(kind, gate):
 def entry(n_tokens=P, size=1000):
     """What a page costs in memory."""
     return ENTRY_BYTES + 4 * n_tokens + size
+
+
+def wait_for(condition, what="it"):
+    until = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < until, f"{what} did not happen within 20 s"
+        time.sleep(0.002)
 
 
 def pack_all(engine: Engine) -> int:

@@ -18,10 +18,6 @@ ENDLESS = (
 )
 
 
-# how long a test waits for something that must happen: far longer than it takes, also on a machine that is busy
-PATIENCE = 120.0
-
-
 def disable_timeouts(set_value: Callable[[Any, str, float], None] = setattr, *, but: Any = None) -> None:
     """Let nothing count as slow, except in `but`; a test undoes it, a process of its own need not.
 
@@ -38,7 +34,7 @@ def disable_timeouts(set_value: Callable[[Any, str, float], None] = setattr, *, 
             set_value(module, name, value)
 
 
-def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = PATIENCE) -> float:
+def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = 120.0) -> float:
     """Wait until a condition holds; how long it took."""
     started = time.monotonic()
     while not condition():
