@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psycopg
 import pytest
-import valkey
 from sqlalchemy import Engine, event
 
 from prefixstore.backends import open_backend
@@ -28,6 +27,7 @@ from tests.support.places import SCHEMES, place
 from tests.support.postgres import database
 from tests.support.revisions import LATER, OLD, a_later_version, write_old
 from tests.support.timeouts import wait_for
+from tests.support.valkey import forget_lock
 
 EACH = TORTURE > 1
 
@@ -66,13 +66,6 @@ def lines(report: Path) -> list[str]:
 
 # where a process is killed, in the test that kills it at each step
 LEVELS = {"lmdb": "operations", "valkey": "commands", "s3": "requests"}
-
-
-def forget_lock(location: str) -> None:
-    """As the server does after some seconds: nobody renews the lock of a process that was killed."""
-    url, _, name = location.partition("?name=")
-    with valkey.Valkey.from_url(url) as client:
-        client.delete(f"{{{name}}}:lock")
 
 
 def _credentials() -> dict[str, str]:
