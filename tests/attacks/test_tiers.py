@@ -194,13 +194,15 @@ def test_ctrl_c_at_any_moment_of_a_restore_from_two_locations(expected, tmp_path
             for _ in range(60 * TORTURE):
                 i = rng.randrange(len(prompts))
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
-                    forget(llm)
-                    answer(llm, prompts[i], 6)
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
+                        forget(llm)
+                        answer(llm, prompts[i], 6)
+                    finally:
+                        # it may come here, too
+                        signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
                     n_interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
             for tokens, expected_answer in zip(prompts, answers, strict=True):
                 forget(llm)
                 assert answer(llm, tokens, 6) == expected_answer
