@@ -270,7 +270,7 @@ def crowd(  # noqa: C901 - one thing after the other
         if not fork_once(stores, i % 3):
             problems.append(f"the child of fork {i} (kind {i % 3}) did not end well")
     for thread in running:
-        thread.join(max(until - time.monotonic(), 0) + 180)
+        thread.join(max(until - time.monotonic(), 0) + 400)
         if thread.is_alive():
             faulthandler.dump_traceback(all_threads=True)
             problems.append("a thread does not end: deadlock")

@@ -169,7 +169,7 @@ def test_anything_found_at_a_location_is_used_or_refused_cleanly(tmp_path, schem
         "except PrefixStoreError as error: print(type(error).__name__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
+        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=5 * PATIENCE
     )
     assert done.returncode == 0, (done.returncode, done.stderr[-800:])
     expected = {"no lock": {"300"}, "lock of garbage": {"300", "LocationError", "IncompatibleError", "CorruptError"}}

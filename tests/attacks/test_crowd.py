@@ -55,7 +55,7 @@ def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
     ]
     noted = 0
     for process in crowd:
-        out, errors = process.communicate(timeout=SECONDS + 2 * PATIENCE)
+        out, errors = process.communicate(timeout=SECONDS + 5 * PATIENCE)
         assert process.returncode == 0, errors
         result = json.loads(out.splitlines()[-1])
         assert result["problems"] == [], errors
@@ -137,7 +137,7 @@ def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_proc
         for _ in range(2)
     ]
     results = [
-        json.loads(process.communicate(timeout=2 * PATIENCE)[0].splitlines()[-1]) for process in (*pair, *others)
+        json.loads(process.communicate(timeout=5 * PATIENCE)[0].splitlines()[-1]) for process in (*pair, *others)
     ]
     assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
     assert results[2]["problems"] == []

@@ -78,7 +78,7 @@ elif end == "closed at exit":
 
 CODES = {"exit": 7, "exception": 1, "os._exit": 9, "SIGTERM": -signal.SIGTERM, "SIGTERM handled": 143}
 # one that does not end would take for ever: a location hangs, or a thread evaluates
-SECONDS = 2 * PATIENCE
+SECONDS = 5 * PATIENCE
 # these end the process at once: what was queued is lost
 AT_ONCE = ("os._exit", "SIGTERM")
 ENDS = ["return", "exit", "exception", "os._exit", "SIGTERM", "SIGTERM handled", "atexit", "closed at exit"]

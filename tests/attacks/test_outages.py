@@ -329,7 +329,7 @@ def test_a_process_ends_in_time_while_another_holds_the_write_lock(scheme, model
     ) as child:
         assert child.stdout.readline() == "open\n", child.stderr.read()
         with locked(scheme, location):
-            out, errors = child.communicate("\n", timeout=2 * PATIENCE)
+            out, errors = child.communicate("\n", timeout=5 * PATIENCE)
     assert out == "answered\n"
     assert "nothing was written" in errors
 
@@ -485,7 +485,7 @@ print("done", flush=True)
             assert child.stdout.readline() == "go\n", child.stderr.read()
             home.chmod(0o755)
             os.chown(home, 65534, 65534)
-            out, errors = child.communicate("\n", timeout=2 * PATIENCE)
+            out, errors = child.communicate("\n", timeout=5 * PATIENCE)
             assert out == "done\n", errors
 
 

@@ -31,7 +31,7 @@ from tests.support.timeouts import wait_for
 def _ask(served: Served, text: str, **options: Any) -> httpx.Response | None:
     body = {"prompt": text, "n_predict": 12, "temperature": 0} | options
     with suppress(httpx.TransportError):
-        return httpx.post(f"{served.url}/completion", json=body, timeout=2 * PATIENCE, trust_env=False)
+        return httpx.post(f"{served.url}/completion", json=body, timeout=5 * PATIENCE, trust_env=False)
     return None
 
 
@@ -283,7 +283,7 @@ def test_a_tenant_finds_nothing_that_another_leaves_in_a_slot_while_it_goes_on(s
     # the first fills its context, and ends while the second goes on
     body = {"prompt": [secret, "x"], "n_predict": 1900, "ignore_eos": True, "temperature": 0}
     with ThreadPoolExecutor(1) as threads:
-        other = threads.submit(httpx.post, f"{served.url}/completion", json=body, headers=theirs, timeout=2 * PATIENCE)
+        other = threads.submit(httpx.post, f"{served.url}/completion", json=body, headers=theirs, timeout=5 * PATIENCE)
         deadline = time.monotonic() + START_SECONDS
         while "truncated = 1" not in served.text():
             assert time.monotonic() < deadline

@@ -245,7 +245,7 @@ def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
     for one in processes:
         one.stdin.write("\n")
         one.stdin.flush()
-    outputs = [one.communicate(timeout=2 * PATIENCE)[0] for one in processes]
+    outputs = [one.communicate(timeout=5 * PATIENCE)[0] for one in processes]
     assert [one.returncode for one in processes] == [0, 0, 0]
     assert all(int(output.split()[0]) > 20 for output in outputs), outputs
     with store_of(open_backend(url, max_bytes=MIB)) as store:

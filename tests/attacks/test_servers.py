@@ -91,7 +91,7 @@ def test_each_server_finds_what_any_other_has_committed(servers, models, locatio
             assert found["gained"] == COMMON + OWN - 1
             no_error_in(found)
     with warmer(models("llama"), location, tmp_path, [100, 101]) as job:
-        report = json.loads(job.communicate(timeout=2 * PATIENCE)[0])
+        report = json.loads(job.communicate(timeout=5 * PATIENCE)[0])
         assert job.returncode == 0
     # what the servers have of it was not computed again
     assert report["evaluated_tokens"] <= 2 * OWN + 2 + COMMON % 256
@@ -112,7 +112,7 @@ def test_servers_at_the_same_time_answer_as_alone_and_leave_a_sound_store(server
             for server, mine in zip(started, seeds, strict=True):
                 server.ask(mine[i], flush=False)
         results = {server: [server.result() for _ in range(4)] for server in started}
-        _, errors = job.communicate(timeout=2 * PATIENCE)
+        _, errors = job.communicate(timeout=5 * PATIENCE)
         assert job.returncode == 0, errors
     for server in started:
         server.end()
@@ -144,7 +144,7 @@ def test_budgets_hold_with_many_writers(servers, models, location, tmp_path):
             with Archive(location, read_only=True) as archive:
                 assert archive.used().bytes <= (2 * limit if is_soft else limit)
         results = [[server.result() for _ in range(6)][-1] for server in started]
-        job.communicate(timeout=2 * PATIENCE)
+        job.communicate(timeout=5 * PATIENCE)
         # there is no room for all of its prompts, which it reports
         assert job.returncode in (0, 1)
     for server, found in zip(started, results, strict=True):
@@ -170,7 +170,7 @@ def test_workers_forked_from_an_open_store_serve(models, location):
         capture_output=True,
         text=True,
         check=False,
-        timeout=2 * PATIENCE,
+        timeout=5 * PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

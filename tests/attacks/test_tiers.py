@@ -167,7 +167,7 @@ def test_three_hosts_that_warm_one_location_divide_the_work(models, tmp_path, re
     ]
     ends = []
     for job in jobs:
-        lines = job.communicate(timeout=2 * PATIENCE)[0].splitlines()
+        lines = job.communicate(timeout=5 * PATIENCE)[0].splitlines()
         assert job.returncode == 0
         ends.append(json.loads(lines[-1]))
     assert all(end["unstored"] == [] for end in ends)
