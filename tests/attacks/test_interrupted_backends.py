@@ -51,7 +51,6 @@ class Worker:
         assert self.done.get(timeout=PATIENCE) == "done"
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*was deleted while still open:ResourceWarning")
 @pytest.mark.parametrize("kind", ["view", "update"])
 @pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite", "postgresql", "valkey"])
@@ -118,7 +117,6 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes( 
             other.stdout.close()
 
 
-@pytest.mark.timeout(600)
 def test_a_transaction_in_memory_is_committed_as_a_whole_or_not_at_all():
     backend = open_backend("memory:", max_bytes=MIB)
     sequences = [[n, 2, 3, 4] for n in range(3)]

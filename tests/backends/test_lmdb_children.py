@@ -218,7 +218,7 @@ def test_damaged_rows_lose_hits_at_most_and_are_reported_and_built_again(tmp_pat
             assert rows_of(other) == rows_of(backend)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("leads_to", [b"nothing", b"a child"])
 def test_forged_rows_that_lead_to_each_node_in_many_ways_are_walked_once(tmp_path, leads_to):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
