@@ -16,7 +16,7 @@ from prefixstore import PrefixStore
 from prefixstore.engine.contents import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, prompt
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
@@ -55,7 +55,7 @@ def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
     ]
     noted = 0
     for process in crowd:
-        out, errors = process.communicate(timeout=SECONDS + 150)
+        out, errors = process.communicate(timeout=SECONDS + 2 * PATIENCE)
         assert process.returncode == 0, errors
         result = json.loads(out.splitlines()[-1])
         assert result["problems"] == [], errors
@@ -135,7 +135,9 @@ def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_proc
         subprocess.Popen(command("write_at_the_same_time", **arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(2)
     ]
-    results = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in (*pair, *others)]
+    results = [
+        json.loads(process.communicate(timeout=2 * PATIENCE)[0].splitlines()[-1]) for process in (*pair, *others)
+    ]
     assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
     assert results[2]["problems"] == []
     with closing(PrefixStore(location, namespace="look", max_bytes=4 << 20)) as store:

@@ -12,6 +12,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.engine import breaker
+from tests.support import PATIENCE
 from tests.support.models import TORTURE, answer, attached, evaluated, forget, load, prompt
 from tests.support.places import place
 from tests.support.throttle import Throttled
@@ -162,7 +163,7 @@ def test_three_hosts_that_warm_one_location_divide_the_work(models, tmp_path, re
     ]
     ends = []
     for job in jobs:
-        lines = job.communicate(timeout=170)[0].splitlines()
+        lines = job.communicate(timeout=2 * PATIENCE)[0].splitlines()
         assert job.returncode == 0
         ends.append(json.loads(lines[-1]))
     assert all(end["unstored"] == [] for end in ends)

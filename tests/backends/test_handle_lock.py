@@ -17,10 +17,8 @@ import pytest
 from prefixstore.backends import handle_lock
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.errors import MisuseError
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.interrupts import in_own_thread, interrupted, steps_of
-
-PATIENCE = 20
 
 
 def is_free(handle):

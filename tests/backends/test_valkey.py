@@ -36,7 +36,7 @@ from prefixstore.errors import (
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract, make_page
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import NS, A, B, P, Store
 from tests.support.places import contents, opened
 from tests.support.timeouts import wait_for
@@ -588,7 +588,7 @@ def test_requests_are_always_on_their_way_and_not_too_many(size):
         for n, value in enumerate(found):
             assert (value[0], value[1][-1], len(value[1])) == (b"r", n, size)
         pool.close()
-        server.join(60)
+        server.join(PATIENCE)
     assert len(server.waiting) == 6
     assert max(server.waiting) <= max(3, min(AHEAD_BYTES // size, MOST_AHEAD))
 

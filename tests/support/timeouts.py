@@ -34,7 +34,7 @@ def disable_timeouts(set_value: Callable[[Any, str, float], None] = setattr, *, 
             set_value(module, name, value)
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> float:
+def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = 120.0) -> float:
     """Wait until a condition holds; how long it took."""
     started = time.monotonic()
     while not condition():

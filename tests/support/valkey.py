@@ -159,6 +159,15 @@ def new_valkey(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     remove(given or server.url, names)
 
 
+def forget_lock(location: str) -> None:
+    """As the server does after some seconds: nobody renews the lock of a transaction that did not end."""
+    import valkey
+
+    url, _, name = location.partition("?name=")
+    with valkey.Valkey.from_url(url) as client:
+        client.delete(f"{{{name or 'prefixstore'}}}:lock")
+
+
 def remove(url: str, names: list[str]) -> None:
     """Delete what is left of locations."""
     import valkey
