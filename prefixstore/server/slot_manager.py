@@ -153,7 +153,7 @@ class SlotManager:
             return None
         slot, saving = self._saving
         lead = self.pool.lead(slot, prompt, owner)
-        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.saving(len(slot.tokens)) < self.rates.computing(lead)
+        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.is_faster(self.rates.saving(len(slot.tokens)), lead)
         return saving if is_worth_it else None
 
     @contextlib.asynccontextmanager
@@ -194,6 +194,8 @@ class SlotManager:
             if wanted is None:
                 held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes)
         choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes)
+        if n_found > choice.n_usable and self.rates.tries(is_faster=choice.restore) and not choice.restore:
+            choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes, tries=True)
         slot = held.slot
         if choice.save_first and self._is_worth_a_wait(slot):
             await self._save(slot)

@@ -292,12 +292,14 @@ class SlotPool:
             self._next()
         return best
 
-    def weigh(self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int) -> Choice:
-        """What is to be done to a slot for a prompt."""
+    def weigh(
+        self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int, *, tries: bool = False
+    ) -> Choice:
+        """What is to be done to a slot for a prompt. With `tries`, what is found is restored even if that is slower."""
         n_live = self._live(slot, tokens, owner)
         n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
-        saved = self.rates.computing(n_found - n_usable)
-        restore = n_found > n_usable and self.rates.restoring(n_bytes) < saved
+        is_faster = tries or self.rates.is_faster(self.rates.restoring(n_bytes), n_found - n_usable)
+        restore = n_found > n_usable and is_faster
         n_lost = len(slot.tokens) - (0 if restore else n_live)
         is_foreign = self._separated and slot.owner not in (None, owner)
         # the end of an answer is lost, too, but the tokens of that are not known

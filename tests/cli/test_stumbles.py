@@ -556,7 +556,8 @@ def test_equal_problems_are_one_line(tmp_path, run, models):
     assert code == 1
     assert f"40 prompts need up to 539 tokens ({file}:1 … {file}:40)" in err
     assert f"5 times, {file}:41 … {file}:45: the prompt has no tokens" in err
-    assert len(err.splitlines()) < 10
+    # but for the lines that a slow machine adds while it computes
+    assert len([line for line in err.splitlines() if not line.startswith("evaluating: ")]) < 10
     assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 
@@ -654,7 +655,7 @@ def test_no_word_of_a_table_is_split_in_a_narrow_terminal(store, width):
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=180)
     os.close(theirs)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode()).splitlines()
     os.close(ours)

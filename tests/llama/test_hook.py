@@ -306,7 +306,7 @@ def test_a_store_that_is_collected_in_its_write_thread_writes_what_is_queued(lla
     llm, gate = llama(), threading.Event()
     store = PrefixStore(tmp_path, llm)
     engine, commit = store.engine, store.engine.commit
-    monkeypatch.setattr(engine, "commit", lambda batch: gate.wait(20) and commit(batch))
+    monkeypatch.setattr(engine, "commit", lambda batch: gate.wait(120) and commit(batch))
     with collected_only_by(monkeypatch, engine._committer, "commit"):
         llm.eval(prompt(600))
         store.capture()
@@ -337,7 +337,7 @@ def test_a_store_that_is_collected_inside_a_restore_is_closed_when_that_ends(lla
         del store
         assert hook.restore(as_tokens(prompt(600)), always=True) == 599
     assert gone() is None
-    assert closed.wait(20)
+    assert closed.wait(120)
     with_store = answer(llm, prompt(600), 4)
     forget(llm)
     assert answer(llm, prompt(600), 4) == with_store

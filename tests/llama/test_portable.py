@@ -645,7 +645,7 @@ def test_pages_that_do_not_fit_into_the_queue_are_dropped_and_stored_the_next_ti
     with PrefixStore("memory:", queue_bytes=300_000) as store:
         llm, busy = llm_of("llama", store), threading.Event()
         commit = store._engine.commit
-        store._engine.commit = lambda batch: busy.wait(10) and commit(batch)
+        store._engine.commit = lambda batch: busy.wait(120) and commit(batch)
         answer(llm, prompt(900), 1)
         assert store.stats().dropped == {"queue_full": 1}
         busy.set()

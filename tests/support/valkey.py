@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.postgres import _end_with_parent
 from tests.support.signals import suspend
 
@@ -55,8 +56,7 @@ class ValkeyServer:
         self.directory = directory
         self.socket = directory / "s"
         self.options = options
-        with socket.create_server(("127.0.0.1", 0)) as some:
-            self.port = some.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -89,7 +89,7 @@ class ValkeyServer:
                 stderr=log,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
             )
-        for _ in range(1000):
+        for _ in range(12_000):
             with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(self.socket))
                 probe.sendall(b"PING\r\n")

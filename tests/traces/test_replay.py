@@ -241,6 +241,7 @@ def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
     out = tmp_path / "t.jsonl"
     code = (
         "import sys; from llama_cpp import Llama; from prefixstore import PrefixStore\n"
+        f"sys.path.insert(0, {str(ROOT)!r}); from tests.support.timeouts import disable_timeouts; disable_timeouts()\n"
         "llm = Llama(sys.argv[1], n_ctx=512, verbose=False, n_threads=1, n_threads_batch=1)\n"
         "with PrefixStore(sys.argv[2], llm, page_tokens=16, max_entries=50) as store:\n"
         "    llm.set_cache(store)\n"
@@ -308,7 +309,7 @@ def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(240)"
     )
     command = [sys.executable, "-m", "prefixstore", "trace", "record", "--out", tmp_path / "t", "--"]
     with subprocess.Popen(
@@ -316,4 +317,4 @@ def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_
     ) as running:
         assert running.stdout.readline() == b"ready\n"
         running.send_signal(signal.SIGTERM)
-        assert running.wait(60) == 9
+        assert running.wait(200) == 9
