@@ -112,7 +112,7 @@ def test_the_directory_of_slots_is_full(serve: Serve, alone: Running, tmp_path: 
     # in a mount namespace of its own, so that nothing is left of it
     script = 'mount -t tmpfs -o size=300k tmpfs /dev/shm && exec "$@"'
     command = [sys.executable, "-m", "prefixstore", "serve", str(tmp_path / "store"), "--port", "0", "--"]
-    command += [str(binary()), "-m", str(docs_model), "-c", "4096", "-np", "1", "-t", "2", "--no-warmup"]
+    command += [str(binary()), "-m", str(docs_model), "-c", "4096", "-np", "1", "-t", "1", "--no-warmup"]
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["unshare", "-m", "sh", "-c", script, "sh", *command],
