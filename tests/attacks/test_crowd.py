@@ -106,7 +106,8 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
         once(i)
     gc.collect()
     wait_for(lambda: threading.active_count() <= before[1], "the end of all threads")
-    assert handles() <= before[0]
+    # some connections are closed by threads that are not ours
+    wait_for(lambda: gc.collect() >= 0 and handles() <= before[0], "the end of all open files")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
