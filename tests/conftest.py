@@ -37,11 +37,10 @@ MEASURES = {
 def pytest_configure() -> None:
     """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT.
 
-    And no test depends on how fast the machine is: fixtures of a module or a session neither.
+    And no example of Hypothesis is too slow.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    disable_timeouts()
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
 
@@ -70,6 +69,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_timeouts() -> None:
+    """No test depends on how fast the machine is, and no fixture of a module or a session either."""
+    disable_timeouts()
 
 
 @pytest.fixture(autouse=True)

@@ -191,8 +191,12 @@ def test_a_disconnect_while_a_request_waits_for_a_slot_frees_its_place(serve: Se
     served = serve("-np", "1")
     with served.endless(prompt(11)) as lines:
         next(lines)
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/completion", json={"prompt": "Hello"}, timeout=1.0, trust_env=False)
+        host, port = served.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "Hello"}'
+        head = f"POST /completion HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            served.until(lambda status: status["waiting"] == 1)
         served.until(lambda status: status["waiting"] == 0)
     served.until(lambda status: not status["slots"][0]["in_use"])
     assert served.complete("Hello")["content"]
@@ -400,12 +404,14 @@ def test_two_proxies_and_a_llama_share_a_store(serve: Serve, alone: Running, doc
 
 def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Running, tmp_path: Path):
     served = serve("-np", "1")
+    right = {i: own_answers(alone, prompt(i)) for i in (2, 3)}
     served.complete(prompt(1))
     served.saved()
     with PrefixStore(tmp_path / "store", namespace="other") as store:
+        # a store that can write nothing for half a minute gives pages up
         with store.engine._backend.update():
             for i in (2, 3):
-                assert served.complete(prompt(i))["content"] in own_answers(alone, prompt(i))
+                assert served.complete(prompt(i))["content"] in right[i]
                 served.until(lambda status: not status["slots"][0]["unsaved_tokens"])
         served.saved()
     assert served.stop() == 0
@@ -755,6 +761,13 @@ def _replaced(running: Running, llama_server: Callable[..., Running], model: Pat
     return llama_server(model, *options, name=running.slots_dir.name, port=running.port)
 
 
+def _meanwhile(served: Served, text: Any) -> str | None:
+    """The answer to a prompt; None if it takes long to learn which server answers, and the client is told so."""
+    answer = served.post("/completion", json={"prompt": text, "n_predict": 12, "temperature": 0})
+    assert answer.status_code in (200, 503)
+    return str(answer.json()["content"]) if answer.is_success else None
+
+
 @pytest.mark.parametrize("name", [(), ("--namespace", "mine")])
 def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
     name: tuple[str, ...],
@@ -776,7 +789,7 @@ def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
         other.client.erase(0)
         # without a name its process is looked at, otherwise it is asked now and then
         while len(served.status()["slots"]) != 3:
-            assert served.complete(tokens)["content"] == right
+            assert _meanwhile(served, tokens) in (right, None)
         assert served.status()["slots"][0]["n_ctx"] == other.client.slot(0).n_ctx
         if not name:
             # a slot that is just being saved would be waited for, or not
@@ -789,7 +802,7 @@ def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
         # and back: what was stored of the first one is there
         again = _replaced(other, llama_server, docs_model, "-np", "1", *keep)
         while len(served.status()["slots"]) != 1:
-            served.complete(prompt(26))
+            _meanwhile(served, prompt(26))
         assert cached(served.complete(prompt(25))) > 200
         assert served.status()["passed_through"] is None
         assert served.stop() == 0

@@ -174,7 +174,7 @@ def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_pa
         ("8081", str(port)),
         ("/var/cache/kv", "kv"),
         ("llama-server -m", f"{binary()} -t 2 -c 2048 -m"),
-        ("prefixstore s", f"{sys.executable} -m prefixstore s"),
+        ("prefixstore s", f"{sys.executable} -m tests.support.untimed prefixstore s"),
     ):
         start, hooks = ([line.replace(one, other) for line in lines] for lines in (start, hooks))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
