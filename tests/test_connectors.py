@@ -64,9 +64,13 @@ def peer(tmp_path, stored):
 
 GOOD = """
 say(version="1.2")
+get_seconds = 9.0
 for line in sys.stdin:
-    found = dict(lookup=0.5, chunks=CHUNKS, good=True) if line == "get\\n" else {}
-    say(seconds=2.0, **found)
+    if line == "get\\n":
+        say(seconds=get_seconds, lookup=0.5, chunks=CHUNKS, good=True)
+        get_seconds = 2.0
+    else:
+        say(seconds=2.0)
 """
 
 
