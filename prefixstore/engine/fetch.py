@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -252,14 +252,18 @@ class Fetcher:
                 admitted = pages if refused is None else pages[: pages.index(refused)]
                 stored = [page for page in admitted if page.key not in in_memory]
                 give_up = partial(self.give_up, view=view)
-                # States outlive their iterator: their buffers are released when the block is left.
-                with (
-                    closing(self._reader(view, stored, look, streamed=streamed, along=along)) as reader,
-                    closing(
-                        States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
-                    ) as states,
-                ):
-                    yield states
+                reader = self._reader(view, stored, look, streamed=streamed, along=along)
+                states = States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
+                try:
+                    try:
+                        yield states
+                    finally:
+                        states.close()
+                        # states outlive their iterator: their buffers are released here
+                        reader.close()
+                finally:
+                    # Again, should a Ctrl-C have come in between: the view closes next, which no thread may read then.
+                    reader.close()
         finally:
             for buffer in held.values():
                 buffer.release()

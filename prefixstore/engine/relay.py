@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -23,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from prefixstore.backends.base import View
+from prefixstore.backends.threads import Job
 from prefixstore.engine.fetch import Deadline, Fetcher, LateError, States
 from prefixstore.engine.index import Page
 from prefixstore.engine.readers import Admit, Look, ReaderPool, ShapeError, check_shape
@@ -76,14 +76,14 @@ class _Relay:
         self._asks.put(_Ask.NEXT)
         self._is_asked = True
         self._is_late = False
-        self._job: Future[None] | None = None
+        self._job = Job(self._run)
         self._view: View | None = None
 
     def start(self, pool: ReaderPool) -> None:
         """Begin. Raises `ClosedError`; that there is no thread is raised by `next`."""
         try:
             if self._pages:
-                self._job = pool.submit(self._run)
+                pool.submit(self._job)
         except UnavailableError as error:
             self._answers.put(error)
 
@@ -135,10 +135,13 @@ class _Relay:
         self._is_late = True
 
     def close(self) -> None:
-        """Return when the thread has ended, or at once if it is late. The states are not used any more."""
+        """Return when the thread has ended, or at once if it is late. The states are not used any more.
+
+        May be called again.
+        """
         self._asks.put(_Ask.END)
-        if self._job is not None and not self._job.cancel() and not self._is_late:
-            wait([self._job])
+        if not self._job.cancel() and not self._is_late:
+            self._job.wait()
 
     def _run(self) -> None:
         try:
@@ -284,11 +287,17 @@ class Relays:
         admitted = pages if refused is None else pages[: pages.index(refused)]
         relay = _Relay(self._fetcher, admitted, streamed=streamed, keep=keep)
         try:
-            relay.start(self._pool)
-            yield _RelayedStates(pages, relay, self._fetcher.give_up, look, refused, deadline)
+            try:
+                relay.start(self._pool)
+                yield _RelayedStates(pages, relay, self._fetcher.give_up, look, refused, deadline)
+            except BaseException:
+                # a Ctrl-C does not wait for the location
+                relay.leave()
+                raise
+            finally:
+                relay.close()
         except BaseException:
-            # a Ctrl-C does not wait for the location
+            # again, should a Ctrl-C have come just before: a thread that is not told keeps its view open
             relay.leave()
-            raise
-        finally:
             relay.close()
+            raise

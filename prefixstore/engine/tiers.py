@@ -19,12 +19,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from prefixstore.backends.base import View
+from prefixstore.backends.threads import Job
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.far_pages import node_of
@@ -33,7 +34,7 @@ from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.readers import Admit, Look, ReaderPool
+from prefixstore.engine.readers import Admit, Look, ReaderPool, job_for
 from prefixstore.engine.relay import Keep
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
@@ -86,7 +87,7 @@ class TieredEngine(Engine):
         super()._start()
         self._lookups = ReaderPool()
         # a question to the far location that was not waited for any longer
-        self._overdue: Future[Path] | None = None
+        self._overdue: Job[Path] | None = None
 
     def close(self) -> None:
         """As `Engine.close`; what waits for the far location is written first, if it takes it."""
@@ -169,7 +170,7 @@ class TieredEngine(Engine):
         is_patient = self._max_delay is None or self._stores_all > 0
         # read once: another thread may set it to None
         overdue = self._overdue
-        if not is_patient and overdue is not None and not overdue.done():
+        if not is_patient and overdue is not None and not overdue.is_there:
             self.far.counters.count("late_lookups")
             return None
         self._overdue = None
@@ -178,12 +179,13 @@ class TieredEngine(Engine):
         try:
             if is_patient or self._max_delay is None:
                 return ask(self.far)
-            asked: Future[Path] = self._lookups.submit(ask, self.far)
+            asked = job_for(ask, self.far)
+            self._lookups.submit(asked)
             if self.token_seconds is None:
                 seconds = self._max_delay + UNKNOWN_SECONDS
             else:
                 seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
-            if not wait([asked], seconds).done:
+            if not asked.wait(min(seconds, TIMEOUT_MAX)):
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
                 return None

@@ -594,7 +594,7 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
         assert store.engine.tiers()[1].late == before + 2
         far.hangs = False
         released.set()
-        wait_for(store.engine._overdue.done, "the question is answered")
+        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
 
 

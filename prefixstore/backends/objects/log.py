@@ -14,7 +14,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,6 +31,7 @@ from prefixstore.backends.objects.manifest import (
     new_segment_name,
 )
 from prefixstore.backends.objects.pages import Pages
+from prefixstore.backends.threads import Job, Threads
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 
 __all__ = ["Log"]
@@ -207,8 +207,16 @@ class Log:
 
         if len(parts) < 2:
             return [read(part) for part in parts]
-        with ThreadPoolExecutor(min(AT_ONCE, len(parts)), "prefixstore-objects") as readers:
-            return list(readers.map(read, parts))
+        readers = Threads(AT_ONCE, "prefixstore-objects")
+        jobs = [Job(read, part) for part in parts]
+        try:
+            for job in jobs:
+                readers.submit_or_run(job)
+            return [job.result() for job in jobs]
+        finally:
+            for job in jobs:
+                job.end()
+            readers.close()
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
