@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
+# a spreadsheet takes a cell that begins with one of these for a formula, and runs it
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Form(str, enum.Enum):
@@ -145,8 +147,13 @@ def rows_of(rows: Iterable[Mapping[str, object]], form: Form) -> None:
 def _cell(value: object, form: Form) -> object:
     if isinstance(value, bool):
         return str(value).lower()
-    if form is Form.TSV and isinstance(value, str):
-        # one line a row
+    if not isinstance(value, str):
+        return value
+    if value.startswith(FORMULA):
+        # prompts and names of tenants may come from anyone
+        value = f"'{value}"
+    if form is Form.TSV:
+        # one line per row
         return value.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
     return value
 
