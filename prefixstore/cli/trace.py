@@ -20,6 +20,7 @@ from prefixstore.report.labels import visible
 from prefixstore.traces.curve import Curve, pages_in, simulate
 from prefixstore.traces.plot import svg
 from prefixstore.traces.read import Trace, read_trace
+from prefixstore.traces.recorder import make_private
 from prefixstore.traces.replay import BELADY, Replayed, replay
 from prefixstore.units import counted, format_bytes, format_share
 
@@ -58,7 +59,7 @@ def record(
 
     Example: prefixstore trace record --out trace.jsonl -- python server.py
     """
-    _require_trace(out)
+    _require_trace(out, is_private=text)
     environment = os.environ | {"PREFIXSTORE_TRACE": str(out.absolute())}
     if text:
         environment["PREFIXSTORE_TRACE_TEXT"] = "1"
@@ -190,16 +191,18 @@ def _progress(policy: str, pages: int) -> None:
     sys.stderr.flush()
 
 
-def _require_trace(out: Path) -> None:
-    """Refuse a file that cannot be written, or is no trace, before a command runs in vain."""
+def _require_trace(out: Path, *, is_private: bool) -> None:
+    """Refuse a file that cannot be written, or is not a trace, before the command runs in vain."""
     try:
         with open(out, "ab+", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.seek(0)
             first = file.readline(4096)
+            if first and b"prefixstore_trace" not in first:
+                raise InvalidParameterError(f"{out} is not a trace; choose another name")
+            if is_private:
+                make_private(file.fileno())
     except OSError as error:
         raise InvalidParameterError(f"{out} cannot be written: {error.strerror}") from None
-    if first and b"prefixstore_trace" not in first:
-        raise InvalidParameterError(f"{out} is not a trace; choose another name")
 
 
 def _row(found: Curve, i: int) -> list[str]:
