@@ -228,7 +228,8 @@ class Committer:
             if written and self._housekeeping:
                 note_policy(transaction, self._catalog.policy_name)
             n_bytes = sum(one.pending.n_bytes for one in packed)
-            self._keeper.write(transaction, len(packed), n_bytes, is_wanted=with_figures and self._housekeeping)
+            spaces = {new.page.namespace for new in written}
+            self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
         self._on_used(used)
         self._counters.count("corrupt", n_damaged)

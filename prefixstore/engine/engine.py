@@ -534,6 +534,10 @@ class Engine:
         except StorageError as error:
             log.warning("figures are not written: %s", error)
 
+    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+        """Have the settings and names of a namespace kept in the location, with one of the next commits."""
+        self.keeper.describe(namespace, names)
+
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
 

@@ -9,7 +9,7 @@ lacks, keeps that, and passes on what is new. The far one may fail at any time; 
     touch, condemn                                 each for its own pages
     submit, thin                                   the near one now, the far one later
     flush, drain(), sync, close                    both
-    check, clear, pin, namespaces                  both
+    check, clear, pin, namespaces, describe        both
     note, change_note                              the far one; the near one if that fails
     all others (evict, delete, used, bookmarks)    the near one
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -377,6 +377,11 @@ class TieredEngine(Engine):
         n_near = super().pin(namespace, tokens, page_tokens, pinned=pinned)
         self._without_far("does not follow", far)
         return n_near
+
+    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+        """As `Engine.describe`, in both locations."""
+        super().describe(namespace, names)
+        self.far.describe(namespace, names)
 
     def namespaces(self) -> list[Namespace]:
         """As `Engine.namespaces`, of both locations."""

@@ -118,7 +118,7 @@ class Hook:
         self.strategy = strategy_for(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace
-        engine.keeper.describe(namespace, model_names(llm.metadata, namespace.settings))
+        engine.describe(namespace, model_names(llm.metadata, namespace.settings))
         if bypass is not None:
             self.context.bypass = bypass
         self.reads = True

@@ -230,7 +230,7 @@ class SlotStore:
             self._places[salt] = place
             self._names = self._names or self.identity.names(place.namespace)
             for one in (place, place.of_ends()):
-                self.engine.keeper.describe(one.namespace, self._names)
+                self.engine.describe(one.namespace, self._names)
         return place
 
     # -- finding ------------------------------------------------------------------------------------------------------
