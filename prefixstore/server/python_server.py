@@ -45,8 +45,8 @@ from prefixstore.server.completions import Metrics
 from prefixstore.server.listener import Listener, bound
 from prefixstore.server.model_proxy import StoreProxy
 from prefixstore.server.report_page import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.store_check import check_store
 from prefixstore.server.usage import CachedTokens
-from prefixstore.store import PrefixStore
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -308,8 +308,7 @@ class _Plan:
 
     def check(self) -> None:
         """Open the store and close it again, without a model. Raises as `create_app`."""
-        options = {"namespace": "server", **self.store_options}
-        PrefixStore(self.location, **options).close()
+        check_store(self.location, self.store_options)
 
     def app(self) -> FastAPI:
         """Load the model."""

@@ -30,9 +30,9 @@ from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
+from prefixstore.server.store_check import check_store
 from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
-from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
 
 __all__ = ["ServeSettings", "serve_child", "serve_running"]
@@ -103,7 +103,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     separated = settings.tenants is not None
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
-    _check_store(settings)
+    check_store(settings.location, settings.store_options)
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=separated)
         is_drafting = drafts(argv, environ)
@@ -182,11 +182,6 @@ def serve_running(
 
     with bound(settings.host, settings.port) as sockets:
         run(_serve(settings, sockets, make, has_keys=True))
-
-
-def _check_store(settings: ServeSettings) -> None:
-    """Open the store and close it again. Raises as it does."""
-    PrefixStore(settings.location, namespace="server", **settings.store_options).close()
 
 
 Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
