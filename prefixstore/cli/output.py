@@ -64,8 +64,10 @@ class Form(str, enum.Enum):
     TSV = "tsv"
 
 
-OutputForm = Annotated[Form | None, typer.Option("--format", help="How it is printed; --json is --format json.")]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show no more than N.")]
+OutputForm = Annotated[
+    Form | None, typer.Option("--format", help="Output format; --json is the same as --format json.")
+]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")]
 
 
 def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -127,7 +129,7 @@ def emit(result: object) -> None:
 def form_of(form: Form | None, *, as_json: bool) -> Form:
     """The form that ``--format`` and ``--json`` ask for."""
     if as_json and form not in (None, Form.JSON):
-        raise InvalidParameterError("--json and --format are two forms of the output; pass one of them")
+        raise InvalidParameterError("--json and --format cannot be combined; pass one of them")
     return Form.JSON if as_json else form or Form.TEXT
 
 

@@ -33,15 +33,13 @@ CLEAR = "\r\x1b[K"
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
 PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; may be repeated.")
+    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; can be repeated.")
 ]
 Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="The budget in pages.")]
-Requests = Annotated[
-    int | None, typer.Option("--requests", metavar="N", min=1, help="Only so many requests, from the start.")
-]
+Requests = Annotated[int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")]
 
 trace = typer.Typer(
-    help="Record what a store is asked (hashes and lengths), and replay it with other budgets and policies.",
+    help="Record the requests to a store (hashes and lengths), and replay them with other budgets and policies.",
     no_args_is_help=True,
 )
 
@@ -50,7 +48,7 @@ def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
     *,
     out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
-    text: Annotated[bool, typer.Option("--text", help="Record the text of prompts as well.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Also record the text of prompts.")] = False,
 ) -> int:
     """Run a command, and record what its stores are asked.
 
@@ -114,7 +112,7 @@ def replay_(
     # a replay finds whole blocks
     rounded = len(read.requests) * (read.block_tokens or 1)
     if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
-        tell("The recorded store found more: it had pages from before the recording, and a replay begins with none.")
+        tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
 
 
 def simulate_(

@@ -204,7 +204,7 @@ class HistoryKeeper:
         except StorageError:
             raise
         except Exception:  # a fault of the store must not cost the pages of the batch
-            log.exception("figures are not written")
+            log.exception("figures were not written")
             names = None
         if names is not None:
             self._taken, self._taken_names = taken, names

@@ -65,7 +65,7 @@ class ServeSettings:
     max_waiting
         How many requests may wait for a slot.
     timeout
-        Seconds that the server may be silent.
+        Seconds to wait for the next byte of the server.
     timing
         When slots are saved.
     announce
@@ -158,7 +158,7 @@ def serve_running(
                 log.warning("the settings of the server at %s must still be those of --namespace %s", url, namespace)
             return identity
         log.warning(
-            "%s has another model than --namespace %s stands for: nothing is stored or restored of it; start "
+            "%s has a different model from that of --namespace %s: nothing is stored or restored for it; start "
             "prefixstore serve again, with a name for it",
             url,
             namespace,
@@ -225,10 +225,10 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
     )
 
     def hurry() -> None:
-        settings.announce("stopping at once: what the slots hold is not stored")
+        settings.announce("stopping immediately: the contents of the slots are not stored")
         session.hurry()
 
-    farewell = "stopping: running requests end, and what the slots hold is stored"
+    farewell = "stopping: finishing running requests, and storing the contents of the slots"
     server = Listener(config, settings.announce, farewell, hurry)
     await server.serve(sockets)
     if failures:

@@ -117,7 +117,7 @@ class SlotStore:
         try:
             self.connect()
         except ServerError as error:
-            log.info("nothing is known of the slots of %s yet: %s", server.url, error)
+            log.info("the slots of %s are not known yet: %s", server.url, error)
         except BaseException:
             self.close()
             raise
@@ -386,7 +386,7 @@ class SlotStore:
                 reason = "media" if file.has_media else "empty"
             elif file.layout != self._layout:
                 raise ServerRefusedError(
-                    f"the states of {self.server.url} look other than before: it was restarted with other settings; "
+                    f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
                 )
             elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):

@@ -276,13 +276,15 @@ class _Reader:
     def _header(self, found: dict[str, Any]) -> None:
         if found["prefixstore_trace"] != 1:
             raise InvalidParameterError(
-                f"the trace has version {shown(found['prefixstore_trace'])}, which this prefixstore does not know; "
+                f"the trace has version {shown(found['prefixstore_trace'])}, which is unknown to this prefixstore; "
                 "upgrade it"
             )
         block = _whole(found["block_tokens"])
         limits = {name: _whole(found[name]) for name in LIMITS if found.get(name) is not None}
         if block < 1 or self._trace.block_tokens not in (None, block):
-            raise InvalidParameterError("the trace has blocks of several lengths; record into one file for each")
+            raise InvalidParameterError(
+                "the trace has blocks of different lengths; record each length into its own file"
+            )
         self._trace.is_ours, self._trace.block_tokens, self._trace.about = True, block, found | limits
 
     def _ours(self, found: dict[str, Any]) -> None:

@@ -497,7 +497,7 @@ def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
         assert text.startswith(wanted[:8])
     assert all(text.startswith("…") for text in texts[1:])
     *_, mark, summary = out.splitlines()
-    assert mark == "│: here the text begins to differ from that of the branches beside it"
+    assert mark == "│: here the text differs from that of the sibling branches"
     assert summary.endswith("3 pages")
     assert "│:" not in run("tree", tmp_path / "kv")[1]
 

@@ -193,7 +193,7 @@ class PortableHook:
         """
         if not isinstance(state, LlamaState):
             raise InvalidParameterError(
-                f"a store keeps states of llm.save_state(), and cannot store a {type(state).__name__}"
+                f"a store takes states from llm.save_state(), and cannot store a {type(state).__name__}"
             )
         llm = completion.f_locals["self"] if completion is not None else None
         if self._parameters.read_only or self._bypass.is_active:
