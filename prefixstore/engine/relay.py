@@ -177,9 +177,9 @@ class _Relay:
         try:
             self._keep.keep(page, state)
         except StorageError as error:
-            log.warning("a page that was fetched is not kept: %s", error)
+            log.warning("a fetched page was not kept: %s", error)
         except Exception:  # what is kept is for later: it must not end a restore
-            log.exception("a page that was fetched is not kept")
+            log.exception("a fetched page was not kept")
 
 
 def _within(seconds: float) -> float:
@@ -215,9 +215,7 @@ class _RelayedStates(States):
         page = self._pages[self.n_given]
         try:
             if page is self._refused:
-                raise ShapeError(
-                    f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than it can have"
-                )
+                raise ShapeError(f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than possible")
             left = partial(self._deadline.left, self.n_given) if self._deadline is not None else None
             state = self._relay.next(page, left)
             if state is not None:

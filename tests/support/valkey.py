@@ -168,6 +168,19 @@ def forget_lock(location: str) -> None:
         client.delete(f"{{{name or 'prefixstore'}}}:lock")
 
 
+@pytest.fixture(name="url")
+def valkey_url(new_valkey: Callable[..., str]) -> str:
+    """A location in the server; nothing is there yet."""
+    return new_valkey()
+
+
+@pytest.fixture(name="client")
+def valkey_client(valkey_server: ValkeyServer) -> Iterator[Any]:
+    """A client of the server, as another application has one."""
+    with valkey_server.client() as usual:
+        yield usual
+
+
 def remove(url: str, names: list[str]) -> None:
     """Delete what is left of locations."""
     import valkey
