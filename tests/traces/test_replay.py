@@ -352,7 +352,7 @@ def test_texts_are_cut_into_blocks_and_sessions_of_an_archive_put_in_order(tmp_p
 def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
     path = tmp_path / "t"
     path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"prefixstore_trace":1,"block_tokens":8}\n')
-    with pytest.raises(InvalidParameterError, match="several lengths"):
+    with pytest.raises(InvalidParameterError, match="different lengths"):
         read_trace(path)
 
 
