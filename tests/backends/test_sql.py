@@ -9,8 +9,10 @@ import sqlite3
 import sys
 import threading
 from contextlib import closing, contextmanager, suppress
+from types import SimpleNamespace
 
 import numpy as np
+import psycopg
 import pytest
 from sqlalchemy import delete, event, func, select, text, update
 
@@ -785,6 +787,33 @@ def test_a_server_that_was_restarted_is_found_again(request):
         assert keys_of(backend) == set(keys)
         put(backend, page(2))
         assert len(keys_of(backend)) == 2
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_server(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(postgresql, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def answer():
+        while not (yield "polled"):
+            pass
+        return "heard"
+
+    def poll(waiting, seconds, *, ready=False):
+        now[0] += seconds
+        return waiting.send(ready)
+
+    waiting = postgresql._heard(answer(), 5.0)
+    next(waiting)
+    # the process was stopped, or the machine had no core for it
+    assert poll(waiting, 60.0) == "polled"
+    with pytest.raises(StopIteration, match="heard"):
+        poll(waiting, 0.1, ready=True)
+    waiting = postgresql._heard(answer(), 5.05)
+    next(waiting)
+    for _ in range(50):
+        assert poll(waiting, 0.1) == "polled"
+    with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
+        poll(waiting, 0.1)
 
 
 @pytest.mark.parametrize("where", ["sqlite", "postgresql"])

@@ -73,6 +73,8 @@ CONNECT_SECONDS = 5
 # connection is dropped; TCP alone would wait for a quarter of an hour, or forever.
 SILENT_READING = 5.0
 SILENT_WRITING = 60.0
+# it is listened to ten times a second; a process that did not listen for longer has paused, and heard nothing
+LONGEST_POLL = 0.5
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
 # The most that a page takes besides its bytes: rows, keys, the last chunk of each kind, its changes; measured.
@@ -102,14 +104,15 @@ class _SilenceError(psycopg.OperationalError):
 
 def _heard(gen: Generator[Any, Any, Any], silence: float) -> Generator[Any, Any, Any]:
     """The I/O generator of psycopg, failing if the socket stays silent too long; psycopg polls ten times a second."""
-    heard = time.monotonic()
+    before, silent = time.monotonic(), 0.0
     try:
         wanted = next(gen)
         while True:
             ready = yield wanted
-            if ready:
-                heard = time.monotonic()
-            elif time.monotonic() - heard > silence:
+            now = time.monotonic()
+            silent = 0.0 if ready else silent + min(now - before, LONGEST_POLL)
+            before = now
+            if silent > silence:
                 raise _SilenceError(f"the server has not answered for {silence:.0f} s")
             wanted = gen.send(ready)
     except StopIteration as end:
