@@ -55,7 +55,7 @@ class Kind(str, Enum):
     """
 
     UNBOUND = "unbound"
-    """No Llama is attached, and no completion has asked for anything yet."""
+    """No Llama is attached, and no completion has used the store yet."""
     PAGES = "pages"
     """Full attention: a state can be cut at any token."""
     SNAPSHOTS = "snapshots"

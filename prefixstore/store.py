@@ -501,7 +501,7 @@ class PrefixStore:
         if self._portable is not None:
             return self._portable.namespace
         if self._parameters.label is None:
-            raise NotAttachedError("the namespace is not known without a Llama; call attach(llm), or pass namespace=")
+            raise NotAttachedError("the namespace is unknown without a Llama; call attach(llm), or pass namespace=")
         return Namespace(
             {
                 "label": self._parameters.label,
@@ -920,7 +920,7 @@ class PrefixStore:
         self._engine.counters.count(count)
         if not self._warned_closed:
             self._warned_closed = True
-            log.warning("a completion uses a store that is closed; call llm.set_cache(None), or open a new store")
+            log.warning("a completion uses a closed store; call llm.set_cache(None), or open a new store")
         return True
 
     def _bound(self, completion: Any) -> Hook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "attacks" in item.path.parts:
             item.add_marker(pytest.mark.attack)
+
+
+def pytest_collection_finish() -> None:
+    """What is there when the first test starts stays until the last: a collection of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -75,7 +75,7 @@ def serve(
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: any that is free.")
     ] = 8080,
-    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that runs already.")] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that is already running.")] = None,
     slots_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Its --slot-save-path; with --server.")] = None,
     namespace: Annotated[
         str | None,
@@ -99,7 +99,7 @@ def serve(
     ] = None,
     salt_from: Annotated[
         str | None,
-        typer.Option(metavar="api-key|header:NAME", help="Separate tenants, by what their requests bring."),
+        typer.Option(metavar="api-key|header:NAME", help="Separate tenants by their API key or a header."),
     ] = None,
     far: Annotated[
         str | None,
@@ -115,10 +115,10 @@ def serve(
         typer.Option(metavar="SIZE", help="Size limit of all requests together; by default 16 times --max-body."),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; others get 503.")
+        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; further ones get 503.")
     ] = MAX_WAITING,
     timeout: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Seconds that the server may be silent.")
+        float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
     ] = SILENT_SECONDS,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
@@ -178,7 +178,9 @@ def serve(
     )
     if server is not None:
         if command:
-            raise InvalidParameterError("--server is for a server that runs already; leave out what follows --")
+            raise InvalidParameterError(
+                "--server is for a server that is already running; leave out everything after --"
+            )
         if slots_dir is None:
             raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
         if settings.tenants is not None:

@@ -228,7 +228,8 @@ class Committer:
             if written and self._housekeeping:
                 note_policy(transaction, self._catalog.policy_name)
             n_bytes = sum(one.pending.n_bytes for one in packed)
-            self._keeper.write(transaction, len(packed), n_bytes, is_wanted=with_figures and self._housekeeping)
+            spaces = {new.page.namespace for new in written}
+            self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
         self._on_used(used)
         self._counters.count("corrupt", n_damaged)
@@ -308,7 +309,7 @@ class Committer:
         known = [found.get(page.parent), found.get(page.key)]
         for error in known:
             if isinstance(error, IncompatibleError):
-                log.warning("a page is not written: %s", error)
+                log.warning("a page was not written: %s", error)
                 return DropReason.UNAVAILABLE
         if page.parent not in (page.namespace, *put) and not self._is_parent(known[0], page):
             return DropReason.ORPHAN
@@ -393,7 +394,7 @@ class Committer:
             return False  # one whose record is damaged is overwritten
         if is_same(stored, page) and stored.start == page.start:
             return True
-        log.warning("another page has the key %s; it is deleted, and what is stored after it", page.key.hex())
+        log.warning("another page has the key %s; deleting it and its descendants", page.key.hex())
         for key in self._deleter.delete_other(transaction, page.key):
             found.pop(key, None)
         return False

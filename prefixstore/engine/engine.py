@@ -289,7 +289,7 @@ class Engine:
         try:
             self.close()
         except StorageError as error:
-            log.warning("a store was collected, and could not be closed: %s", error)
+            log.warning("a garbage-collected store could not be closed: %s", error)
         finally:
             # not before: the end of the process waits for this thread in `close`
             at_exit.detach()
@@ -300,7 +300,7 @@ class Engine:
             if not self._read_only:
                 self.sync()
         except StorageError as error:
-            log.warning("what was written could not be made durable: %s", error)
+            log.warning("written pages could not be made durable: %s", error)
         finally:
             self._release()
 
@@ -532,7 +532,11 @@ class Engine:
                 with self._catalog.update(self._backend, self.keeper.committed) as transaction:
                     self.keeper.write(transaction)
         except StorageError as error:
-            log.warning("figures are not written: %s", error)
+            log.warning("figures were not written: %s", error)
+
+    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+        """Have the settings and names of a namespace kept in the location, with one of the next commits."""
+        self.keeper.describe(namespace, names)
 
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
@@ -608,7 +612,7 @@ class Engine:
         try:
             self._bookmarks.write()
         except StorageError as error:
-            log.warning("names of stored sequences are not written yet: %s", error)
+            log.warning("names of stored sequences were not written yet: %s", error)
 
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
         """Have these pages evicted after all others; see `Catalog.keep`."""
@@ -696,7 +700,7 @@ class Engine:
             self._load_policy()
             n_written = len(self._committer.commit(batch))
         except StorageError as error:
-            log.warning("%d pages are dropped: %s", len(batch), error)
+            log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
         self._write_bookmarks()
         self._memory.save()

@@ -96,7 +96,7 @@ class Context(Generic[M_co]):
         """
         llm = self._llm()
         if llm is None:
-            raise MisuseError("the Llama is gone; keep a reference to it as long as the store is attached")
+            raise MisuseError("the Llama was garbage-collected; keep a reference to it while the store is attached")
         return llm
 
     @property

@@ -134,7 +134,7 @@ class Watch:
             if context is not None:
                 context.__class__ = self._watched
         except TypeError as error:
-            raise ContextError(f"changes of this context cannot be noticed: {error}") from error
+            raise ContextError(f"changes to this context cannot be detected: {error}") from error
 
     def stop(self) -> None:
         """Give the ``LlamaContext`` its own class back."""

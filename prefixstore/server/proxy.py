@@ -191,7 +191,7 @@ class Proxy:
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
                 self._lifetime.lost()
-            await self._broken(exchange, 503, "the server does not answer; it may be starting again")
+            await self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
     async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
@@ -210,7 +210,7 @@ class Proxy:
             await exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
         elif AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
             exchange.nothing_to_read()
-            message = "the target of the request has a segment . or .. or %u in it: write the path that is meant"
+            message = "the target of the request has a segment . or .. or %u in it: write the resolved path"
             await exchange.refuse(400, "invalid_request_error", message)
         elif len(exchange.target) > MAX_TARGET:
             exchange.nothing_to_read()
@@ -235,7 +235,7 @@ class Proxy:
         path, manager = exchange.path, self._manager
         if self._options.tenants is not None and not self._may_pass(exchange):
             exchange.nothing_to_read()
-            message = f"{path} is switched off: tenants are separated, and it tells about others"
+            message = f"{path} is switched off: tenants are separated, and it shows other tenants"
             await exchange.refuse(403, "permission_error", message)
             return
         if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
@@ -340,7 +340,7 @@ class Proxy:
         if not can_choose and reason is not None:
             await self._without_slot(exchange, ask, body, owner)
         elif not can_choose and held is None and self._options.tenants is not None:
-            message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
+            message = f"{path} cannot be used while tenants are separated: this server has no way to choose a slot"
             await exchange.refuse(501, "not_supported_error", message)
         else:
             taints = ask.taints or reason == "lora"

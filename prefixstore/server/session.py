@@ -158,7 +158,7 @@ class ServerSession:
         await self._meet()
         assert self.manager is not None, "it was met"
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
-            log.warning("the model of the server was replaced: the store is opened again")
+            log.warning("the model of the server was replaced: reopening the store")
             await self.reopen()
         if self.store is None and self._unusable is None:
             await self._open()
@@ -300,7 +300,7 @@ class ServerSession:
                 manager.pool.restarted()
             is_other = self._facts is not None and replace(facts, is_sleeping=self._facts.is_sleeping) != self._facts
         if is_other and self.is_ready:
-            log.warning("another server answers at %s than before", self.upstream.url)
+            log.warning("a different server answers at %s now", self.upstream.url)
             self.when_replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
@@ -314,9 +314,7 @@ class ServerSession:
         props = reply.json()
         generation = props.get("default_generation_settings") if isinstance(props, dict) else None
         if not isinstance(generation, dict):
-            raise ServerError(
-                f"{self.upstream.url}/props has answered in a form that is not known: is it a llama-server?"
-            )
+            raise ServerError(f"{self.upstream.url}/props has answered in an unknown format: is it a llama-server?")
         n_ctx = generation.get("n_ctx")
         names = ("build_info", "model_path", "total_slots")
         return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))

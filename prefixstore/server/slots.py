@@ -117,7 +117,7 @@ class SlotStore:
         try:
             self.connect()
         except ServerError as error:
-            log.info("nothing is known of the slots of %s yet: %s", server.url, error)
+            log.info("the slots of %s are not known yet: %s", server.url, error)
         except BaseException:
             self.close()
             raise
@@ -230,7 +230,7 @@ class SlotStore:
             self._places[salt] = place
             self._names = self._names or self.identity.names(place.namespace)
             for one in (place, place.of_ends()):
-                self.engine.keeper.describe(one.namespace, self._names)
+                self.engine.describe(one.namespace, self._names)
         return place
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ class SlotStore:
                 reason = "media" if file.has_media else "empty"
             elif file.layout != self._layout:
                 raise ServerRefusedError(
-                    f"the states of {self.server.url} look other than before: it was restarted with other settings; "
+                    f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
                 )
             elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):

@@ -164,7 +164,8 @@ class Queue:
             first = self._settle()
             if first is not None and ticket.waits_for_itself(first):
                 raise MisuseError(
-                    "this thread (or task) has a session, and would wait for itself; leave its block, or release() it, "
+                    "this thread (or task) already has a session, and would wait for itself; leave its block, "
+                    "or release() it, "
                     "before you admit another one"
                 )
             loops = [other.loop for other in self._waiting()]

@@ -263,7 +263,7 @@ class Sessions:
         try:
             place = self._place
             if place is not None and place.is_of(ticket):
-                place.lose("was never begun; admit it again")
+                place.lose("was never entered; admit it again")
                 self._settle(place)
         finally:
             self._queue.leave(ticket)

@@ -33,7 +33,7 @@ __all__ = ["BackendContract", "PersistentBackendContract", "make_page"]
 
 NAMESPACE = bytes(range(KEY_BYTES))
 SETTINGS = b'{"label":"contract"}'
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def make_page(

@@ -213,7 +213,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             if kind == 0:
                 os._exit(0)
             # shows where it hangs
-            faulthandler.dump_traceback_later(90, exit=True)
+            faulthandler.dump_traceback_later(150, exit=True)
             member = Member(os.getpid(), stores, "", 1 << 62)
             for _ in range(5):
                 member.capture(stores[0])
@@ -226,7 +226,7 @@ def fork_once(stores: list[PrefixStore], kind: int) -> bool:
             sys.stderr.write(f"child: {error!r}\n")
         finally:
             os._exit(code)
-    until = time.monotonic() + 120
+    until = time.monotonic() + 180
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -270,7 +270,7 @@ def crowd(  # noqa: C901 - one thing after the other
         if not fork_once(stores, i % 3):
             problems.append(f"the child of fork {i} (kind {i % 3}) did not end well")
     for thread in running:
-        thread.join(max(until - time.monotonic(), 0) + 90)
+        thread.join(max(until - time.monotonic(), 0) + 180)
         if thread.is_alive():
             faulthandler.dump_traceback(all_threads=True)
             problems.append("a thread does not end: deadlock")
@@ -302,7 +302,7 @@ def crowd(  # noqa: C901 - one thing after the other
         done += Counter({name: counters[name] for name in ("evictions", "packed", "unpacked", "expired", "outages")})
         with suppress(StorageError):
             store.close()
-    wait_until = time.monotonic() + 30
+    wait_until = time.monotonic() + 60
     while threading.active_count() > before_threads and time.monotonic() < wait_until:
         time.sleep(0.05)
     if threading.active_count() > before_threads:

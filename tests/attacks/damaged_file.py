@@ -20,7 +20,7 @@ from tests.support.places import contents, fill, space
 MIB = 1 << 20
 SETTINGS = space()
 PAGE = 4096
-SECONDS = 60
+SECONDS = 120
 # SQLite cannot see each damage to its trees: what it writes into such a tree it may not find again
 LOST = "what was written is not there"
 ALLOWED = ("used", "CorruptError", "IncompatibleError", "LocationError", "UnavailableError")

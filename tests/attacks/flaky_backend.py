@@ -27,6 +27,8 @@ class FlakyBackend(SlowBackend):
         As long as it is not set, they wait for it.
     asked
         How often each operation was begun, by thread.
+    sleep
+        Lets the time pass that a slow operation takes; a test may have a clock of its own.
     """
 
     def __init__(self, backend):
@@ -37,13 +39,14 @@ class FlakyBackend(SlowBackend):
         self.gate = threading.Event()
         self.gate.set()
         self.asked: Counter[tuple[str, Operation]] = Counter()
+        self.sleep = time.sleep
 
     def _before(self, operation: Operation) -> None:
         self.asked[threading.current_thread().name, operation] += 1
         if operation not in self.slow:
             return
         self.gate.wait()
-        time.sleep(self.seconds)
+        self.sleep(self.seconds)
         if self.fails:
             raise UnavailableError(f"{operation} fails on purpose")
 

@@ -190,12 +190,12 @@ class KillableProcess:
         self._errors.close()
 
 
-def allowed(report: Iterable[str], before: str) -> set[str]:
-    """The digests of the states that a store may be in, whose only writer died after this report.
+def allowed(report: Iterable[str], before: set[str]) -> set[str]:
+    """The digests of the states that a store may be in, whose only writer died after this report; `before` it as well.
 
     Each transaction finds what the previous one left: all of it, or nothing if its commit was not reported.
     """
-    possible = {before}
+    possible = set(before)
     for line in report:
         word, *rest = line.split()
         if word == "found":

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, load, prompt
 from tests.support.worker import command, in_fork
 
@@ -25,7 +25,7 @@ def test_four_processes_share_one_location(models, tmp_path):
         )
         for mine in seeds
     ]
-    results = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in running]
+    results = [json.loads(process.communicate(timeout=2 * PATIENCE)[0].splitlines()[-1]) for process in running]
     assert [process.returncode for process in running] == [0] * 4
 
     llm = load(models("llama"))

@@ -21,7 +21,7 @@ from prefixstore.engine.policy import lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
 from tests.attacks.damaged_file import MIB, build, location
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, answer, prompt
 from tests.support.places import contents, fill, space
 
@@ -161,7 +161,7 @@ def test_anything_found_at_a_location_is_used_or_refused_cleanly(tmp_path, schem
     else:
         file.write_bytes({"text": b"Dear diary,\n" * 999, "zeros": bytes(1 << 16)}.get(what, os.urandom(1 << 16)))
     code = (
-        "import sys, signal; signal.alarm(60)\n"
+        "import sys, signal; signal.alarm(120)\n"
         "from prefixstore import PrefixStore, PrefixStoreError\n"
         "from prefixstore.backends import open_backend\n"
         "try:\n"
@@ -169,7 +169,7 @@ def test_anything_found_at_a_location_is_used_or_refused_cleanly(tmp_path, schem
         "except PrefixStoreError as error: print(type(error).__name__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", code, place], cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * PATIENCE
     )
     assert done.returncode == 0, (done.returncode, done.stderr[-800:])
     expected = {"no lock": {"300"}, "lock of garbage": {"300", "LocationError", "IncompatibleError", "CorruptError"}}

@@ -16,7 +16,7 @@ from prefixstore import PrefixStore
 from prefixstore.engine.contents import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import TORTURE, prompt
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
@@ -55,7 +55,7 @@ def test_a_crowd_leaves_a_sound_store(scheme, cached, tmp_path, request):
     ]
     noted = 0
     for process in crowd:
-        out, errors = process.communicate(timeout=SECONDS + 150)
+        out, errors = process.communicate(timeout=SECONDS + 2 * PATIENCE)
         assert process.returncode == 0, errors
         result = json.loads(out.splitlines()[-1])
         assert result["problems"] == [], errors
@@ -106,7 +106,8 @@ def test_opening_and_closing_a_store_leaks_nothing(scheme, tmp_path, request):
         once(i)
     gc.collect()
     wait_for(lambda: threading.active_count() <= before[1], "the end of all threads")
-    assert handles() <= before[0]
+    # some connections are closed by threads that are not ours
+    wait_for(lambda: gc.collect() >= 0 and handles() <= before[0], "the end of all open files")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -135,7 +136,9 @@ def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_proc
         subprocess.Popen(command("write_at_the_same_time", **arguments), stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(2)
     ]
-    results = [json.loads(process.communicate(timeout=240)[0].splitlines()[-1]) for process in (*pair, *others)]
+    results = [
+        json.loads(process.communicate(timeout=2 * PATIENCE)[0].splitlines()[-1]) for process in (*pair, *others)
+    ]
     assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
     assert results[2]["problems"] == []
     with closing(PrefixStore(location, namespace="look", max_bytes=4 << 20)) as store:

@@ -78,7 +78,7 @@ def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path
         "first": 3,
         "step": 1 if TORTURE > 1 else 23,
     }
-    done = json.loads(in_child("forged_states", [json.dumps(case)], seconds=60 * TORTURE).splitlines()[-1])
+    done = json.loads(in_child("forged_states", [json.dumps(case)], seconds=240 * TORTURE).splitlines()[-1])
     assert done["ran"] > 5
     assert done["wrong"] == []
     assert done["check"] == []

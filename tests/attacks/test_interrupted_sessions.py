@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from prefixstore import PrefixStore
+from tests.support import PATIENCE
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.models import TORTURE, answer, load, prompt
 
@@ -20,7 +21,7 @@ def in_thread(work):
     results = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert results, "it waits for ever"
     return results[0]
 
@@ -56,7 +57,7 @@ def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
             # what an exception keeps alive, such as frames
             gc.collect()
             name = ("alice", "bob")[at % 2]
-            found = in_thread(lambda name=name, at=at: turn(name, at % 2, timeout=30))
+            found = in_thread(lambda name=name, at=at: turn(name, at % 2, timeout=PATIENCE / 2))
             assert found["choices"][0]["text"] == texts[at % 2], where
             assert len(sessions._queue) == 0, where
             assert llm.cache is None, where

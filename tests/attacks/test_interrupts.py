@@ -17,6 +17,7 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from tests.support import PATIENCE
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE_OF_LONG
@@ -26,7 +27,6 @@ from tests.support.places import fill, space
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 D, E = [4] * 12, [5] * 10
-SECONDS = 30
 
 
 def submitted(store, tokens):
@@ -109,7 +109,7 @@ def in_time(what, work):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(SECONDS)
+    thread.join(PATIENCE)
     assert not thread.is_alive(), f"{what} hangs"
     if isinstance(result[0], BaseException):
         raise result[0]

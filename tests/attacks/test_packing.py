@@ -45,7 +45,7 @@ class Crowd:
         self.location = location
         self.stores: list[Store] = []
         self.failures: list[BaseException] = []
-        self.deadline = time.monotonic() + 120 * TORTURE_OF_LONG
+        self.deadline = time.monotonic() + 400 * TORTURE_OF_LONG
         self.is_done: Callable[[], bool] = lambda: False
 
     def open(self, **options) -> Store:
@@ -71,7 +71,7 @@ class Crowd:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(180 * TORTURE_OF_LONG)
+            thread.join(500 * TORTURE_OF_LONG)
             assert not thread.is_alive(), "a thread waits forever"
         if self.failures:
             raise self.failures[0]

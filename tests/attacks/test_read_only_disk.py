@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
@@ -23,7 +23,7 @@ def test_a_disk_that_becomes_read_only_is_read_and_drops_pages(scheme, tmp_path)
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * PATIENCE,
     )
     if done.returncode and "mounted" not in done.stdout:
         pytest.skip("file systems cannot be mounted here")

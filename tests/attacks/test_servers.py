@@ -12,7 +12,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import SCHEMES, place
 from tests.support.serving import tokens_of
@@ -41,7 +41,7 @@ class Server:
 
     def end(self):
         self.process.stdin.close()
-        assert self.process.wait(60) == 0
+        assert self.process.wait(PATIENCE) == 0
 
 
 @pytest.fixture(params=SCHEMES)
@@ -67,8 +67,9 @@ def warmer(model, location, tmp_path, seeds, *more):
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"tokens": tokens_of({"common": COMMON, "own": OWN, "seed": seed})} for seed in seeds]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = [sys.executable, "-m", "prefixstore", "warm", "--model", str(model), "--store", location, "--json"]
-    command += ["--n-ctx", "4096", "--threads", "1", *more, str(prompts)]
+    # the command, for which no location is slow
+    command = [sys.executable, "-m", "tests.support.warming", "warm", "--model", str(model), "--store", location]
+    command += ["--json", "--n-ctx", "4096", "--threads", "1", *more, str(prompts)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -90,7 +91,7 @@ def test_each_server_finds_what_any_other_has_committed(servers, models, locatio
             assert found["gained"] == COMMON + OWN - 1
             no_error_in(found)
     with warmer(models("llama"), location, tmp_path, [100, 101]) as job:
-        report = json.loads(job.communicate(timeout=100)[0])
+        report = json.loads(job.communicate(timeout=2 * PATIENCE)[0])
         assert job.returncode == 0
     # what the servers have of it was not computed again
     assert report["evaluated_tokens"] <= 2 * OWN + 2 + COMMON % 256
@@ -111,7 +112,7 @@ def test_servers_at_the_same_time_answer_as_alone_and_leave_a_sound_store(server
             for server, mine in zip(started, seeds, strict=True):
                 server.ask(mine[i], flush=False)
         results = {server: [server.result() for _ in range(4)] for server in started}
-        _, errors = job.communicate(timeout=200)
+        _, errors = job.communicate(timeout=2 * PATIENCE)
         assert job.returncode == 0, errors
     for server in started:
         server.end()
@@ -143,7 +144,7 @@ def test_budgets_hold_with_many_writers(servers, models, location, tmp_path):
             with Archive(location, read_only=True) as archive:
                 assert archive.used().bytes <= (2 * limit if is_soft else limit)
         results = [[server.result() for _ in range(6)][-1] for server in started]
-        job.communicate(timeout=200)
+        job.communicate(timeout=2 * PATIENCE)
         # there is no room for all of its prompts, which it reports
         assert job.returncode in (0, 1)
     for server, found in zip(started, results, strict=True):
@@ -169,7 +170,7 @@ def test_workers_forked_from_an_open_store_serve(models, location):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=2 * PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])

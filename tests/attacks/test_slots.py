@@ -18,7 +18,7 @@ from prefixstore.errors import FullError, ServerError, StorageError
 from prefixstore.server import SlotStore
 from prefixstore.server import slot_directory as slot_directory_module
 from prefixstore.server.namespace import ServerIdentity
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.llama_server import Running
 from tests.support.models import TORTURE, prompt
 
@@ -109,7 +109,7 @@ def test_a_server_killed_while_it_saves_and_restores(
         time.sleep(0.05 + 0.013 * seed)
         running.process.send_signal(signal.SIGKILL)
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         assert faults == []
         assert list(running.slots_dir.iterdir()) == []

@@ -15,7 +15,7 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.engine import queue
 from prefixstore.errors import UnavailableError
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, A, B, C, Store
 from tests.support.places import SCHEMES, place
 from tests.support.signals import suspend
@@ -79,10 +79,10 @@ def test_others_go_on_while_a_process_is_stopped_in_a_transaction(store, end):
         assert store.fetch(A) == 3
         if end == "goes on":
             process.send_signal(signal.SIGCONT)
-            assert process.communicate("\n", timeout=60)[0] == "done\n"
+            assert process.communicate("\n", timeout=PATIENCE)[0] == "done\n"
         else:
             process.kill()
-            process.wait(60)
+            process.wait(PATIENCE)
         wait_for(lambda: drained(store), "the queue")
         assert store.put(C) == 3
         assert store.fetch(C) == 3
@@ -114,7 +114,7 @@ def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(stor
             store.engine.close()
         assert time.monotonic() - started < 30
         process.kill()
-        process.wait(60)
+        process.wait(PATIENCE)
     wait_for(lambda: not writer.is_alive(), "the end of the write thread")
     again = Store(open_backend(store.location, max_bytes=64 * MIB))
     assert again.fetch(A) == 3

@@ -12,6 +12,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.engine import breaker
+from tests.support import PATIENCE
 from tests.support.models import TORTURE, answer, attached, evaluated, forget, load, prompt
 from tests.support.places import place
 from tests.support.throttle import Throttled
@@ -128,12 +129,16 @@ def test_a_link_that_is_slower_than_computing(expected, tmp_path, request, schem
             from prefixstore.llama import compute_rate
 
             monkeypatch.setattr(compute_rate, "MAX_SHARE", 0.05)
-            for _ in range(3):
+
+            def is_near():
+                """Whether all of it came in time, after another attempt."""
                 forget(llm)
                 assert answer(llm, TOKENS, 6) == first
                 store.drain()
-            forget(llm)
-            assert evaluated(store, lambda: answer(llm, TOKENS, 1)) == 1
+                forget(llm)
+                return evaluated(store, lambda: answer(llm, TOKENS, 1)) == 1
+
+            wait_for(is_near, "what came late")
             llm.set_cache(None)
             assert store.check() == []
 
@@ -162,7 +167,7 @@ def test_three_hosts_that_warm_one_location_divide_the_work(models, tmp_path, re
     ]
     ends = []
     for job in jobs:
-        lines = job.communicate(timeout=170)[0].splitlines()
+        lines = job.communicate(timeout=2 * PATIENCE)[0].splitlines()
         assert job.returncode == 0
         ends.append(json.loads(lines[-1]))
     assert all(end["unstored"] == [] for end in ends)
@@ -193,13 +198,15 @@ def test_ctrl_c_at_any_moment_of_a_restore_from_two_locations(expected, tmp_path
             for _ in range(60 * TORTURE):
                 i = rng.randrange(len(prompts))
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
-                    forget(llm)
-                    answer(llm, prompts[i], 6)
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.03))
+                        forget(llm)
+                        answer(llm, prompts[i], 6)
+                    finally:
+                        # it may come here, too
+                        signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
                     n_interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
             for tokens, expected_answer in zip(prompts, answers, strict=True):
                 forget(llm)
                 assert answer(llm, tokens, 6) == expected_answer

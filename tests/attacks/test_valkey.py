@@ -11,14 +11,14 @@ import pytest
 import valkey
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.valkey import connections, transaction
+from prefixstore.backends.valkey import connections
 from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
 from tests.support.proxy import Proxy
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey
+from tests.support.valkey import forget_lock, private_valkey
 
 
 @contextmanager
@@ -176,10 +176,8 @@ def line(request, new_valkey):
 
 
 @pytest.mark.parametrize("name", ["look up", "put", "pin", "check"])
-def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line, valkey_server, monkeypatch, name):
+def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line, name):
     cut, through, direct = line
-    # one that has lost its last answer is not waited for
-    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.3)
     with stored(through, A) as store:
         before = cut.passed
         WORK[name](store)
@@ -190,6 +188,8 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line
             cut.left = k
             WORK[name](store)
             cut.left = None
+            # one that has lost its last answer is not waited for
+            forget_lock(direct)
             assert store.fetch(A) == 3
             store.put(C)
             assert store.fetch(C) == 3
@@ -200,31 +200,44 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line
             other.put(A)
 
 
-def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line, monkeypatch):
+@contextmanager
+def impatient(store):
+    """In the block the server, which is silent, is waited for only shortly: before and after it may be slow."""
+    idle = list(store.backend._connections._idle)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "SILENT_SECONDS", 0.5)
+        for one in idle:
+            one._sock.settimeout(0.5)
+        yield
+    # those that were made in the block
+    store.backend._connections._idle.clear()
+
+
+def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line):
     cut, through, direct = line
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.3)
     with stored(through, A) as store:
         cut.stalls = True
         for left in (3, 700):
-            cut.left = left
-            assert lookup(store, A) < 3
-            WORK["put"](store)
+            with impatient(store):
+                cut.left = left
+                assert lookup(store, A) < 3
+                WORK["put"](store)
             cut.left = None
+            forget_lock(direct)
             wait_for(lambda: lookup(store, A) == 3, "a hit")
         store.put(B)
         assert store.fetch(B) == 3
     is_intact(direct, A, B)
 
 
-def test_a_server_that_hangs_is_an_outage_that_ends(monkeypatch):
-    monkeypatch.setattr(connections, "SILENT_SECONDS", 0.5)
+def test_a_server_that_hangs_is_an_outage_that_ends():
     with private_valkey() as server, stored(server.url, A) as store:
-        server.pause()
-        assert lookup(store, A) == 0
-        WORK["put"](store)
-        with pytest.raises(UnavailableError, match="has not answered"):
-            open_backend(server.tcp_url, max_bytes=MIB)
+        with impatient(store):
+            server.pause()
+            assert lookup(store, A) == 0
+            WORK["put"](store)
+            with pytest.raises(UnavailableError, match="has not answered"):
+                open_backend(server.tcp_url, max_bytes=MIB)
         server.go_on()
         wait_for(lambda: lookup(store, A) == 3, "a hit")
         wait_for(lambda: tried(lambda each: each.put(C))(store) or lookup(store, C) == 3, "a put")
@@ -235,9 +248,7 @@ def test_a_server_that_hangs_is_an_outage_that_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("log", ["yes", "no"])
-def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(log, monkeypatch):
-    # its log has the lock of a transaction that has ended with it
-    monkeypatch.setattr(transaction, "LOCK_SECONDS", 0.5)
+def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(log):
     with private_valkey(appendonly=log, appendfsync="everysec") as server, stored(server.url) as store:
         chance = random.Random(5)
         flushed = []
@@ -262,6 +273,8 @@ def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(
             if server.process.poll() is not None:
                 assert lookup(store, tokens) == 0
                 server.start()
+                # its log has the lock of a transaction that has ended with it
+                forget_lock(server.url)
             wait_for(lambda tokens=tokens: lookup(store, tokens) == 3 or log == "no", "a hit")
             assert store.engine.check() == []
         if log == "yes":

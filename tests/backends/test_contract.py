@@ -48,7 +48,7 @@ from prefixstore.testing import (
     SlowBackend,
     make_page,
 )
-from tests.support import keys_of, python
+from tests.support import PATIENCE, keys_of, python
 
 MIB = 1 << 20
 
@@ -213,7 +213,7 @@ def test_two_threads_that_fork_at_once_both_get_a_child():
             while not forks._forking._alone:
                 time.sleep(0.001)
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         assert statuses == [7, 7]
         put(backend, 2)
 
@@ -458,7 +458,7 @@ def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
             # it waits for this view: nothing has moved
             assert bytes(payload) == before
             assert seen == []
-        reader.join(20)
+        reader.join(PATIENCE)
         assert seen == [{key, new}]
 
 

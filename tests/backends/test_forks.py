@@ -14,9 +14,7 @@ import pytest
 
 from prefixstore.backends import forks
 from prefixstore.backends.forks import ForkLevel, register_at_fork
-from tests.support import ROOT, in_thread
-
-PATIENCE = 20
+from tests.support import PATIENCE, ROOT, in_thread
 
 
 def exit_code_of_child(work):
@@ -162,7 +160,7 @@ class User:
     def before_fork(self):
         thread = threading.Thread(target=executor.submit, args=(int,), daemon=True)
         thread.start()
-        thread.join(10)
+        thread.join(60)
         print("deadlock" if thread.is_alive() else "started", flush=True)
         if thread.is_alive():
             os._exit(1)
@@ -186,7 +184,7 @@ def test_a_thread_that_uses_a_handle_can_start_a_job_while_another_thread_forks(
         [sys.executable, "-c", EXECUTOR_WHILE_FORKING],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE,
         cwd=ROOT,
         check=False,
     )

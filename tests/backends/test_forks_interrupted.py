@@ -14,12 +14,11 @@ from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb import environment
 from prefixstore.errors import StorageError, UnavailableError
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.interrupts import in_own_thread, interrupted, steps_of
 from tests.support.places import MIB, fill, space
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-PATIENCE = 20
 
 
 class Handle:

@@ -11,7 +11,7 @@ import pytest
 from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb import environment
 from prefixstore.backends.lmdb.lock_file import writer_of
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.places import MIB, refusal
 
 HOLDING = """
@@ -52,7 +52,7 @@ def test_a_writer_that_was_killed_does_not_delay_opening(tmp_path):
     with python(HOLDING, tmp_path) as other:
         assert other.stdout.readline() == "held\n"
         other.kill()
-        other.wait(20)
+        other.wait(PATIENCE)
         assert writer_of(tmp_path / "lock.mdb") is None
         assert refusal(str(tmp_path)) == "opened"
 

@@ -22,6 +22,7 @@ from prefixstore.engine.invariants import violations
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import PATIENCE
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -198,24 +199,26 @@ def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(12))
-        held, leave = threading.Event(), threading.Event()
+        held, leave, left = threading.Event(), threading.Event(), threading.Event()
 
         def read():
             with backend.view() as view:
                 payload = view.payload(page(5)[0])
                 held.set()
-                leave.wait(30)
+                assert leave.wait(PATIENCE)
+                # it has waited longer than it waits for other processes
+                time.sleep(2 * lmdb_module.READERS_WITHIN)
                 assert payload == page(5)[2]
+                left.set()
 
         thread = threading.Thread(target=read)
         thread.start()
-        held.wait(30)
+        assert held.wait(PATIENCE)
         delete(backend, range(12))
         # it has the handle open too, which may not be replaced under it
-        threading.Timer(1.0, leave.set).start()
-        started = time.monotonic()
+        leave.set()
         backend.scrub()
-        assert time.monotonic() - started > 0.5
+        assert left.is_set()
         thread.join()
         assert readable(tmp_path, range(12)) == 0
 

@@ -11,6 +11,7 @@ from prefixstore.backends.lmdb import write_back
 from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import PATIENCE
 from tests.support.places import opened
 
 LARGE = 4000
@@ -52,7 +53,7 @@ def test_a_large_commit_begins_before_its_flush(tmp_path, asked, monkeypatch):
         start(self, n_bytes)
         started.append((n_bytes, threads()))
         # the commit comes after this
-        assert n_bytes < LARGE or asked.event.wait(60)
+        assert n_bytes < LARGE or asked.event.wait(PATIENCE)
 
     monkeypatch.setattr(WriteBack, "start", watched)
     with opened(f"lmdb://{tmp_path}/kv") as backend:
@@ -75,7 +76,7 @@ def test_a_commit_that_fails_leaves_no_thread(tmp_path, asked, monkeypatch):
 
     def failing(self, n_bytes):
         start(self, n_bytes)
-        assert asked.event.wait(60)
+        assert asked.event.wait(PATIENCE)
         raise FaultError
 
     start = WriteBack.start

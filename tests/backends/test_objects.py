@@ -35,7 +35,7 @@ from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract, make_page
 from prefixstore.testing.contract import _in_child as in_child
-from tests.support import python
+from tests.support import PATIENCE, python
 from tests.support.engines import A, B, Store, store_of
 from tests.support.http_proxy import HTTPProxy
 from tests.support.places import MIB, contents, fill, opened, refusal, space
@@ -652,7 +652,7 @@ backend.close()
 
 def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
     with python(FORKS, new_prefix()) as process:
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "1\n2\n")
 
 

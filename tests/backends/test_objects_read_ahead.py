@@ -19,6 +19,7 @@ from prefixstore.backends.objects.read_ahead import (
     ahead,
 )
 from prefixstore.errors import CorruptError, UnavailableError
+from tests.support import PATIENCE
 from tests.support.places import MIB
 from tests.support.timeouts import wait_for
 
@@ -62,11 +63,11 @@ def test_the_next_payload_is_asked_for_when_little_of_the_first_is_to_come():
     def read(number, arrived):
         begun[number].set()
         if number:
-            assert going.wait(60)
+            assert going.wait(PATIENCE)
             return number
         at = 0
         while at < 8 * MIB:
-            size = pieces.get(timeout=60)
+            size = pieces.get(timeout=PATIENCE)
             arrived(size)
             at += size
         return number
@@ -75,16 +76,16 @@ def test_the_next_payload_is_asked_for_when_little_of_the_first_is_to_come():
     found = ahead(range(3), lambda _: 8 * MIB, read, Window())
     reader = threading.Thread(target=lambda: results.extend(found))
     reader.start()
-    assert begun[0].wait(60)
+    assert begun[0].wait(PATIENCE)
     pieces.put(8 * MIB - FIRST_BYTES - 1)
     assert not begun[1].wait(0.05)
     pieces.put(1)
-    assert begun[1].wait(60)
+    assert begun[1].wait(PATIENCE)
     # now another 8 MiB are on their way
     assert not begun[2].wait(0.05)
     pieces.put(FIRST_BYTES)
     going.set()
-    reader.join(60)
+    reader.join(PATIENCE)
     assert [one for one, _ in results] == [0, 1, 2]
 
 
@@ -94,7 +95,7 @@ def test_whoever_ends_early_has_the_others_end_with_their_next_bytes():
     def read(number, arrived):
         if number:
             begun.append(number)
-            assert going.wait(60)
+            assert going.wait(PATIENCE)
             try:
                 arrived(1)
             except UnavailableError:

@@ -12,6 +12,7 @@ import pytest
 
 from prefixstore.backends import SCHEMES, open_backend
 from prefixstore.errors import InvalidParameterError, MissingExtraError
+from tests.support import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "backends.md").read_text(), re.DOTALL)
@@ -47,7 +48,7 @@ def test_the_example_has_fewer_than_eighty_lines_of_code():
 def test_an_installed_package_brings_a_scheme(installed, tmp_path):
     _, environment = installed
     command = [sys.executable, "-c", USE.format(path=tmp_path / "store")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=PATIENCE)
     assert (done.stdout.strip(), done.stderr) == ("OneFile [] 0", "")
 
 

@@ -43,6 +43,7 @@ from tests.support import keys_of, python
 from tests.support.engines import P, Store, put_snapshots
 from tests.support.fragile import assert_true
 from tests.support.places import opened, refusal
+from tests.support.postgres import until_alone
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(32))
@@ -720,7 +721,7 @@ def test_the_engine_continues_when_a_connection_drops_in_mid_write(new_database)
                 with other.database.connection() as connection:
                     connection.execute(
                         text(
-                            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
                             "WHERE datname = current_database() AND pid <> pg_backend_pid()"
                         )
                     ).all()
@@ -841,6 +842,9 @@ def test_a_killed_process_leaves_an_intact_store(url):
                 assert process.stdout.readline()
             process.send_signal(signal.SIGKILL)
             written = 5 + 3 * attempt + len(process.stdout.readlines())
+        if url.startswith("postgresql"):
+            # the last commit may be under way
+            until_alone(url)
         with opened(url) as backend:
             with backend.view() as view:
                 assert violations(view, Budget(64 * MIB)) == []

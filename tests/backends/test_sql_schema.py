@@ -35,7 +35,7 @@ from prefixstore.engine.invariants import violations
 from prefixstore.errors import IncompatibleError, LocationError
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
-from tests.support import keys_of
+from tests.support import PATIENCE, keys_of
 from tests.support.places import opened, refusal
 from tests.support.revisions import LATER, NAMESPACE, OLD, a_later_version, old_pages, write_old
 
@@ -220,7 +220,7 @@ with a_later_version(Path(sys.argv[3])) if sys.argv[3] else nullcontext():
     ]
     for process in processes:
         process.stdin.close()
-    assert [process.wait(60) for process in processes] == [0] * 4
+    assert [process.wait(PATIENCE) for process in processes] == [0] * 4
 
 
 def test_a_newer_schema_is_refused_and_untouched(empty_url):
@@ -453,7 +453,7 @@ def test_a_store_is_read_while_its_directory_cannot_be_written(tmp_path):
 def test_the_command_names_the_extra_that_is_missing(url, module, extra):
     code = f"import sys; sys.modules[{module!r}] = None\nfrom prefixstore.cli import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "migrate", url, "--check"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.returncode not in (0, None)
     assert f"prefixstore[{extra}]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -36,11 +36,11 @@ from prefixstore.errors import (
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import PersistentBackendContract, make_page
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import NS, A, B, P, Store
 from tests.support.places import contents, opened
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey, remove
+from tests.support.valkey import private_valkey, remove, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -69,18 +69,6 @@ class TestTCP(ValkeyContract):
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def url(new_valkey):
-    return new_valkey()
-
-
-@pytest.fixture
-def client(valkey_server):
-    """What anybody else may do to the server."""
-    with valkey_server.client() as usual:
-        yield usual
 
 
 def named(url, kind):
@@ -588,7 +576,7 @@ def test_requests_are_always_on_their_way_and_not_too_many(size):
         for n, value in enumerate(found):
             assert (value[0], value[1][-1], len(value[1])) == (b"r", n, size)
         pool.close()
-        server.join(60)
+        server.join(PATIENCE)
     assert len(server.waiting) == 6
     assert max(server.waiting) <= max(3, min(AHEAD_BYTES // size, MOST_AHEAD))
 
@@ -666,14 +654,20 @@ def test_values_without_an_entry_are_found_and_deleted(url, client):
         assert set(contents(backend)) == set(keys)
 
 
+def used_memory(client):
+    """What the server uses, once it has freed what was deleted: it does that in a thread."""
+    wait_for(lambda: client.info("memory")["lazyfree_pending_objects"] == 0, "the end of freeing")
+    return client.info("memory")["used_memory"]
+
+
 def test_what_is_counted_is_about_what_the_server_uses(url, client):
     payload = np.random.default_rng(1).bytes(100_000)
     with opened(url) as backend:
         with backend.view() as view:
             empty = view.used.bytes
-        before = client.info("memory")["used_memory"]
+        before = used_memory(client)
         put(backend, *range(300), payload=payload)
-        grown = client.info("memory")["used_memory"] - before
+        grown = used_memory(client) - before
         with backend.view() as view:
             counted = view.used.bytes - empty
     # allocators round up, some more than others; connections take some, too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -450,6 +451,19 @@ def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_p
     assert run("ls", path, "--json", "--format", "csv")[0] == 2
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1"])
+def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, name):
+    path = tmp_path / "formulas"
+    with Archive(path, create=True) as archive:
+        fill(archive.backend, space(name), [list(range(4))])
+    for form, delimiter in (("csv", ","), ("tsv", "\t")):
+        out = run("ls", path, "--format", form)[1]
+        (row,) = csv.DictReader(io.StringIO(out, newline=""), delimiter=delimiter)
+        assert row["salt"].startswith("'")
+        assert row["pages"] == "1"
+    assert as_json("ls", path)[1][0]["settings"]["salt"] == name
+
+
 def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
     path = tmp_path / "branches"
     location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])
@@ -483,7 +497,7 @@ def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
         assert text.startswith(wanted[:8])
     assert all(text.startswith("…") for text in texts[1:])
     *_, mark, summary = out.splitlines()
-    assert mark == "│: here the text begins to differ from that of the branches beside it"
+    assert mark == "│: here the text differs from that of the sibling branches"
     assert summary.endswith("3 pages")
     assert "│:" not in run("tree", tmp_path / "kv")[1]
 

@@ -195,7 +195,7 @@ def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, mo
     with PrefixStore([tmp_path / "kv", far], llm) as store:
         llm.set_cache(store)
         llm(prompt(300), max_tokens=1)
-    note = "note: prompts of processes with a location of their own in front are counted there"
+    note = "note: prompts of processes that use this as a far location are counted in their nearer location"
     assert note in run("stats", far)[2]
     code, out, err = run("stats", tmp_path / "kv")
     assert (code, "hit rate" in out, note in err) == (0, True, False)

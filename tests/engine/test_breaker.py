@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -25,14 +25,25 @@ def clock():
     return [100.0]
 
 
-@pytest.fixture
-def breaker(clock):
-    made = CircuitBreaker(lambda page: 0, Counters(), clock=lambda: clock[0])
+def still_down(page):
+    """A probe in vain: a circuit that is open stays open, however long a test takes."""
+    raise UnavailableError("still down")
+
+
+@contextmanager
+def breaker_of(clock, **options):
+    made = CircuitBreaker(still_down, Counters(), clock=lambda: clock[0], **options)
     yield made
     made.close()
     for thread in threading.enumerate():
         if thread.name == "prefixstore-probe":
             thread.join()
+
+
+@pytest.fixture
+def breaker(clock):
+    with breaker_of(clock) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("n_records", "opens"), [(0, True), (100, True), (10_000, False)])
@@ -79,12 +90,8 @@ def test_a_damaged_page_does_not_open_the_circuit(breaker, clock):
 
 @pytest.fixture
 def local(clock):
-    made = CircuitBreaker(lambda page: 0, Counters(), patience=module.LOCAL_PATIENCE, clock=lambda: clock[0])
-    yield made
-    made.close()
-    for thread in threading.enumerate():
-        if thread.name == "prefixstore-probe":
-            thread.join()
+    with breaker_of(clock, patience=module.LOCAL_PATIENCE) as made:
+        yield made
 
 
 def answer(breaker, clock, seconds, page=None):

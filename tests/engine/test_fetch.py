@@ -15,6 +15,7 @@ from prefixstore.engine import readers
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
+from tests.support import PATIENCE
 from tests.support.fetching import SIZE, P, forging, state_of, store_of
 
 MIXED = ["raw", "planes", "zstd", "planes", "raw", "raw", "zstd", "planes", "planes", "raw"]
@@ -69,7 +70,7 @@ def test_a_raw_page_is_not_copied(tmp_path):
 
 def test_pages_are_unpacked_by_several_threads_at_the_same_time(monkeypatch):
     monkeypatch.setattr(readers, "UNPACKERS", 3)
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=PATIENCE)
 
     def unpack(*args):
         together.wait()

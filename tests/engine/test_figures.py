@@ -13,6 +13,7 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.queue import Drained
 from prefixstore.format.keys import as_tokens
 from prefixstore.stats import Shortage
+from tests.support import PATIENCE
 from tests.support.engines import NS, A, B, P, entry, gated, put_snapshots, snapshot_of, store_of, wait_for, writer_of
 
 # -- what waits --------------------------------------------------------------------------------------------------------
@@ -32,11 +33,12 @@ def test_what_waits_is_counted_until_it_is_written():
 
 
 def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
+    """A step is let go when the drain waits for it: before that it may not have counted what was there."""
     steps = threading.Semaphore(0)
 
     class Stepped(MemoryBackend):
         def update(self):
-            steps.acquire(timeout=20)
+            steps.acquire(timeout=PATIENCE)
             return super().update()
 
     with store_of(Stepped()) as store, writer_of(store) as writer:
@@ -48,12 +50,31 @@ def test_a_drain_ends_when_its_limit_is_reached_and_says_what_is_left():
             writer.submit(*store.pages(tokens))
         assert writer.drain(seconds=0.01) == Drained(0, 0, 3)
         assert writer.drain(0) == Drained(0, 0, 3)
-        steps.release()
-        assert writer.drain(1) == Drained(1, 1000, 2)
-        threading.Timer(0.01, steps.release, (3,)).start()
+        with releasing(writer, steps, 1):
+            assert writer.drain(1) == Drained(1, 1000, 2)
         # the two that wait are written together
-        assert writer.drain(n_bytes=1) == Drained(2, 2000, 0)
+        with releasing(writer, steps, 3):
+            assert writer.drain(n_bytes=1) == Drained(2, 2000, 0)
         steps.release(10)
+
+
+@contextmanager
+def releasing(writer, steps, n):
+    """Let so many steps go as soon as somebody waits for the queue."""
+    wake, left = writer.engine._queue._wake, [n]
+    wait_until = wake.wait_for
+
+    def waiting(*arguments, **options):
+        # the thread of the queue needs the lock, which is held until the wait begins
+        if threading.current_thread() is threading.main_thread() and left:
+            steps.release(left.pop())
+        return wait_until(*arguments, **options)
+
+    wake.wait_for = waiting
+    try:
+        yield
+    finally:
+        del wake.wait_for
 
 
 def test_a_drain_without_a_thread_writes_what_is_deferred_and_a_limit_of_time_is_no_error(monkeypatch):

@@ -28,7 +28,7 @@ from prefixstore.format.record import checksum
 from prefixstore.format.saved_state import pack_state
 from prefixstore.stats import Purpose
 from prefixstore.testing.faults import FaultyBackend
-from tests.support import ROOT
+from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
 from tests.support.places import SCHEMES, opened, place
 
@@ -140,7 +140,7 @@ def test_processes_lose_nothing_of_each_other(tmp_path):
     command = [sys.executable, "-c", WORKER, str(tmp_path / "kv")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen(command, env=environment, cwd=ROOT) for _ in range(3)]
-    assert [one.wait(60) for one in running] == [0, 0, 0]
+    assert [one.wait(PATIENCE) for one in running] == [0, 0, 0]
     with opened(str(tmp_path / "kv")) as backend, backend.view() as view:
         assert read_history(view, NOW).total() == Figures(60, 0, {"not_found": 120}, 18_000, 5400, 0, 30.0, 0)
 
@@ -174,8 +174,9 @@ def test_purposes_are_counted_apart():
         assert [one.purpose for one in history.requests] == ["warming"] * 4 + ["serving"]
 
 
-def test_evictions_are_counted_for_the_namespace_of_the_page():
+def test_evictions_are_counted_for_the_namespace_of_the_page(clock):
     with store_of(max_bytes=4500) as store:
+        clock.told(store)
         store.put(A)
         store.put(B)
         (found,) = store.engine.history().days
@@ -326,9 +327,10 @@ def test_a_process_remembers_what_few_of_its_tenants_are_and_all_are_in_the_loca
         assert {one.tenant for one in history.described.values()} == {f"tenant {n}" for n in range(100)}
 
 
-def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch):
+def test_of_more_namespaces_than_there_may_be_the_others_are_one(monkeypatch, clock):
     monkeypatch.setattr(figure_rows, "MOST_ROWS", 10)
     with store_of() as store:
+        clock.told(store)
         for n in range(30):
             ask(store, 1, namespace=key_of(n))
         keep(store)

@@ -260,15 +260,20 @@ def test_the_pages_that_were_looked_up_last_stay():
 
 
 def test_forgetting_takes_no_longer_for_each_page_that_stays():
-    index = Index(1000)
-    pages = [
-        Page(i.to_bytes(32, "big"), NS, NS, 0, i.to_bytes(8, "big"), 10, 7, 0, 0, 0, is_stored=True)
-        for i in range(60_000)
-    ]
-    started = time.thread_time()
-    assert all(index.add(page) for page in pages)
-    adding = time.thread_time() - started
-    started = time.thread_time()
-    index.trim({page.key for page in pages[:-100]})
-    assert time.thread_time() - started < 4 * adding
-    assert len(index) == 59_900
+    def times():
+        """What forgetting takes of a core, in units of what adding takes."""
+        index = Index(1000)
+        pages = [
+            Page(i.to_bytes(32, "big"), NS, NS, 0, i.to_bytes(8, "big"), 10, 7, 0, 0, 0, is_stored=True)
+            for i in range(60_000)
+        ]
+        started = time.thread_time()
+        assert all(index.add(page) for page in pages)
+        adding = time.thread_time() - started
+        started = time.thread_time()
+        index.trim({page.key for page in pages[:-100]})
+        assert len(index) == 59_900
+        return (time.thread_time() - started) / adding
+
+    # less than one time; tens of times, each time, where the first item of a dict is looked for again and again
+    assert any(times() < 4 for _ in range(5))

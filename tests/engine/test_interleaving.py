@@ -35,7 +35,7 @@ from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.format.record import PAGE, SNAPSHOT, StoredPage
 from prefixstore.stats import Counters
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.engines import MIB, NS, P, state_of
 from tests.support.fragile import assert_true, known_keys, known_now
 from tests.support.models import TORTURE
@@ -276,7 +276,7 @@ class Interleaving(RuleBasedStateMachine):
                 raised.append(error)
 
         thread = in_thread(run)
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
         for error in raised:
             raise error

@@ -19,6 +19,7 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
+from tests.support import PATIENCE, in_thread
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.fragile import known_keys
@@ -40,15 +41,22 @@ def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
         assert not any(buffer.hold() for buffer in buffers)
 
 
+def opens_when(gate, condition):
+    """Open a gate, in another thread, as soon as this holds."""
+    in_thread(lambda: (wait_for(condition), gate.set()))
+
+
 def test_close_writes_queued_pages_and_deferred_uses():
-    backend = SlowBackend(MemoryBackend(), 0.05, ("commit",))
-    with store_of(backend) as store:
+    gate = threading.Event()
+    with store_of(gated(MemoryBackend, gate)()) as store:
         with writer_of(store) as writer:
             for number in range(5):
                 for new in store.pages([number] * 4):
                     writer.submit(new)
             store.fetch([4] * 4)
-            assert writer.queued_bytes > 0
+            assert writer.queued_bytes == 5000
+            # the close waits: it has begun before anything is written
+            opens_when(gate, lambda: writer.engine._queue._closing)
         assert writer.queued_bytes == 0
         assert len(store.stored_keys()) == 5
         assert not store.engine.has_deferred
@@ -65,7 +73,7 @@ def test_a_page_that_is_submitted_after_the_close_is_written_and_a_second_close_
             assert writer.submit(new)
         closing_thread = threading.Thread(target=writer.close, daemon=True)
         closing_thread.start()
-        closing_thread.join(20)
+        closing_thread.join(PATIENCE)
         assert not closing_thread.is_alive()
         assert store.match(B) == 12
         assert len(store.stored_keys()) == 6
@@ -79,7 +87,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
     class ClosedInside(SlowBackend):
         @contextmanager
         def update(self):
-            gate.wait(20)
+            gate.wait(PATIENCE)
             # as a finalizer may, which the garbage collector calls in any thread
             store.engine.close()
             with super().update() as transaction:
@@ -93,7 +101,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
         for new in store.pages(tokens):
             assert store.engine.submit(new)
     gate.set()
-    assert closed.wait(20)
+    assert closed.wait(PATIENCE)
     assert len(store.stored_keys()) == 6
     assert store.counters.group("dropped") == {}
     assert store.engine.queued_bytes == 0
@@ -114,7 +122,7 @@ def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
         thread = threading.Thread(target=lambda: waiting.append(writer.acquire(1000, wait=True)), daemon=True)
         thread.start()
         gate.set()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert [buffer.view.nbytes for buffer in waiting] == [1000]
         writer.flush()
         assert len(store.stored_keys()) == 2
@@ -258,7 +266,7 @@ def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         assert not any(thread.is_alive() for thread in threads)
         assert failures == []
         writer.flush()
@@ -301,7 +309,7 @@ class IdleWork:
         if not self.left:
             return None
         self.started.set()
-        self.gate.wait(20)
+        self.gate.wait(PATIENCE)
         self.left -= 1
         self.done += 1
         return 0.0
@@ -335,10 +343,10 @@ def test_whoever_drains_the_queue_does_not_wait_for_idle_work():
     work = IdleWork(1)
     with queue_of(work) as queue:
         queue.put(a_page(queue))
-        assert work.started.wait(20)
+        assert work.started.wait(PATIENCE)
         draining = threading.Thread(target=queue.drain, daemon=True)
         draining.start()
-        draining.join(20)
+        draining.join(PATIENCE)
         assert not draining.is_alive()
         assert work.done == 0
 
@@ -347,7 +355,7 @@ def test_a_page_is_written_between_two_pieces_of_idle_work():
     work = IdleWork(1000)
     with queue_of(work) as queue:
         queue.put(a_page(queue))
-        assert work.started.wait(20)
+        assert work.started.wait(PATIENCE)
         queue.put(a_page(queue))
         work.gate.set()
         wait_for(lambda: work.n_commits == 2, "the second commit")
@@ -358,13 +366,15 @@ def test_closing_waits_for_the_piece_that_was_begun_and_begins_no_other():
     work = IdleWork(1000)
     with queue_of(work) as queue:
         queue.put(a_page(queue))
-        assert work.started.wait(20)
+        assert work.started.wait(PATIENCE)
         closing_thread = threading.Thread(target=queue.close, daemon=True)
         closing_thread.start()
+        # it has told the thread of the queue to end
+        wait_for(lambda: queue._closing, "the close")
         closing_thread.join(0.05)
         assert closing_thread.is_alive()
         work.gate.set()
-        closing_thread.join(20)
+        closing_thread.join(PATIENCE)
         assert not closing_thread.is_alive()
         assert work.done == 1
 
@@ -374,7 +384,7 @@ def test_closing_gives_up_on_idle_work_that_hangs(monkeypatch):
     work = IdleWork(1)
     queue = WriteQueue(work, MIB, Counters(), in_background=True, read_only=False, on_released=lambda: None)
     queue.put(a_page(queue))
-    assert work.started.wait(20)
+    assert work.started.wait(PATIENCE)
     with pytest.raises(UnavailableError, match="0 queued pages were dropped"):
         queue.close()
     work.gate.set()

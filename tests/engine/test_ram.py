@@ -21,6 +21,7 @@ from prefixstore.stats import Counters
 from prefixstore.store import PrefixStore
 from prefixstore.testing import make_page
 from tests.support.models import answer, prompt
+from tests.support.timeouts import wait_for
 
 MIB = 1 << 20
 
@@ -171,12 +172,7 @@ def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
         llm.set_cache(store)
         assert store.stats().bytes_in_ram == 0
         assert answer(llm, tokens) == expected
-        until = threading.Event()
-        for _ in range(400):
-            if store.stats().bytes_in_ram:
-                break
-            until.wait(0.05)
-        assert store.stats().bytes_in_ram > 0
+        wait_for(lambda: store.stats().bytes_in_ram > 0, "a state in memory")
         # restored from RAM
         llm.reset()
         assert store.restore(tokens) == 699

@@ -16,7 +16,7 @@ from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, Una
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
 from prefixstore.llama.paged_memory import PagedMemory
-from tests.support import in_thread
+from tests.support import PATIENCE, in_thread
 from tests.support.fetching import P, forging, state_of, store_of
 from tests.support.models import answer, load, prompt, state_digest
 
@@ -126,7 +126,7 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
 
     def slow(*args):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE)
         real(*args)
         over.append(1)
 
@@ -134,7 +134,7 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
     with store_of(RAW, LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             next(states)
-            assert begun.wait(20)
+            assert begun.wait(PATIENCE)
             assert not over
             go_on.set()
         assert over == [1]
@@ -211,7 +211,7 @@ def test_a_page_that_is_not_admitted_ends_the_restore_and_is_not_read(streamed):
 def test_closing_while_many_threads_read_raises_errors_of_ours_only(codec, n_threads):
     with store_of([codec] * 8) as store:
         store.backend.alone = nullcontext  # each has a view of its own
-        begun, closed = threading.Barrier(n_threads + 1, timeout=60), threading.Event()
+        begun, closed = threading.Barrier(n_threads + 1, timeout=PATIENCE), threading.Event()
         outcomes = []
 
         def read(number):
@@ -219,7 +219,7 @@ def test_closing_while_many_threads_read_raises_errors_of_ours_only(codec, n_thr
                 with store.fetcher.fetching(store.pages, streamed=bool(number % 2)) as states:
                     given = [bytes(state) for state in islice(states, number % 8)]
                     begun.wait()
-                    assert closed.wait(60)
+                    assert closed.wait(PATIENCE)
                     given += map(bytes, states)
                     assert given[: states.n_verified] == [state_of(i) for i in range(states.n_verified)]
                 outcomes.append(len(given))

@@ -15,6 +15,7 @@ from prefixstore.engine import contents, follow
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, P, Store, put_snapshots
 from tests.support.fragile import Fragile, Lent, assert_true
 from tests.support.places import place
@@ -29,7 +30,9 @@ def shared(a, b):
 
 @pytest.mark.parametrize("kept", [4, 10_000])
 @pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data(), kind=st.sampled_from([prompts, wide]))
 def test_a_lookup_finds_the_longest_prefix_of_anything_stored(scheme, kept, data, kind, tmp_path_factory, request):
     location = place(scheme, tmp_path_factory.mktemp("store"), request)
@@ -76,7 +79,7 @@ def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generati
 @pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
 def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, monkeypatch):
     """What it reads is newer than what the catalog knows, which learns of the commit a moment later."""
-    monkeypatch.setattr(follow, "LONGEST_END", 20.0)
+    monkeypatch.setattr(follow, "LONGEST_END", 1000.0)
     backend = open_backend(place(scheme, tmp_path, request), max_bytes=64 * MIB, read_only=False)
     with closing(Store(backend)) as writer:
         writer.put([1] * (2 * P), 1)
@@ -87,7 +90,7 @@ def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, m
             def commit():
                 def just_before_the_end():
                     committed.set()
-                    assert gate.wait(20)
+                    assert gate.wait(PATIENCE)
 
                 with reader.engine._catalog.update(backend, just_before_the_end) as transaction:
                     key, record = make_page(b"x", [3] * P, parent=NS, namespace=NS)
@@ -98,13 +101,13 @@ def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, m
                 for work in (commit, lambda: found.append(reader.match([1] * (2 * P))))
             ]
             threads[0].start()
-            assert committed.wait(20)
+            assert committed.wait(PATIENCE)
             threads[1].start()
             # it cannot end before the commit; this only gives it the time to end too early
             threads[1].join(0.2)
             gate.set()
             for thread in threads:
-                thread.join(20)
+                thread.join(PATIENCE)
             assert found == [2 * P]
 
 

@@ -18,6 +18,7 @@ from prefixstore.format.codec import CODECS, PACKINGS, decode
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Usage, checksum
 from prefixstore.testing import SlowBackend, make_page
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, A, B, P, Store, compressible, rest, state_of, store_of, two_stores
 from tests.support.places import SCHEMES, place
 
@@ -168,7 +169,7 @@ def test_what_an_open_view_reads_stays_as_it_was(store):
             if not done:
                 thread = threading.Thread(target=other)
                 thread.start()
-                thread.join(60)
+                thread.join(PATIENCE)
                 assert done == [6]
             assert bytes(first) == compressible(path.pages[0].key, SIZE)
             for page, state in zip(path.pages[1:], states, strict=True):

@@ -353,6 +353,7 @@ def test_another_process_restores_the_pages_that_were_packed(tmp_path):
 
 
 def test_one_engine_at_a_time_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.lease.SECONDS", 1000.0)
     monkeypatch.setattr("prefixstore.engine.room.PAGES_AT_ONCE", 2)
     options = {"max_bytes": 30 * 6 * 4096, "high_water": 0.5, "low_water": 0.4}
     with two_stores(tmp_path, **options) as (one, two):
@@ -373,6 +374,7 @@ def test_one_engine_at_a_time_makes_room(tmp_path, monkeypatch):
 
 
 def test_an_engine_that_closes_leaves_the_work_to_others_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixstore.engine.lease.SECONDS", 1000.0)
     monkeypatch.setattr("prefixstore.engine.room.PAGES_AT_ONCE", 2)
     options = {"max_bytes": 30 * 6 * 4096, "high_water": 0.5, "low_water": 0.4}
     with store_of(LMDBBackend(tmp_path, MIB), **options) as two:

@@ -16,6 +16,7 @@ from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
+from tests.support import PATIENCE
 from tests.support.engines import MIB, NS, A, B, P, store_of
 from tests.support.fragile import known_keys
 
@@ -93,18 +94,18 @@ def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):
         def commit():
             with store.engine._catalog.update(store.backend):
                 is_open.set()
-                gate.wait(20)
+                gate.wait(PATIENCE)
 
         threads = [threading.Thread(target=commit, daemon=True)]
         threads[0].start()
-        assert is_open.wait(20)
+        assert is_open.wait(PATIENCE)
         threads.append(threading.Thread(target=lambda: found.append(known_keys(store.engine)), daemon=True))
         threads[1].start()
         # it cannot end before the transaction; this only gives it the time to end too early
         threads[1].join(0.2)
         gate.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         assert found == [store.stored_keys()]
 
 
@@ -120,7 +121,7 @@ def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
             with suppress(UnavailableError), engine._catalog.update(store.backend) as transaction:
                 Evictor(engine._catalog, Budget(MIB), store.counters).evict(transaction, Used(MIB, 3), 3)
                 removed.set()
-                gate.wait(20)
+                gate.wait(PATIENCE)
                 raise UnavailableError("the location does not answer")
 
         purged = []
@@ -128,11 +129,11 @@ def test_what_a_transaction_deletes_and_puts_back_is_deleted_by_a_purge():
             threading.Thread(target=work, daemon=True) for work in (evict, lambda: purged.append(engine.clear(NS)))
         ]
         threads[0].start()
-        assert removed.wait(20)
+        assert removed.wait(PATIENCE)
         threads[1].start()
         threads[1].join(0.2)
         gate.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE)
         assert purged == [6]
         assert store.stored_keys() == set()

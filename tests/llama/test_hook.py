@@ -471,9 +471,10 @@ PROMPT_LOGITS = {
 @pytest.mark.parametrize("arch", ["llama", "lfm2"])
 @pytest.mark.parametrize("then", PROMPT_LOGITS.values(), ids=PROMPT_LOGITS)
 def test_logprobs_of_a_prompt_never_come_from_rows_that_were_not_computed(llama, arch, then):
-    text = "hello world this is a prompt with many words " * 20
+    # each token's row of logits costs a sort in Python
+    text = "hello world this is a prompt with many words " * 4
     options = {"max_tokens": 2, "temperature": 0, "logprobs": 1, "echo": True}
-    llm = llama(arch, logits_all=True)
+    llm = llama(arch, logits_all=True, n_ctx=512)
     plain = llm(text, **options)["choices"][0]["logprobs"]["token_logprobs"]
     llm.reset()
     with PrefixStore("memory:", llm) as store:
@@ -481,7 +482,7 @@ def test_logprobs_of_a_prompt_never_come_from_rows_that_were_not_computed(llama,
         llm(text, max_tokens=1, temperature=0)
         forget(llm)
         llm.scores[:] = 0
-        assert store.restore(llm.tokenize(text.encode()), always=True) > 100
+        assert store.restore(llm.tokenize(text.encode()), always=True) > 30
         then(llm, store)
         got = llm(text, **options)["choices"][0]["logprobs"]["token_logprobs"]
     assert np.allclose(got[1:], plain[1:], atol=0.01)

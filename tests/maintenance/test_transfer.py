@@ -24,6 +24,7 @@ from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from tests.support import PATIENCE
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])
@@ -153,7 +154,7 @@ def test_the_next_batch_is_read_while_one_is_written(source, tmp_path, monkeypat
 
     def writing(self, batch, settings):
         # the first batch has two pages
-        assert third.wait(60)
+        assert third.wait(PATIENCE)
         return write(self, batch, settings)
 
     monkeypatch.setattr(ExportReader, "_payload", reading)

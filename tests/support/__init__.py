@@ -9,9 +9,11 @@ from typing import Any
 
 from prefixstore.backends.base import Backend
 
-__all__ = ["ROOT", "in_thread", "keys_of", "python"]
+__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "python"]
 
 ROOT = Path(__file__).parents[2]
+# how long a test waits for what must happen: far longer than it takes, also on a machine that is busy
+PATIENCE = 120.0
 
 
 def in_thread(work: Callable[..., object], *arguments: object) -> threading.Thread:

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 KIB, MIB = 1 << 10, 1 << 20
-P = 4  # tokens in a page
+P = 4  # tokens per page
 NS, OTHER = b"n" * 32, b"o" * 32
 # three sequences of three pages, which share nothing
 A, B, C = [1] * 12, [2] * 12, [3] * 12

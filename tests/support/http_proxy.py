@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.support import PATIENCE
+
 __all__ = ["CUT", "DROP", "HANG", "LOSE", "PASS", "HTTPProxy"]
 
 # what happens to a request: it passes; it does not arrive; its reply is lost; half of its reply arrives; nothing does
@@ -55,11 +57,11 @@ class HTTPProxy:
                     proxy.requests.append((self.command, self.path))
                     fate = proxy.decide(self.command, self.path, len(proxy.requests))
                 if fate == HANG:
-                    proxy.released.wait(60)
+                    proxy.released.wait(PATIENCE)
                 if fate in (DROP, HANG):
                     self.close_connection = True
                     return
-                connection = http.client.HTTPConnection(address, timeout=60)
+                connection = http.client.HTTPConnection(address, timeout=PATIENCE)
                 try:
                     connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
                     for name, value in self.headers.items():

@@ -83,12 +83,13 @@ def start(
     environment: dict[str, str] | None = None,
     port: int | None = None,
 ) -> Running:
-    """Start a server and wait until it answers. Two threads; two slots, unless `options` say otherwise."""
+    """Start a server and wait until it answers. One thread; two slots, unless `options` say otherwise."""
     slots_dir.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     log = slots_dir.with_name(f"{slots_dir.name}.{port}.log")
     argv = [str(binary()), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "--no-warmup"]
-    argv += ["--slot-save-path", str(slots_dir), "-t", "2", "--threads-http", "4", *options]
+    # two threads would wait for each other by spinning, beside other processes for longer than they compute
+    argv += ["--slot-save-path", str(slots_dir), "-t", "1", "--threads-http", "4", *options]
     if not {"-np", "--parallel"} & set(options):
         argv += ["-np", "2"]
     if not {"-c", "--ctx-size"} & set(options):

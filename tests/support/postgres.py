@@ -18,7 +18,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.signals import suspend
+from tests.support.timeouts import wait_for
+
 ACCOUNTS = ("postgres", "nobody")
+# it does nothing of itself, at times that no test knows: neither vacuum tables nor flush its log
+QUIET = ("-c", "autovacuum=off", "-c", "wal_writer_delay=10s")
 
 
 def server_program(name: str) -> str | None:
@@ -77,7 +82,7 @@ class Server:
         program, *arguments = self._command("postgres", "-D", self.data, "-k", self.sockets, "-F", "-N", 200)
         with (self.sockets / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [program, *arguments, "-c", "listen_addresses="],
+                [program, *arguments, "-c", "listen_addresses=", *QUIET],
                 cwd=self.sockets,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -93,6 +98,8 @@ class Server:
 
     def kill(self) -> None:
         """End it and all its processes at once, as if the machine had stopped."""
+        # it takes no connections any more, so it has no other children than these
+        suspend(self.process)
         family = [self.process.pid, *_children(self.process.pid)]
         for one in family:
             with suppress(ProcessLookupError):
@@ -169,10 +176,12 @@ class SmallDiskServer(Server):
         return status.f_bavail * status.f_frsize
 
     def empty(self) -> None:
-        """Give the space back, and start the server if it has stopped."""
+        """Give the space back."""
         (self._disk / "filler").unlink()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1)
+
+    def keep_running(self) -> None:
+        """Start the server again if it has stopped, as it does a moment after it could not write."""
+        if self.process.poll() is not None:
             self.start()
 
     def release(self) -> None:
@@ -281,6 +290,20 @@ def database(server: str, template: str | None) -> Iterator[str]:
     finally:
         with psycopg.connect(libpq, autocommit=True) as connection:
             connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def until_alone(location: str) -> None:
+    """Wait for the sessions of others in a database to end: that of a killed process does what it was told before."""
+    import psycopg
+    from sqlalchemy import make_url
+
+    others = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+        "AND backend_type = 'client backend'"
+    )
+    libpq = make_url(location).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(libpq, autocommit=True) as session:
+        wait_for(lambda: session.execute(others).fetchone() == (0,), "the end of all other sessions")
 
 
 def store_on(server: Server) -> str:

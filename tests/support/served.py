@@ -189,7 +189,7 @@ def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
         ready: bool = True,
         model: Path = docs_model,
     ) -> Served:
-        argv = [str(binary()), "-m", str(model), "--no-warmup", "-t", "2", "--threads-http", "8", *server_options]
+        argv = [str(binary()), "-m", str(model), "--no-warmup", "-t", "1", "--threads-http", "8", *server_options]
         if not {"-np", "--parallel"} & set(server_options):
             argv += ["-np", "2"]
         if not {"-c", "--ctx-size"} & set(server_options):

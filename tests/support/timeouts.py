@@ -37,7 +37,7 @@ def usual_limits(of: Any) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> float:
+def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = 120.0) -> float:
     """Wait until a condition holds; how long it took."""
     started = time.monotonic()
     while not condition():

@@ -159,6 +159,28 @@ def new_valkey(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     remove(given or server.url, names)
 
 
+def forget_lock(location: str) -> None:
+    """As the server does after some seconds: nobody renews the lock of a transaction that did not end."""
+    import valkey
+
+    url, _, name = location.partition("?name=")
+    with valkey.Valkey.from_url(url) as client:
+        client.delete(f"{{{name or 'prefixstore'}}}:lock")
+
+
+@pytest.fixture(name="url")
+def valkey_url(new_valkey: Callable[..., str]) -> str:
+    """A location in the server; nothing is there yet."""
+    return new_valkey()
+
+
+@pytest.fixture(name="client")
+def valkey_client(valkey_server: ValkeyServer) -> Iterator[Any]:
+    """A client of the server, as another application has one."""
+    with valkey_server.client() as usual:
+        yield usual
+
+
 def remove(url: str, names: list[str]) -> None:
     """Delete what is left of locations."""
     import valkey

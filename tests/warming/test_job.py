@@ -24,7 +24,7 @@ from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
 
-PROMPTS = shared_prompts()
+PROMPTS = shared_prompts(32)
 UNIQUE = unique_tokens(PROMPTS)
 
 

@@ -376,7 +376,7 @@ class PostgreSQL(Database):
     def _vacuum_or_fail(self) -> None:
         if warnings := self._vacuum("VACUUM"):
             raise LocationError(
-                f"{self.location}: no space was given back, since the server says: {warnings[0]}; "
+                f"{self.location}: no space was returned, since the server says: {warnings[0]}; "
                 "compact as the owner of the tables"
             )
 
@@ -394,7 +394,7 @@ class PostgreSQL(Database):
         if warnings:
             # the server skips a table that it must not rewrite, and calls that a success
             raise LocationError(
-                f"{self.location}: what was deleted is still in the files, since the server says: {warnings[0]}; "
+                f"{self.location}: deleted data is still in the files, since the server says: {warnings[0]}; "
                 "scrub as the owner of the tables"
             )
 

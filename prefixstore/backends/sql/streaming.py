@@ -217,7 +217,7 @@ def payload_of(
     piece: Row[Any] | None = row
     while True:
         if piece is None:
-            raise UnavailableError("the answer of the server has ended in the middle of a payload")
+            raise UnavailableError("the response of the server ended in the middle of a payload")
         payload[at : at + len(piece.data)] = np.frombuffer(piece.data, np.uint8)
         at += len(piece.data)
         arrived(at)

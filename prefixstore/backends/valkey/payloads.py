@@ -225,7 +225,7 @@ class _Replies:
         while n < size:
             n_more = self._socket.recv_into(into[n:])
             if not n_more:
-                raise LostError("the server has closed the connection in the middle of an answer")
+                raise LostError("the server closed the connection in the middle of a response")
             n += n_more
             self._arrived(n)
         return into

@@ -146,7 +146,7 @@ class ServerTransaction(ServerView, Transaction):
     def _lost(self) -> ConflictError:
         return ConflictError(
             f"{self._connections.location}: the lock of this transaction is lost, since this process was stopped for "
-            "too long or the server was replaced; nothing of it was written"
+            "too long or the server was replaced; nothing was written"
         )
 
     def abort(self) -> None:
@@ -396,7 +396,7 @@ class ServerTransaction(ServerView, Transaction):
         """Raise `UnavailableError` unless the server has committed it, `ConflictError` if it was too late."""
         if answer == b"evicted":
             raise UnavailableError(
-                f"{self._connections.location}: the server has evicted what was just written; give it more memory "
+                f"{self._connections.location}: the server has evicted data that was just written; give it more memory "
                 "(maxmemory), or a smaller max_bytes to the store"
             )
         if answer != b"committed":
