@@ -522,10 +522,10 @@ def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slo
     assert served.post("/v1/messages", json=message, headers=ann).status_code == 501
 
 
-def test_what_would_mix_tenants_is_refused(serve: Serve):
-    served = serve("--cache-ram", "100", options=("--salt-from", "api-key"), ready=False)
-    assert served.process.wait(30) == 2
-    assert "--cache-ram" in served.text()
+def test_what_would_mix_tenants_is_refused(tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]):
+    argv = ["--port", "0", "--salt-from", "api-key", "--", str(binary()), "-m", str(docs_model), "--cache-ram", "100"]
+    assert main(["serve", str(tmp_path / "store"), *argv]) == 2
+    assert "--cache-ram" in capfd.readouterr().err
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
@@ -557,10 +557,12 @@ def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Pat
 
 
 @pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
-def test_options_that_work_against_the_store_are_refused(option: tuple[str, ...], serve: Serve):
-    served = serve(*option, ready=False)
-    assert served.process.wait(30) == 2
-    assert option[0] in served.text()
+def test_options_that_work_against_the_store_are_refused(
+    option: tuple[str, ...], tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]
+):
+    argv = ["--port", "0", "--", str(binary()), "-m", str(docs_model), *option]
+    assert main(["serve", str(tmp_path / "store"), *argv]) == 2
+    assert option[0] in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -643,11 +645,11 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
         (["--host", "256.0.0.1", "--", sys.executable, "-c", "0"], "--host '256.0.0.1' is not an address"),
     ],
 )
-def test_a_command_that_cannot_be_started_is_told(command: list[str], says: str, tmp_path: Path):
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", *command])
-    assert served.process.wait(60) == 2
-    served.end()
-    assert says in served.text()
+def test_a_command_that_cannot_be_started_is_told(
+    command: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["serve", str(tmp_path / "store"), "--port", "0", *command]) == 2
+    assert says in capfd.readouterr().err
 
 
 def test_the_hooks_say_that_the_proxy_needs_none(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path):
