@@ -19,7 +19,7 @@ from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - 
 from tests.support.models import load, write
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 from tests.support.s3 import credentials, moto, new_prefix, seaweedfs  # noqa: F401 - fixtures
-from tests.support.served import alone, serve  # noqa: F401 - fixtures
+from tests.support.served import alone, serve, shared_proxy  # noqa: F401 - fixtures
 from tests.support.timeouts import disable_timeouts, usual_limits
 from tests.support.valkey import new_valkey, valkey_server  # noqa: F401 - as above
 

@@ -227,15 +227,14 @@ def _complete(served: Served, text: str) -> dict[str, Any]:
 # -- what passes through ----------------------------------------------------------------------------------------------
 
 
-def test_other_endpoints_pass_through(serve: Serve, alone: Running):
-    served = serve()
+def test_other_endpoints_pass_through(shared_proxy: Served, alone: Running):
     for path in ("/v1/models", "/health", "/nothing"):
-        ours, theirs = served.get(path), httpx.get(alone.url + path, timeout=60, trust_env=False)
+        ours, theirs = shared_proxy.get(path), httpx.get(alone.url + path, timeout=60, trust_env=False)
         assert ours.status_code == theirs.status_code
-    assert served.get("/v1/models").json()["data"][0]["id"]
-    tokens = served.post("/tokenize", json={"content": "Hello"}).json()
+    assert shared_proxy.get("/v1/models").json()["data"][0]["id"]
+    tokens = shared_proxy.post("/tokenize", json={"content": "Hello"}).json()
     assert tokens == httpx.post(alone.url + "/tokenize", json={"content": "Hello"}, timeout=60, trust_env=False).json()
-    assert len(served.get("/slots").json()) == 2
+    assert len(shared_proxy.get("/slots").json()) == 2
 
 
 def test_embeddings_pass_through(serve: Serve):
@@ -245,23 +244,23 @@ def test_embeddings_pass_through(serve: Serve):
     assert len(answer.json()["data"][0]["embedding"]) > 1
 
 
-def test_errors_of_the_server_are_passed_on(serve: Serve, alone: Running):
-    served = serve()
+def test_errors_of_the_server_are_passed_on(shared_proxy: Served, alone: Running):
     for body in (b"{", b"[]", b'{"prompt": 1}', b'{"messages": 3}'):
         for path in ("/completion", "/v1/chat/completions"):
-            ours = served.post(path, content=body, headers={"content-type": "application/json"})
+            ours = shared_proxy.post(path, content=body, headers={"content-type": "application/json"})
             theirs = httpx.post(alone.url + path, content=body, timeout=60, trust_env=False)
             assert ours.status_code == theirs.status_code
-    assert served.complete("Hello")["content"] in own_answers(alone, "Hello")
+    assert shared_proxy.complete("Hello")["content"] in own_answers(alone, "Hello")
 
 
-def test_a_prompt_longer_than_the_context_gets_the_error_of_the_server_and_harms_nothing(serve: Serve, alone: Running):
-    served = serve()
-    served.complete(prompt(13))
-    answer = served.post("/completion", json={"prompt": TEXT[:30_000], "n_predict": 4})
+def test_a_prompt_longer_than_the_context_gets_the_error_of_the_server_and_harms_nothing(
+    shared_proxy: Served, alone: Running
+):
+    shared_proxy.complete(prompt(13))
+    answer = shared_proxy.post("/completion", json={"prompt": TEXT[:30_000], "n_predict": 4})
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "exceed_context_size_error"
-    assert served.complete(prompt(13))["content"] in own_answers(alone, prompt(13))
+    assert shared_proxy.complete(prompt(13))["content"] in own_answers(alone, prompt(13))
 
 
 @pytest.mark.parametrize(
@@ -273,11 +272,14 @@ def test_a_prompt_longer_than_the_context_gets_the_error_of_the_server_and_harms
         ({"cache_prompt": False}, "cache_prompt"),
     ],
 )
-def test_what_the_store_cannot_serve_is_passed_on_and_counted(options: dict[str, Any], reason: str, serve: Serve):
-    served = serve()
+def test_what_the_store_cannot_serve_is_passed_on_and_counted(
+    options: dict[str, Any], reason: str, shared_proxy: Served
+):
     body = {"prompt": prompt(14), "n_predict": 4, "temperature": 0} | options
-    assert served.post("/completion", json=body).status_code == 200
-    assert served.counts(1, "prefixstore_requests_passed_total", endpoint="/completion", reason=reason)
+    metric, labels = "prefixstore_requests_passed_total", {"endpoint": "/completion", "reason": reason}
+    before = shared_proxy.metric(metric, **labels)
+    assert shared_proxy.post("/completion", json=body).status_code == 200
+    assert shared_proxy.counts(before + 1, metric, **labels)
 
 
 def test_a_server_that_drafts_is_passed_through(serve: Serve, docs_model: Path):
@@ -299,18 +301,16 @@ def test_rows_of_a_lora_adapter_are_never_stored_and_their_slot_is_emptied(serve
     assert answer["content"] in own_answers(alone, prompt(16))
 
 
-def test_clients_write_no_files_into_the_memory_of_the_machine(serve: Serve):
-    served = serve()
-    served.complete(prompt(17), id_slot=0)
+def test_clients_write_no_files_into_the_memory_of_the_machine(shared_proxy: Served):
+    shared_proxy.complete(prompt(17), id_slot=0)
     for action in ("save", "restore", "erase"):
-        answer = served.post("/slots/0", params={"action": action}, json={"filename": "planted"})
+        answer = shared_proxy.post("/slots/0", params={"action": action}, json={"filename": "planted"})
         assert (answer.status_code, answer.json()["error"]["type"]) == (501, "not_supported_error")
-    assert cached(served.complete(prompt(17), id_slot=0)) > 200
+    assert cached(shared_proxy.complete(prompt(17), id_slot=0)) > 200
 
 
-def test_a_slot_that_the_client_wants_is_used(serve: Serve):
-    served = serve()
-    assert [served.complete(prompt(17), id_slot=i)["id_slot"] for i in (1, 0, 1)] == [1, 0, 1]
+def test_a_slot_that_the_client_wants_is_used(shared_proxy: Served):
+    assert [shared_proxy.complete(prompt(17), id_slot=i)["id_slot"] for i in (1, 0, 1)] == [1, 0, 1]
 
 
 def test_a_large_body_is_refused_and_the_server_lives(serve: Serve):
@@ -330,9 +330,8 @@ def test_a_queue_that_is_full_answers_at_once(serve: Serve):
         assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_it_relays_to_no_other_server(serve: Serve):
-    served = serve()
-    host, port = served.url.removeprefix("http://").split(":")
+def test_it_relays_to_no_other_server(shared_proxy: Served):
+    host, port = shared_proxy.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"GET http://192.0.2.1/ HTTP/1.1\r\nHost: 192.0.2.1\r\nConnection: close\r\n\r\n")
         answer = b""
@@ -450,9 +449,8 @@ def _listens_at(child: int) -> Path:
     return Path(arguments[arguments.index("--host") + 1])
 
 
-def test_the_child_listens_to_us_only(serve: Serve):
-    served = serve()
-    child = served.child()
+def test_the_child_listens_to_us_only(shared_proxy: Served):
+    child = shared_proxy.child()
     listens_at = _listens_at(child)
     assert listens_at.is_socket()
     assert listens_at.parent.stat().st_mode & 0o777 == 0o700
@@ -528,10 +526,10 @@ def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slo
     assert served.post("/v1/messages", json=message, headers=ann).status_code == 501
 
 
-def test_what_would_mix_tenants_is_refused(serve: Serve):
-    served = serve("--cache-ram", "100", options=("--salt-from", "api-key"), ready=False)
-    assert served.ended() == 2
-    assert "--cache-ram" in served.text()
+def test_what_would_mix_tenants_is_refused(tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]):
+    argv = ["--port", "0", "--salt-from", "api-key", "--", str(binary()), "-m", str(docs_model), "--cache-ram", "100"]
+    assert main(["serve", str(tmp_path / "store"), *argv]) == 2
+    assert "--cache-ram" in capfd.readouterr().err
 
 
 # -- the child --------------------------------------------------------------------------------------------------------
@@ -563,10 +561,12 @@ def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Pat
 
 
 @pytest.mark.parametrize("option", [("--port", "1"), ("--context-shift",), ("--cache-reuse", "64"), ("--no-slots",)])
-def test_options_that_work_against_the_store_are_refused(option: tuple[str, ...], serve: Serve):
-    served = serve(*option, ready=False)
-    assert served.ended() == 2
-    assert option[0] in served.text()
+def test_options_that_work_against_the_store_are_refused(
+    option: tuple[str, ...], tmp_path: Path, docs_model: Path, capfd: pytest.CaptureFixture[str]
+):
+    argv = ["--port", "0", "--", str(binary()), "-m", str(docs_model), *option]
+    assert main(["serve", str(tmp_path / "store"), *argv]) == 2
+    assert option[0] in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -652,16 +652,17 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
         (["--host", "256.0.0.1", "--", sys.executable, "-c", "0"], "--host '256.0.0.1' is not an address"),
     ],
 )
-def test_a_command_that_cannot_be_started_is_told(command: list[str], says: str, tmp_path: Path):
-    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", *command])
-    assert served.ended() == 2
-    served.end()
-    assert says in served.text()
+def test_a_command_that_cannot_be_started_is_told(
+    command: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["serve", str(tmp_path / "store"), "--port", "0", *command]) == 2
+    assert says in capfd.readouterr().err
 
 
-def test_the_hooks_say_that_the_proxy_needs_none(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    served = serve()
-    options = ["--server", served.url, "--slots-dir", str(tmp_path)]
+def test_the_hooks_say_that_the_proxy_needs_none(
+    shared_proxy: Served, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    options = ["--server", shared_proxy.url, "--slots-dir", str(tmp_path)]
     assert main(["slots", "save", "--all", *options, str(tmp_path / "store")]) == 2
     assert "saves and restores slots itself" in capsys.readouterr().err
 

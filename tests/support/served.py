@@ -176,9 +176,9 @@ def launch(tmp_path: Path, name: str, arguments: list[str], environment: dict[st
     return Served(process, log)
 
 
-@pytest.fixture
-def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
-    """Starts proxies with children, which end with the test: ``serve("-np", "1")`` with options of llama-server."""
+@contextmanager
+def proxies(directory: Path, docs_model: Path) -> Iterator[Serve]:
+    """Starts proxies with children on a store in `directory`; they end with the block."""
     started: list[Served] = []
 
     def starter(
@@ -194,8 +194,8 @@ def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
             argv += ["-np", "2"]
         if not {"-c", "--ctx-size"} & set(server_options):
             argv += ["-c", "4096"]
-        arguments = [str(tmp_path / "store"), "--port", "0", *options, "--", *argv]
-        served = launch(tmp_path, f"served{len(started)}", arguments, environment)
+        arguments = [str(directory / "store"), "--port", "0", *options, "--", *argv]
+        served = launch(directory, f"served{len(started)}", arguments, environment)
         served.headers = headers or {}
         started.append(served)
         if ready:
@@ -205,6 +205,20 @@ def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
     yield starter
     for served in started:
         served.end()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
+    """Starts proxies with children, which end with the test: ``serve("-np", "1")`` with options of llama-server."""
+    with proxies(tmp_path, docs_model) as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(tmp_path_factory: pytest.TempPathFactory, docs_model: Path) -> Iterator[Served]:
+    """One for the tests that need no empty store, and leave it at work."""
+    with proxies(tmp_path_factory.mktemp("shared"), docs_model) as starter:
+        yield starter()
 
 
 @pytest.fixture(scope="module")
