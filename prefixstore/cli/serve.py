@@ -117,6 +117,13 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; further ones get 503.")
     ] = MAX_WAITING,
+    allow_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A field of requests that is not known here, and changes only how tokens are chosen; may be repeated.",
+        ),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
     ] = SILENT_SECONDS,
@@ -145,6 +152,7 @@ def serve(
             "--max-body": None if max_body == MAX_BODY else max_body,
             "--max-bodies": max_bodies,
             "--max-waiting": None if max_waiting == MAX_WAITING else max_waiting,
+            "--allow-field": allow_field or None,
             "--timeout": None if timeout == SILENT_SECONDS else timeout,
         }
         behind = [] if far is None else ["--far", far]
@@ -173,6 +181,7 @@ def serve(
         max_body=parse_bytes(max_body, "--max-body"),
         max_bodies=_max_bodies(max_bodies, parse_bytes(max_body, "--max-body")),
         max_waiting=max_waiting,
+        allowed_fields=frozenset(allow_field or ()),
         timeout=timeout,
         announce=_announce,
     )

@@ -155,7 +155,7 @@ class OwnEndpoints:
                     "id": slot.id,
                     "n_ctx": slot.n_ctx,
                     "tokens": len(slot.tokens),
-                    "unsaved_tokens": slot.n_unsaved,
+                    "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
                     "in_use": slot.is_held,
                     "to_be_erased": slot.is_tainted,
                 }

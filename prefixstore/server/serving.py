@@ -64,6 +64,8 @@ class ServeSettings:
         Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     max_waiting
         How many requests may wait for a slot.
+    allowed_fields
+        Fields of completions that are not known here, and do not change what is computed for a token.
     timeout
         Seconds to wait for the next byte of the server.
     timing
@@ -82,6 +84,7 @@ class ServeSettings:
     max_body: int = 16 << 20
     max_bodies: int | None = None
     max_waiting: int = 256
+    allowed_fields: frozenset[str] = frozenset()
     timeout: float = 3600.0
     timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
@@ -210,7 +213,12 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
     )
     admission = Admission(upstream, has_keys=has_keys)
     max_bodies = 16 * settings.max_body if settings.max_bodies is None else settings.max_bodies
-    options = ProxyOptions(max_body=settings.max_body, max_bodies=max_bodies, tenants=settings.tenants)
+    options = ProxyOptions(
+        max_body=settings.max_body,
+        max_bodies=max_bodies,
+        tenants=settings.tenants,
+        allowed_fields=settings.allowed_fields,
+    )
     proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
     config = uvicorn.Config(
         proxy,

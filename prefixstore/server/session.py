@@ -180,6 +180,8 @@ class ServerSession:
             await self._retire(self.manager)
         options = self.options
         pool = SlotPool(slots, self.rates, max_waiting=options.max_waiting, separated=options.separated)
+        # what is in the slots of a server that runs already may have been moved there from other positions
+        pool.restarted(are_empty=options.socket is not None)
         self.manager = SlotManager(pool, None, self.server.erase, options.timing)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
@@ -246,7 +248,8 @@ class ServerSession:
         self._is_up.clear()
         self.tokenizer.forget()
         if self.manager is not None:
-            self.manager.pool.restarted()
+            # of one that is not our child it is not even certain that it has ended
+            self.manager.pool.restarted(are_empty=self.options.socket is not None)
 
     async def reopen(self) -> None:
         """Another server may answer by now: find out which."""
