@@ -331,4 +331,4 @@ def test_a_client_that_stops_reading_gives_its_slot_back(serve: Serve, alone: Ru
         served.until(lambda status: bool(status["slots"][0]["in_use"]))
         served.until(lambda status: not status["slots"][0]["in_use"])
         assert served.complete(prompt(1))["content"] in own_answers(alone, prompt(1))
-    assert "it is disconnected" in served.text()
+    assert "disconnecting it" in served.text()
