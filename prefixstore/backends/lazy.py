@@ -15,7 +15,7 @@ __all__ = ["LazyBackend"]
 
 log = logging.getLogger("prefixstore")
 
-# Between two attempts requests fail at once.
+# Between two attempts requests fail immediately.
 PAUSE_SECONDS = 1.0
 
 

@@ -40,7 +40,7 @@ def is_confirmed(question: str, *, yes: bool, without_terminal: bool = True) -> 
     yes
         Whether ``--yes`` was given: then nothing is asked.
     without_terminal
-        The answer where there is no one to ask.
+        The answer if there is no terminal to ask on.
     """
     if yes:
         return True

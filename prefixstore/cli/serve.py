@@ -218,7 +218,7 @@ def _max_bodies(text: str | None, max_body: int) -> int | None:
 
 
 def _announce(text: str) -> None:
-    # the terminal may be closed, or who has read the first lines be gone: the server goes on
+    # the terminal may be closed, or the reader of the first lines gone: the server keeps running
     with suppress(OSError):
         say(f"prefixstore: {text}")
 

@@ -141,7 +141,7 @@ def _writing(out: str) -> Iterator[BinaryIO]:
     target = Path(out)
     part: Path | None = None
     try:
-        # a name that nobody else can have: what is there already may be a link, or may be read by others
+        # a unique name: an existing file may be a link, or readable by others
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         part = Path(name)
         with os.fdopen(handle, "wb") as file:

@@ -34,7 +34,7 @@ class Fork:
     before
         The text just before that place.
     here, there
-        How the prompt goes on from there, and how the stored sequence does.
+        How the prompt continues from there, and how the stored sequence does.
     """
 
     at: int
@@ -120,10 +120,10 @@ class Explanation:
         The pages that hold them.
     reason
         Why the store does not have more, in a word: ``"complete"`` (it has all), ``"evicted"``, ``"fork"`` (the prompt
-        parts from what is stored), ``"end"`` (it goes on where the stored sequence ends), ``"settings"`` (it is stored
-        under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared, but no
-        snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this model or
-        context cannot be stored).
+        parts from what is stored), ``"end"`` (it continues where the stored sequence ends), ``"settings"`` (it is
+        stored under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared,
+        but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this
+        model or context cannot be stored).
     fork
         Where it parts from the nearest stored sequence, or from one beside that if the difference has a usual cause;
         None if it does not.

@@ -303,7 +303,7 @@ class Adaptive(Policy):
         clock, seen, ns_per_prompt, us_per_token, page_tokens, mode, *scores, share, reach = SAVED.unpack(
             parts["numbers"]
         )
-        # the clock of this process goes on: what was saved is that much later
+        # the clock of this process keeps running: shift saved times by the difference
         later = self._clock - clock
         hazards.load(parts["hazards"])
         ghosts.load(parts["ghosts"], later)

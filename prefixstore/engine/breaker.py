@@ -50,7 +50,7 @@ class Request:
 
 
 class CircuitBreaker:
-    """Lets requests through to a location while the circuit is closed, and fails them at once while it is open.
+    """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class CircuitBreaker:
     counters
         Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
     patience
-        How many slow answers in a row open the circuit. An error opens it at once.
+        How many slow answers in a row open the circuit. An error opens it immediately.
     clock
         Seconds; replaced by tests.
     """
@@ -90,7 +90,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests fail at once."""
+        """Whether requests fail immediately."""
         return self._clock() < self._open_until
 
     @contextmanager

@@ -35,7 +35,7 @@ ATTEMPTS = 6
 MAX_DOUBLINGS = 2
 # seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.02
-# expired pages that a commit deletes beside its own work; the next one goes on
+# expired pages that one commit deletes beside its own work; the next one continues
 EXPIRED_AT_ONCE = 128
 # how often in its time to live the expiry of a page that is in use is announced to other processes
 ANNOUNCED_PER_TTL = 4
@@ -237,7 +237,7 @@ class Committer:
         return written
 
     def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
-        """Delete pages that no one can or should restore; how many of them were damaged."""
+        """Delete pages that cannot or should not be restored; return how many of them were damaged."""
         # Snapshots that were thinned out.
         for key in deferred.thinned:
             if self._catalog.remove_snapshot(key, transaction.usage(key)):

@@ -128,7 +128,7 @@ class Engine:
     keeper
         Keeps in the location what was counted.
     tap
-        Is told what is asked, used and captured; None if no one is.
+        Receives lookups, uses and captures; None for no listener.
     token_seconds
         What computing a token takes, as last measured; None if it is not known.
     """
@@ -353,7 +353,7 @@ class Engine:
         Raises
         ------
         StorageError
-            If the location cannot be asked; at once, while the circuit breaker is open.
+            If the location cannot be read; immediately while the circuit breaker is open.
         """
         started = time.perf_counter()
         self._load(namespace, tokens, page_tokens)
@@ -493,7 +493,8 @@ class Engine:
     def measure(self) -> bool:
         """Bring `last_used` up to date, for monitoring; whether the location answered.
 
-        While the circuit is open, the location is not asked, so that no one waits for it. Never raises for its sake.
+        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
+        location.
         """
         if self._closed:
             return False

@@ -73,7 +73,7 @@ class HistoryKeeper:
     waiting
         How many pages, and how many bytes, wait to be written.
     notes_budget
-        Whether the budget is kept with the figures: not that of an `Archive`, which serves no one.
+        Whether the budget is kept with the figures: not that of an `Archive`, which serves no prompts.
     clock
         Seconds since the epoch.
     """
@@ -268,7 +268,7 @@ class HistoryKeeper:
             # of a clock that was ahead; one that is ahead a little would be in turns with this one
             running.hour = hour
         for (counted, key, purpose), counts in taken.rows.items():
-            # a clock that jumped must not make chunks for years that no one reads
+            # after a jump of the clock, do not write chunks for distant years
             is_past = hour - 24 * (DAYS_KEPT - 1) <= counted < min(hour, running.hour)
             rows = past.setdefault(counted, {}) if is_past else running.rows
             add_rows(rows, {(short(key) if key else "", purpose): counts})

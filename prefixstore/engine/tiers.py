@@ -1,7 +1,7 @@
 """A location in front of another one: a local one that answers fast, and one that several machines share.
 
 To everything above it is an engine: that of the nearer location, which also asks the far one, takes from it what it
-lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one goes on alone.
+lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one works alone.
 
     method                                         asks, reads or changes
     match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
@@ -45,7 +45,7 @@ __all__ = ["TieredEngine"]
 
 log = logging.getLogger("prefixstore")
 
-# of the time that computing takes, for a lookup; and how much longer it may take while that is not known
+# share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
 # namespaces whose settings are remembered
@@ -86,7 +86,7 @@ class TieredEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self._lookups = ReaderPool()
-        # a question to the far location that was not waited for any longer
+        # a query of the far location that is no longer waited for
         self._overdue: Job[Path] | None = None
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ class TieredEngine(Engine):
             with rest as states, self._counting([], pages, states):
                 yield states
             return
-        # both begin at once: what is far is on its way while what is near is used
+        # start both together: far pages arrive while near ones are used
         with rest as far_states, first as near_states:
             joined = _JoinedStates((len(near), near_states), far_states)
             with self._counting(near, pages[n_near:], joined):
@@ -279,7 +279,7 @@ class TieredEngine(Engine):
             return False
         if self._near(page) is not None:
             return True
-        # of recurrent memory, pages hold tokens only: nobody fetches them
+        # pages of recurrent memory have only tokens: they are never fetched
         before = [one for one in self.far.path(page)[:-1] if self._near(one) is None]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
@@ -296,7 +296,7 @@ class TieredEngine(Engine):
         except BaseException:
             new.release()
             raise
-        # what is kept is not new: it is neither passed on nor recorded
+        # a kept page is not new: it is neither passed on nor recorded
         is_kept = self._take(new, None)
         self.counters.count("kept" if is_kept else "not_kept")
         return is_kept

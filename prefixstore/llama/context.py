@@ -178,7 +178,7 @@ class Context(Generic[M_co]):
     def disown_unscored(self) -> None:
         """Have llama-cpp-python compute again what was restored without logits, which it would take for computed.
 
-        The ``Llama`` no longer names these tokens, so no prompt begins with them; a generation that is running goes on.
+        The ``Llama`` no longer names these tokens, so no prompt begins with them; a running generation continues.
         Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
         """
         llm = self.llm_or_none

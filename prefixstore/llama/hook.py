@@ -342,7 +342,7 @@ class Hook:
         self.context.settle()
         if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
             return self._live_state()
-        # a state holds their cells, too, and nobody's after it is loaded
+        # a state also has their cells, which belong to no session after it is loaded
         self.context.memory.drop_residents()
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():

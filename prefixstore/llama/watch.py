@@ -233,7 +233,7 @@ class Watch:
 
 
 def _watched(base: type[LlamaContext], watch: Watch) -> type[LlamaContext]:
-    """A subclass that tells a `Watch` who reads the pointers."""
+    """A subclass that reports reads of the pointers to a `Watch`."""
 
     def pointer(name: str) -> property:
         def get(self: Any, *, frame: Callable[[int], FrameType] = sys._getframe) -> Any:

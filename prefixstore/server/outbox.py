@@ -153,7 +153,7 @@ class Outbox:
 
 
 def _end(sender: asyncio.Task[None], owner: asyncio.Task[Any]) -> None:
-    """The sender has ended: if not by `close`, nobody reads the rest of the answer."""
+    """The sender has ended: if not by `close`, the rest of the answer is not read."""
     with contextlib.suppress(asyncio.CancelledError):
         if sender.exception() is not None:
             owner.cancel()

@@ -96,7 +96,7 @@ class OwnEndpoints:
                 "tenants are separated, and this endpoint shows all of them: set --admin-key",
             )
         elif self._has_keys:
-            # who may read the properties of the server may read these
+            # clients that may read the properties of the server may read these
             try:
                 reply = await self._get("/props", exchange)
             except UpstreamError:
@@ -122,7 +122,7 @@ class OwnEndpoints:
         return store.engine, store.store.location
 
     async def _is_protected(self) -> bool:
-        """Whether a key is needed to get here. Where none is, nobody is shown what prompts have in them."""
+        """Whether a key is needed to get here. If not, the contents of prompts are not shown."""
         if self._admin_key is not None or not self._has_keys:
             return self._admin_key is not None
         try:

@@ -62,7 +62,7 @@ class Lifetime(Protocol):
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Limits, and who is who.
+    """Limits, and how clients are told apart.
 
     Attributes
     ----------
@@ -246,7 +246,7 @@ class Proxy:
             await exchange.refuse(403, "permission_error", message)
             return
         if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
-            # with its directory in memory, it would write there whatever any client wants, and nobody deletes it
+            # any client could write files into its directory in memory, which are never deleted
             exchange.nothing_to_read()
             await exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
@@ -390,7 +390,7 @@ class Proxy:
                 return
             # it reuses nothing, and what it leaves is erased before the next request
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-            # while it runs, nobody else may find in a slot what one of its prompts has left
+            # while it runs, no other tenant may find the state of one of its prompts in a slot
             async with manager.all_slots(owner):
                 await self._forward(exchange, body)
             return

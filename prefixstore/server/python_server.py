@@ -193,7 +193,7 @@ def _add_report(app: FastAPI, proxy: StoreProxy) -> None:
 
     async def content(request: Request) -> Response:
         settings = next(stock.get_server_settings())
-        # where anybody may ask, nobody is shown what prompts have in them
+        # without a key, the contents of prompts are not shown
         protected = settings is not None and settings.api_key is not None
         try:
             body, headers = await live.content(

@@ -223,7 +223,7 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
     config = uvicorn.Config(
         proxy,
         log_config=None,
-        access_log=False,  # a target may hold what nobody should read
+        access_log=False,  # a target may contain secrets
         lifespan="on",
         server_header=False,
         date_header=False,

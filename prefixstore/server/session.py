@@ -356,7 +356,7 @@ class ServerSession:
 
     @property
     def is_hurried(self) -> bool:
-        """Whether it should end at once."""
+        """Whether it should end immediately."""
         return self._hurried.is_set()
 
     async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:

@@ -150,7 +150,7 @@ class Recorder:
     def _guarded(self, record: Callable[..., None], *arguments: Any) -> None:
         try:
             record(*arguments)
-        except Exception as error:  # noqa: BLE001 - a completion goes on whatever happens here
+        except Exception as error:  # noqa: BLE001 - recording must never break a completion
             log.warning("recording to %s ends: %s", self.path, error)
             self.close()
 

@@ -332,6 +332,6 @@ def test_a_client_that_stops_reading_gives_its_slot_back(serve: Serve, alone: Ru
         address = urlsplit(served.url)
         client.connect((address.hostname, address.port))
         client.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-        wait_for(lambda: "it is disconnected" in served.text(), "the end of patience with the client")
+        wait_for(lambda: "disconnecting it" in served.text(), "the end of patience with the client")
         served.until(lambda status: not status["slots"][0]["in_use"])
         assert served.complete(prompt(1))["content"] in own_answers(alone, prompt(1))

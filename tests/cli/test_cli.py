@@ -545,7 +545,7 @@ def test_a_mistyped_location_does_not_exist_and_is_not_created(tmp_path, run, sc
 def test_a_directory_without_a_store_is_said_to_hold_none(tmp_path, run):
     code, _, err = run("ls", tmp_path)
     assert code == 3
-    assert f"{tmp_path} exists, and holds no store yet" in err
+    assert f"{tmp_path} exists but has no store yet" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -554,7 +554,7 @@ def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
         "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     for location, says in (
-        (tmp_path / "kv", "is not a SQL database, and others need no migration"),
+        (tmp_path / "kv", "is not a SQL database, and other locations need no migration"),
         ("sqlite:///x.db", "prefixstore[sql]"),
     ):
         command = [sys.executable, "-c", code, "migrate", str(location)]

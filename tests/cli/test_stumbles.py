@@ -149,7 +149,7 @@ def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run
     assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
     _, _, err = run("stats", "nowhere")
     assert max(map(len, [line for line in err.splitlines() if "/" not in line])) <= 60
-    assert "what writes first creates a store" in " ".join(err.split())
+    assert "the first writer creates a store" in " ".join(err.split())
 
 
 # -- one default location ---------------------------------------------------------------------------------------------

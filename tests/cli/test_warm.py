@@ -250,7 +250,7 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     ("arguments", "message"),
     [
         ([], "no prompts are given"),
-        (["--type-k", "q9", "p.txt"], "not a value that llama.cpp knows"),
+        (["--type-k", "q9", "p.txt"], "not a value known to llama.cpp"),
         (["--model", "nowhere.gguf", "p.txt"], "model file not found"),
         (["--config", "nowhere.toml", "p.txt"], "No such file"),
         (["--ttl", "soon", "p.txt"], "not a valid duration"),

@@ -586,7 +586,7 @@ def test_a_clean_stop_stores_the_slots_ends_the_child_and_leaves_nothing(number:
 def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     served = serve()
     child = served.child()
-    at_once = "stopping at once"
+    at_once = "stopping immediately"
     with served.endless() as lines:
         next(lines)
 

@@ -567,7 +567,7 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
-        """Hold the write lock while no one reads a state older than the last committed one, which is durable."""
+        """Hold the write lock while there is no reader of a state older than the last commit, which is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
             with environment.begin(write=True) as txn:

@@ -29,7 +29,7 @@ HELD_BYTES = 64 << 20
 LEAST_BYTES = 1 << 20
 FIRST_BYTES = 256 << 10
 LEARNED_SECONDS = 60.0
-# what comes so soon keeps nobody waiting
+# payloads that arrive this soon delay nothing
 SOON = 0.05
 # A request beside others that is as fast as this share of the fastest one says that more at a time are faster; one that
 # is slower than that share, that they only wait for each other.
@@ -39,7 +39,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Arrived: TypeAlias = Callable[[int], None]
-"""Told how many more bytes of a payload are there; raises if nobody wants the rest."""
+"""Told how many more bytes of a payload are there; raises if the rest is not wanted."""
 
 
 class Window:
@@ -75,7 +75,7 @@ class Window:
         return min(max(self._learned, int(soon)), HELD_BYTES)
 
     def before_first(self, size: int) -> int:
-        """The window while the first payload is on its way: nobody can do anything before that is there."""
+        """The window while the first payload is in transit: no work can start before it arrives."""
         return self.bytes if self.bytes >= 2 * size else FIRST_BYTES
 
     def received(self, size: int, seconds: float, *, is_full: bool = True) -> None:

@@ -312,7 +312,7 @@ class PostgreSQL(Database):
             yield row
 
     def _end(self, connection: Connection, rows: Iterator[Row[Any]], *, retry: bool) -> None:
-        """Receive no more rows, or drop them if the transaction has to go on."""
+        """Receive no more rows, or drop them if the transaction must continue."""
         if connection.closed or connection.invalidated or _driver(connection).streamed is None:
             return
         if not retry:

@@ -38,7 +38,7 @@ Value = tuple[bytes, Buffer]
 
 
 class KeptBuffers:
-    """Memory for what is received. It is used again when nobody refers to it any more, and not before.
+    """Memory for what is received. It is reused only when there are no references to it any more.
 
     Fresh memory costs more than the copy into it. Used by one thread at a time.
     """

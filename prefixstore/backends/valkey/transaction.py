@@ -94,7 +94,7 @@ class ServerTransaction(ServerView, Transaction):
         self._discarded: list[bytes] = []
         # where children were deleted, by parent and form
         self._thinned: dict[tuple[bytes, int], int] = {}
-        # entries that were read: nobody else changes them now
+        # entries that were read: no other process changes them now
         self._read: dict[bytes, bytes | None] = {}
         self._counts = Counts(0, 0, 0, 0)
         # whether the server may have given it the lock
@@ -430,7 +430,7 @@ def _with_usage(entry: bytes, usage: Usage) -> bytes:
 def _life(entry: bytes) -> int:
     """After how many milliseconds the server may drop the value; 0 for never.
 
-    Some time after the page has expired: by then nobody finds it. The clock of the server may be another one.
+    Some time after the page has expired: by then it cannot be found any more. The clock of the server may differ.
     """
     try:
         usage = Usage.unpack(entry[USAGE_AT:RECORD_AT])

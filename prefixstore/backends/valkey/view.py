@@ -108,7 +108,7 @@ class ServerView(View):
         self._all_read: AbstractSet[bytes] | None = None
 
     def close(self) -> None:
-        """Nobody uses a payload any more."""
+        """The payload is not used any more."""
         kept, self._kept = self._kept, None
         if kept is not None:
             self._shared.give_buffers_back(kept)
