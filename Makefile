@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
+# the tests start some hundred processes, and pytest rewrites every assert: both are compiled once
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint attack torture docs bench clean
 
 demo: $(VENV)/.demo

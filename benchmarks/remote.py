@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ if __package__ in (None, ""):
     # run as a file: the directory above is the one to import from
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import connectors
 from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
 from benchmarks.links import Link, linked
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
@@ -31,6 +32,7 @@ from benchmarks.throttle import Line
 from prefixstore import PrefixStore
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store
+from prefixstore.testing.models import DEMO
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,53 @@ def in_front(
     return took
 
 
+def beside_lmcache(
+    geometry: Geometry,
+    found: dict[str, Place],
+    tokens: list[int],
+    line_names: Sequence[str],
+    count: Callable[[str], int],
+    directory: Path,
+    python: str | None,
+) -> dict[str, Any]:
+    """LMCache's connectors on the pages of a prompt, in the servers that have them.
+
+    Its values are put without a line, and stay there for the lines.
+    """
+    shape = replace(DEMO, **geometry.overrides)
+    pages, settings = connectors.stored_pages(found["LMDB"].url)
+    chunks = connectors.Chunks(directory / "values", tokens, shape.n_layer, shape.n_head_kv, shape.head_dim)
+    n = len(tokens) // chunks.page_tokens
+    chunks.write(pages[:n])
+    results: dict[str, Any] = {}
+    if python is None:
+        line_names = [HERE]
+    for line_name in [HERE, *(name for name in line_names if name != HERE)]:
+        line, by_server = LINES[line_name], {}
+        for server, place in found.items():
+            if server not in connectors.CLIENTS or (
+                line is not None and (place.target is None or server == connectors.BUCKETS)
+            ):
+                continue
+            print(f"  {line_name}, LMCache, {server} ...", file=sys.stderr, flush=True)
+            with ExitStack() as stack:
+                url, address, options = place.url, place.target or place.url.partition("://")[2], None
+                if line is not None and place.target is not None:
+                    address = stack.enter_context(linked(place.target, line)).address
+                    url = place.through(address)
+                elif server == connectors.BUCKETS and python is not None:
+                    address, options = stack.enter_context(connectors.object_storage())
+                ours = connectors.Ours(url, chunks, pages[:n], settings)
+                stack.callback(ours.close)
+                among = stack.enter_context(connectors.clients(server, python, ours, chunks, address, options))
+                by_server[server] = connectors.measured(
+                    among, n, count(line_name), connectors.PUTS if line is None else 0
+                )
+        if line_name in line_names:
+            results[line_name] = by_server
+    return {"chunks": n, "chunk_bytes": chunks.chunk_bytes, "page_tokens": chunks.page_tokens, "lines": results}
+
+
 def break_even(short: float, n_short: int, long: float, n_long: int, token_seconds: float) -> float | None:
     """From how many tokens on a restore is faster than computing; None for never.
 
@@ -315,6 +364,7 @@ def run_geometry(
     names: Sequence[str] | None,
     lines: Sequence[str] | None,
     n_tokens: int | None,
+    lmcache: str | None,
 ) -> dict[str, Any]:
     """The figures of one model."""
     n_tokens = n_tokens or geometry.n_tokens
@@ -334,10 +384,14 @@ def run_geometry(
         results["bytes"] = capture(llm, tokens[:-1], local)
         for url in others:
             copy(local, url)
+
+        def number(line_name: str) -> int:
+            return rounds or (ROUNDS if name == "1B" else {**ROUNDS, **FEWER})[line_name]
+
         for line_name in lines or LINES:
             print(f"  {name}, {line_name} ...", file=sys.stderr, flush=True)
             line = LINES[line_name]
-            count = rounds or (ROUNDS if name == "1B" else {**ROUNDS, **FEWER})[line_name]
+            count = number(line_name)
             took, short, kind = over(line, found, llm, tokens, count, token_seconds)
             told = results["lines"][line_name] = {
                 "rounds": count,
@@ -355,6 +409,10 @@ def run_geometry(
                         line, place, llm, tokens, rounds or TIERED[line_name], token_seconds, Path(directory)
                     )
                     told["tiers"][far] = figures(each, results["computing"]["p50"], n_tokens, results["bytes"])
+        print(f"  {name}, LMCache ...", file=sys.stderr, flush=True)
+        results["connectors"] = beside_lmcache(
+            geometry, found, tokens[:-1], list(lines or LINES), number, Path(directory), connectors.interpreter(lmcache)
+        )
     llm.close()
     return results
 
@@ -365,9 +423,11 @@ def run(
     lines: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     n_tokens: int | None = None,
+    lmcache: str | None = None,
 ) -> dict[str, Any]:
     found = {
-        name: run_geometry(GEOMETRIES[name], name, rounds, names, lines, n_tokens) for name in models or GEOMETRIES
+        name: run_geometry(GEOMETRIES[name], name, rounds, names, lines, n_tokens, lmcache)
+        for name in models or GEOMETRIES
     }
     return {"models": found}
 
@@ -384,6 +444,8 @@ def section(result: dict[str, Any]) -> list[str]:
         lines += _table(found)
         lines += _shares(found)
         lines += _tiers(found)
+        if "connectors" in found:
+            lines += connectors.section(found["connectors"])
     return [*lines, *(paragraph(result["remark"]) if "remark" in result else [])]
 
 
@@ -510,9 +572,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="of each line")
     parser.add_argument("--only", nargs="+", help="beginnings of names, beside LMDB: PostgreSQL, Valkey, S3")
     parser.add_argument("--lines", nargs="+", choices=list(LINES))
+    parser.add_argument(
+        "--lmcache",
+        metavar="PYTHON",
+        help=f"the interpreter of an environment with LMCache, which is measured beside ours; or {connectors.VARIABLE}",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    found = run(given.rounds, given.only, given.lines, given.models, given.tokens)
+    found = run(given.rounds, given.only, given.lines, given.models, given.tokens, given.lmcache)
     print(json.dumps(found) if given.json else "\n".join(section(found)))
 
 

@@ -322,7 +322,7 @@ def _number(llama_cpp: Any, name: str, value: object) -> object:
     known = _names(name, vars(llama_cpp))
     if value.lower() not in known:
         raise InvalidParameterError(
-            f"{name}={value!r} is not a value that llama.cpp knows; it knows {', '.join(sorted(known))}"
+            f"{name}={value!r} is not a value known to llama.cpp; known are {', '.join(sorted(known))}"
         )
     return known[value.lower()]
 

@@ -123,4 +123,4 @@ class ServerRefusedError(ServerError):
 
 
 class ServerTooOldError(ServerError):
-    """The llama-server does not have what is needed, or answers in a form that is not known."""
+    """The llama-server lacks a needed feature, or answers in an unknown format."""

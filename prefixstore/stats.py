@@ -55,7 +55,7 @@ class Kind(str, Enum):
     """
 
     UNBOUND = "unbound"
-    """No Llama is attached, and no completion has asked for anything yet."""
+    """No Llama is attached, and no completion has used the store yet."""
     PAGES = "pages"
     """Full attention: a state can be cut at any token."""
     SNAPSHOTS = "snapshots"
@@ -186,7 +186,7 @@ class SessionCounts:
     evicted
         Sessions that were evicted: by name, or as the least recently used.
     discarded
-        Sessions that were discarded: their block ended with an exception, or it is not known what the context held.
+        Sessions that were discarded: their block ended with an exception, or the contents of the context were unknown.
     stale_leases
         Calls that were refused, because the lease of their session had ended.
     timeouts
@@ -194,12 +194,12 @@ class SessionCounts:
     sessions
         How many there are now in this process.
     residents
-        How many of them wait in the context.
+        How many of them are parked in the context.
     live_cells
-        How many cells of the context each session has, by name: those that wait, and the one that has the ``Llama`` or
-        had it last. Cells that several share count for each.
+        Cells of the context by session name: of parked sessions, and of the one that has the ``Llama`` or
+        had it last. Shared cells count for each session.
     parked_cells
-        How many those that wait have together.
+        Cells of all parked sessions together.
     waiting
         How many admissions wait for the ``Llama``, or have it.
     """
@@ -244,11 +244,11 @@ class TierStats:
     is_available
         Whether it is asked: not while its circuit breaker is open.
     pages, bytes
-        Pages that prompts were restored from it with, and the size of their states.
+        Pages restored from it, and the size of their states.
     kept
-        Pages of the far location that the nearer one keeps since.
+        Pages of the far location that were kept in the nearer one.
     late
-        Lookups and restores that did not wait for it any longer.
+        Lookups and restores that gave up waiting for it.
     entries, bytes_used
         Pages in it, and its size; the last known values. Of the far location they are those of this process's last
         commit, and 0 before the first one.
@@ -297,12 +297,11 @@ class Stats:
         ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
         ``"bypassed"`` (inside `PrefixStore.bypass`), ``"logprobs"`` (the request needs the logits of the prompt),
         ``"multimodal"`` (images are not in the tokens), ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this
-        model, or context, cannot be stored),
-        ``"loaded_state"``, ``"changed"`` (the context held more of the prompt than the store, by a state or a change of
-        the caller's whose tokens are not known; it was used, and nothing is stored after it), ``"sequence_in_use"``
-        (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the ``Llama`` has
-        another context than when the store was attached), ``"session"`` (admitted with ``reuse="live"`` or ``"none"``),
-        ``"closed"`` (the ``Llama`` is), ``"error"``.
+        model, or context, cannot be stored), ``"loaded_state"``, ``"changed"`` (the context held more of the prompt
+        than the store, through a state or a change with unknown tokens; it was used, and nothing is stored after it),
+        ``"sequence_in_use"`` (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the
+        ``Llama`` has a different context from when the store was attached), ``"session"`` (admitted with
+        ``reuse="live"`` or ``"none"``), ``"closed"`` (the ``Llama`` is), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
@@ -315,30 +314,29 @@ class Stats:
         Pages and snapshots copied out of the context.
     dropped
         Pages that were captured, or should have been, but are not stored, by reason: ``"queue_full"``, ``"budget"``,
-        ``"quota"`` (the tenant's), ``"admission"`` (worth less than what would be evicted for them),
-        ``"full"`` (the disk or the map), ``"orphan"`` (the parent was evicted),
-        ``"incomplete"`` (a sliding window has moved past it), ``"moved_on"`` (the context left the position of a
-        snapshot before its rows were copied), ``"uncut"`` (a state of unknown layout: from then on whole states are
-        stored), ``"unavailable"`` (the location failed), ``"closed"`` (the store is, and a completion saves to it),
-        ``"error"`` (a fault of the store). While it is not known what the context holds: ``"attached_late"`` (something
-        was evaluated before the store was attached), ``"loaded_state"`` (``load_state`` with a state that was not saved
-        here), ``"changed"`` (something other than the store reached the context), ``"bypassed"`` (something
-        was evaluated inside `PrefixStore.bypass`), ``"stepped_back"`` (rewound to where it cannot continue),
-        ``"shifted"`` (a session streams beyond the context), ``"interrupted"``. This ends with the next lookup,
-        `PrefixStore.restore` or ``llm.reset()``.
+        ``"quota"`` (the tenant's), ``"admission"`` (worth less than what would be evicted for them), ``"full"`` (the
+        disk or the map), ``"orphan"`` (the parent was evicted), ``"incomplete"`` (a sliding window has moved past it),
+        ``"moved_on"`` (the context left the position of a snapshot before its rows were copied), ``"uncut"`` (a state
+        of unknown layout: from then on whole states are stored), ``"unavailable"`` (the location failed), ``"closed"``
+        (the store is, and a completion saves to it), ``"error"`` (a fault of the store). While the contents of the
+        context are unknown: ``"attached_late"`` (something was evaluated before the store was attached),
+        ``"loaded_state"`` (``load_state`` with a state that was not saved here), ``"changed"`` (something other than
+        the store used the context), ``"bypassed"`` (something was evaluated inside `PrefixStore.bypass`),
+        ``"stepped_back"`` (rewound to where it cannot continue), ``"shifted"`` (a session streams beyond the context),
+        ``"interrupted"``. This ends with the next lookup, `PrefixStore.restore` or ``llm.reset()``.
     shortage
-        What the last page that was dropped for want of space asked for, and what was available; None without one.
+        What the last page dropped for lack of space needed, and what was available; None if there was none.
     outdated
         Captured pages and snapshots that were given up before they were written, since the context or the store had
         moved on to something newer, by reason: ``"superseded"`` (a longer page has the same tokens), ``"thinned"``
-        (there are enough snapshots along the conversation), ``"deleted"`` (by `PrefixStore.clear`, or with the page
-        that they follow). Nothing is lost by that, and what else was captured and is not stored is in `dropped`:
-        snapshots that the context left behind as ``"moved_on"``.
+        (there are enough snapshots along the conversation), ``"deleted"`` (by `PrefixStore.clear`, or with their
+        ancestor). Nothing is lost by that. Other captured pages that are not stored are in `dropped`;
+        snapshots that the context left behind are there as ``"moved_on"``.
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
     packed, unpacked
-        Stored pages that this store packed because the location was full, and that it made raw again because they were
-        restored and there was room; see `codec`.
+        Stored pages that this store packed because the location was full, and pages that it made raw again because they
+        were restored and there was space; see `codec`.
     restore_seconds, capture_seconds
         Foreground time spent on restoring and on capturing pages.
     lost_seconds
@@ -363,16 +361,16 @@ class Stats:
     capacity_bytes, capacity_entries
         What the location may hold: `max_bytes` and `max_entries`, None for no limit.
     peak_bytes
-        The most that the location held since the store was opened, as far as this store has seen.
+        The largest size of the location since the store was opened, as far as this store has seen.
     allocations, frees
         Pages that this store has written, and pages that it has deleted, for whatever reason: evicted, expired,
         damaged, thinned, cleared, or replaced by a longer one.
     free_bytes, utilization
-        What is left of `capacity_bytes`; and which share of `capacity_bytes` or `capacity_entries`, whichever is
-        fuller, is in use: from 0 to 1, and above if the capacity was larger before.
+        The unused part of `capacity_bytes`; and the used share of `capacity_bytes` or `capacity_entries`, whichever is
+        higher: from 0 to 1, and above if the capacity was larger before.
     tiers
-        With several locations, what each has done, the nearest first. The other values are those of the nearest one,
-        where they say what a location holds or drops.
+        With several locations, what each has done, the nearest first. Other values about the contents and drops of a
+        location are those of the nearest one.
     kind
         What is stored of this context. Without an attached Llama ``unbound``, and once a completion has used the store
         ``portable: pages`` or ``portable: whole states``.

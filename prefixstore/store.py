@@ -88,16 +88,16 @@ class PrefixStore:
         ``"lmdb:///path"``, a bare path (LMDB as well), ``"sqlite:////path"``, ``"postgresql+psycopg://user@host/db"``,
         ``"valkey://host:6379/0"``, ``"s3://bucket/prefix"``, ``"memory:"`` (pages of this store's own),
         ``"memory://name"`` (one memory for all stores of this process that name it, with the same `max_bytes`, until
-        the last one is closed), or None for the location that the environment variable ``PREFIXSTORE_LOCATION`` names,
-        and without it LMDB in the user's cache directory. A list of two, such as
-        ``["lmdb:///var/cache/kv", "s3://team/kv"]``, is a location of this machine in front of one that several share.
+        the last one is closed), or None for the location named by the environment variable ``PREFIXSTORE_LOCATION``,
+        or else LMDB in the user's cache directory. A list of two, such as
+        ``["lmdb:///var/cache/kv", "s3://team/kv"]``, is a local location in front of one that several machines share.
     llm
         The ``llama_cpp.Llama`` to attach to; it may also be attached later. The store does not keep it alive.
     namespace
-        A name that separates this store's pages from others in the same location, on top of the model's fingerprint.
-        A store with a name, and without an `llm`, is a cache for any ``Llama`` that has it set: it works on the
+        A name that separates this store's pages from others in the same location, in addition to the model's
+        fingerprint. A store with a name and without an `llm` can be the cache of any ``Llama``: it works on the
         ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of the same `namespace`
-        and `salt`. Without a name, it is one only if the location is ``"memory:"``; otherwise `attach` it first.
+        and `salt`. Without a name, this works only if the location is ``"memory:"``; otherwise `attach` it first.
     salt
         Separates pages as `namespace` does, for tenants that must not share them.
     page_tokens
@@ -105,21 +105,21 @@ class PrefixStore:
     min_tokens
         Sequences shorter than this are neither stored nor restored.
     snapshot_interval
-        For models whose memory cannot step back (recurrent, hybrid): a snapshot every so many tokens, in addition to
-        those where messages begin, before the last token of a prompt, and at the end of a turn.
+        For models whose memory cannot step back (recurrent, hybrid): tokens between snapshots, in addition to
+        snapshots at message starts, before the last token of a prompt, and at the end of a turn.
     max_snapshots
         How many snapshots along one conversation are kept; older ones are spaced further apart.
     max_bytes
-        What the location may hold, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It applies
+        Size limit of the location, index included: bytes, or text such as ``"20GiB"`` or ``"500MB"``. It applies
         to the whole location; each process that writes enforces its own limit.
     max_entries
-        How many pages the location may hold; None for no limit.
+        Limit on the number of pages in the location; None for no limit.
     high_water, low_water
-        Shares of both limits. When more than `high_water` is in use, the background thread makes room until
-        `low_water` is, so that the next pages find it: it packs pages (see `codec`), and evicts when there is nothing
-        left to pack.
+        Shares of both limits. When more than `high_water` is in use, the background thread frees space down to
+        `low_water`, so that there is space for the next pages: it packs pages (see `codec`), and evicts when there is
+        nothing left to pack.
     quota
-        What one tenant may hold: a size, for each namespace and for all namespaces of a `salt` together, or
+        Limit for one tenant: a size, for each namespace and for all namespaces of a `salt` together, or
         ``{"namespace": size, "salt": size}``. A tenant with a quota evicts its own pages first, so it evicts those of
         others only when it has none left.
     ttl
@@ -132,30 +132,31 @@ class PrefixStore:
     codec
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
         of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
-        again from time to time: while there is room, it compresses only where that barely slows restores (a slow disk,
-        a server), and keeps pages raw in a local file that fits into memory. When the location is full, the background
-        thread packs the pages that would be evicted first, before any is evicted; one that is restored again becomes
-        raw again when there is room.
+        again from time to time: while there is space, it compresses only where that barely slows restores (a slow
+        disk, a server), and keeps pages raw in a local file that fits into memory. When the location is full, the
+        background thread packs the pages that would be evicted first before it evicts any; a packed page that is
+        restored becomes raw again when there is space.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
         ``"priority"``.
     priority
-        Of the pages that this store writes, for the policy ``"priority"``: from -32768 (evicted first) to 32767.
+        Priority of the pages that this store writes, for the policy ``"priority"``: from -32768 (evicted first) to
+        32767.
     read_only
         Restore from an existing store, and never write to it.
     write_behind
-        Whether a background thread packs and writes pages, and makes room in idle time. If not, the completion waits
-        for pages to be written, and room is made when a page needs it.
+        Whether a background thread packs and writes pages, and frees space in idle time. If not, the completion waits
+        for pages to be written, and space is freed when a page needs it.
     queue_bytes
-        Memory for pages that wait to be written. A page that does not fit is captured later, or not at all. As much
-        again for those that wait for a far location.
+        Memory for pages that wait to be written. A page that does not fit is captured later, or not at all. A far
+        location has a second queue of the same size.
     max_delay
         How long a prompt may take beyond computing it, because the location is slow: seconds, a `timedelta`, or text
-        such as ``"2s"``; or 5 % of what computing takes, if that is more. What was not restored by then is computed.
-        A lookup waits as long for a far location. None to wait as long as it takes.
+        such as ``"2s"``; or 5 % of the computing time, if that is more. Tokens not restored by then are computed.
+        A lookup waits just as long for a far location. None to wait as long as it takes.
     far_max_bytes
-        With two locations: what the far one may hold; by default `max_bytes`, which is that of the first.
+        With two locations: the size limit of the far one; by default `max_bytes`, the limit of the nearer one.
 
     Raises
     ------
@@ -257,7 +258,7 @@ class PrefixStore:
     def attach(self, llm: Llama) -> None:
         """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
 
-        If another thread is in a call of a session of this ``Llama``, from before, this waits for its end.
+        If another thread is still in a call of an earlier session of this ``Llama``, this waits for its end.
 
         Raises
         ------
@@ -286,7 +287,7 @@ class PrefixStore:
             self._hook = None
 
     def close(self) -> None:
-        """Detach, write what is queued, make it durable, and release the location. A second call does nothing.
+        """Detach, write queued pages, make them durable, and release the location. A second call does nothing.
 
         Raises
         ------
@@ -336,8 +337,8 @@ class PrefixStore:
         max_sessions
             How many are kept: above that, the least recently used ones are evicted.
         max_resident
-            How many of them keep their rows in the context while they are idle, as long as it has room; see
-            docs/sessions.md for when that pays.
+            How many of them keep their rows in the context while they are idle, as long as there is space; see
+            docs/sessions.md for when that is worthwhile.
 
         Returns
         -------
@@ -351,7 +352,7 @@ class PrefixStore:
         ContextError
             If states of this context cannot be stored, or sequences cannot wait in it.
         MisuseError
-            If they exist with another `max_sessions` or `max_resident`.
+            If they exist with a different `max_sessions` or `max_resident`.
         """
         from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
 
@@ -378,19 +379,19 @@ class PrefixStore:
         block_tokens: int = 32,
         text: bool = False,
     ) -> Recorder:
-        """Record what the store is asked from here on, for ``prefixstore trace replay`` and ``simulate``.
+        """Record the requests to the store from now on, for ``prefixstore trace replay`` and ``simulate``.
 
-        Hashes and lengths are recorded, and no text unless it is asked for. A store is recorded to one file at a time.
-        The environment variable ``PREFIXSTORE_TRACE=FILE`` has every store of a process recorded.
+        Hashes and lengths are recorded; text only on request. A store is recorded to one file at a time.
+        With the environment variable ``PREFIXSTORE_TRACE=FILE`` every store of a process is recorded.
 
         Parameters
         ----------
         path
-            The file; it is appended to.
+            The file, to which the trace is appended. With `text`, it gets mode 0600 even if it exists.
         max_bytes
-            Recording ends when the file is that long: bytes, or text such as ``"64MiB"``.
+            Recording ends when the file has this size: bytes, or text such as ``"64MiB"``.
         block_tokens
-            Tokens that have one hash: a trace with fewer is more exact, and longer.
+            Tokens per hash: fewer make a trace more exact, and longer.
         text
             Whether to record the text of prompts as well, or their tokens if no Llama is attached.
 
@@ -463,7 +464,7 @@ class PrefixStore:
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters, validated, for what works on the engine itself."""
+        """The parameters, validated, for code that works on the engine itself."""
         return self._parameters
 
     @property
@@ -478,7 +479,7 @@ class PrefixStore:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens in a page; fewer than the parameter says if the model has a shorter sliding window."""
+        """Tokens per page; fewer than the parameter if the model has a shorter sliding window."""
         hook = self._hook or self._portable
         return hook.page_tokens if hook is not None else self._parameters.page_tokens
 
@@ -501,7 +502,7 @@ class PrefixStore:
         if self._portable is not None:
             return self._portable.namespace
         if self._parameters.label is None:
-            raise NotAttachedError("the namespace is not known without a Llama; call attach(llm), or pass namespace=")
+            raise NotAttachedError("the namespace is unknown without a Llama; call attach(llm), or pass namespace=")
         return Namespace(
             {
                 "label": self._parameters.label,
@@ -549,8 +550,8 @@ class PrefixStore:
         Returns
         -------
         Explanation
-            ``print`` it: how many tokens match, where the prompt parts from the nearest stored one and what usually
-            causes that, which setting differs, whether a page was evicted, and what it takes to restore and to compute.
+            ``print`` it: how many tokens match, where the prompt diverges from the nearest stored one and the usual
+            cause, which setting differs, whether a page was evicted, and how long restoring and computing take.
 
         Raises
         ------
@@ -559,7 +560,7 @@ class PrefixStore:
         InvalidParameterError
             If the prompt is not valid.
         StorageError
-            If the location cannot be asked.
+            If the location cannot be read.
         """
         from prefixstore.diagnosis.of_store import explain_prompt  # noqa: PLC0415 - imported where it is used
 
@@ -636,17 +637,17 @@ class PrefixStore:
         max_bytes: int | str | None = None,
         seconds: float | str | timedelta | None = None,
     ) -> Drained:
-        """Wait until what was captured is written, or a part of it; what is written may not be durable yet (`flush`).
+        """Wait until captured pages are written, or some of them; written pages may not be durable yet (see `flush`).
 
-        The background thread writes what waits together in one transaction, up to 64 MiB. So a limit is reached with
-        the transaction that reaches it, and more pages than the limit may have been written by then.
+        The background thread writes up to 64 MiB of waiting pages in one transaction. So when a limit is reached,
+        more pages than the limit may have been written.
 
         Parameters
         ----------
         limit
             Return as soon as so many pages and snapshots were written, or dropped, since this call.
         max_bytes
-            Return as soon as so many bytes of states were: bytes, or text such as ``"64MiB"``.
+            The same for bytes of states: bytes, or text such as ``"64MiB"``.
         seconds
             Return after this time at the latest: seconds, a `timedelta`, or text such as ``"2s"``.
 
@@ -660,7 +661,7 @@ class PrefixStore:
         InvalidParameterError
             If a limit is not valid.
         UnavailableError
-            If the location takes nothing for half a minute.
+            If nothing can be written to the location for half a minute.
         """
         self._alive()
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
@@ -699,16 +700,16 @@ class PrefixStore:
     def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
         """Evict pages until the location holds no more than `to`, in the order of the store's policy.
 
-        Only leaves are evicted, as always: pages on which no other page depends. Pinned pages stay, and those before
-        them; so does what is being written or was used by another process since it was looked at. What waits to be
-        written is written first.
+        Only leaves are evicted, as always: pages on which no other page depends. Pinned pages and their ancestors stay,
+        and so do pages that are being written, or that another process has used meanwhile. Queued pages are written
+        first.
 
         Parameters
         ----------
         to
             A share of `max_bytes` (a float from 0.0 to 1.0, or ``"80%"``), or a size (an int, or ``"5GiB"``).
         dry_run
-            Find out what would be evicted, and evict nothing. It is tried in one transaction, which is taken back;
+            Only report what would be evicted. The eviction runs in one transaction that is rolled back;
             other writers wait meanwhile.
 
         Returns
@@ -723,7 +724,7 @@ class PrefixStore:
         MisuseError
             If the store is open with ``read_only=True``.
         StorageError
-            If the location fails. What was evicted until then stays evicted.
+            If the location fails. Pages evicted until then stay evicted.
         """
         self._alive()
         self._writable("evict")
@@ -736,15 +737,15 @@ class PrefixStore:
             raise MisuseError(f"{name}() writes, and the store is open with read_only=True")
 
     def bypass(self) -> AbstractContextManager[None]:
-        """Have requests in the block go past the store: they are neither looked up nor captured.
+        """Let requests in the block bypass the store: they are neither looked up nor captured.
 
-        They run as without a store, from what the ``Llama`` holds, and nothing that is evaluated in the block is ever
-        stored: the next lookup after it begins with an empty context. What was evaluated before the block is stored as
-        always. Blocks may be nested, and end with an exception as well.
+        They run as if there were no store, from the current context of the ``Llama``, and nothing evaluated in the
+        block is ever stored: the next lookup after it starts with an empty context. Anything evaluated before the block
+        is stored as usual. Blocks may be nested, and may end with an exception.
 
-        The block is that of one thread, or of one asyncio task: `asyncio.to_thread` takes it along,
-        ``run_in_executor`` and new threads do not. A stream has to be read inside the block: what llama-cpp-python
-        computes for it, it computes while it is read.
+        The block applies to one thread, or one asyncio task: `asyncio.to_thread` inherits it,
+        ``run_in_executor`` and new threads do not. Streams must be consumed inside the block, since llama-cpp-python
+        computes them while they are read.
 
         Examples
         --------
@@ -755,15 +756,15 @@ class PrefixStore:
 
     @property
     def last(self) -> LastPrompt | None:
-        """What became of the prompt that was looked up last, by any ``Llama``; None before the first one.
+        """How the last prompt was served, by any ``Llama``; None before the first one.
 
-        While the prompt is evaluated, it says how far that has come. With several threads, ask for that of one
-        ``Llama``: `last_of`.
+        While the prompt is evaluated, it shows the progress. With several threads, use `last_of` to get the one of a
+        given ``Llama``.
         """
         return self._last.record()
 
     def last_of(self, llm: Llama) -> LastPrompt | None:
-        """As `last`, of the prompt that this ``Llama`` has looked up last."""
+        """As `last`, for the last prompt of this ``Llama``."""
         meter = self._last_of.get(llm)
         return meter.record() if meter is not None else None
 
@@ -822,8 +823,8 @@ class PrefixStore:
     def history(self) -> History:
         """How the location was used, by all its processes: by hour for a week, and by day for a year.
 
-        Kept by namespace (with its model and tenant) and by purpose: serving, warming, maintenance. What this process
-        has counted and not written yet is in it.
+        Kept by namespace (with its model and tenant) and by purpose: serving, warming, maintenance. Figures that this
+        process has not written yet are included.
 
         Raises
         ------
@@ -920,7 +921,7 @@ class PrefixStore:
         self._engine.counters.count(count)
         if not self._warned_closed:
             self._warned_closed = True
-            log.warning("a completion uses a store that is closed; call llm.set_cache(None), or open a new store")
+            log.warning("a completion uses a closed store; call llm.set_cache(None), or open a new store")
         return True
 
     def _bound(self, completion: Any) -> Hook:
@@ -949,7 +950,7 @@ class PrefixStore:
 
 
 def _finalize(store: weakref.ref[PrefixStore], engine: Engine) -> None:
-    """Close the engine of a store: at once if it is closed or the process ends, else it is being collected."""
+    """Close the engine of a store: immediately if it is closed or the process ends; otherwise it is being collected."""
     if store() is not None:
         engine.close()
     else:

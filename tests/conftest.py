@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-from prefixstore.engine import breaker
+from prefixstore.engine import breaker, tiers
 from prefixstore.llama import compute_rate
+from prefixstore.server import rates
 from tests.support.browser import browser, chromium  # noqa: F401 - fixtures
 from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - fixtures
 from tests.support.models import load, write
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 from tests.support.s3 import credentials, moto, new_prefix, seaweedfs  # noqa: F401 - fixtures
-from tests.support.served import alone, serve  # noqa: F401 - fixtures
-from tests.support.timeouts import disable_timeouts
+from tests.support.served import alone, serve, shared_proxy  # noqa: F401 - fixtures
+from tests.support.timeouts import disable_timeouts, usual_limits
 from tests.support.valkey import new_valkey, valkey_server  # noqa: F401 - as above
 
 # the tests that measure speed, and what measures it
@@ -26,13 +29,20 @@ MEASURES = {
     "test_outages": breaker,
     "test_compute_rate": compute_rate,
     "test_deadline": compute_rate,
+    "test_proxy_parts": rates,
+    "test_tiers": tiers,
 }
 
 
 def pytest_configure() -> None:
-    """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT."""
+    """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT.
+
+    And no example of Hypothesis is too slow.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "attacks" in item.path.parts:
             item.add_marker(pytest.mark.attack)
+
+
+def pytest_collection_finish() -> None:
+    """What is there when the first test starts stays until the last: a collection of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -55,10 +71,18 @@ def own_cache_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_timeouts() -> None:
+    """No test depends on how fast the machine is, and no fixture of a module or a session either."""
+    disable_timeouts()
+
+
 @pytest.fixture(autouse=True)
-def no_timeouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on how fast the machine is, except those of what measures speed."""
-    disable_timeouts(monkeypatch.setattr, but=MEASURES.get(request.path.stem))
+def usual_timeouts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measures speed has its limits in the tests that are about it."""
+    module = MEASURES.get(request.path.stem)
+    for name, value in usual_limits(module):
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture

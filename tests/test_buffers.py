@@ -131,7 +131,7 @@ def test_a_waiting_thread_gets_what_is_released():
     assert got == []
     held.release()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert [len(buffer.view) for buffer in got] == [40, 40]
     assert pool.in_use == 80
 
@@ -155,7 +155,7 @@ def test_many_threads_never_share_a_buffer():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
     assert not any(thread.is_alive() for thread in threads)
     assert failures == []
     assert pool.in_use == 0

@@ -142,9 +142,7 @@ def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
 
 
 def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
-    with pytest.raises(
-        InvalidParameterError, match=r"type_k='q9' is not a value that llama.cpp knows; it knows .*q8_0"
-    ):
+    with pytest.raises(InvalidParameterError, match=r"type_k='q9' is not a value known to llama.cpp; known are .*q8_0"):
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"nothing")

@@ -26,6 +26,7 @@ from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import FORMAT_VERSION, Record, Usage, checksum
 from tests.support import ROOT
+from tests.support.untimed import untimed
 
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 STRUCT_CODES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q", "i16": "h"}
@@ -120,9 +121,9 @@ def test_the_first_example_of_the_readme_hits_when_it_is_run_twice(tmp_path, mod
 
 def run_example(directory: Path, environment: dict[str, str]) -> tuple[int, int]:
     """What a run of the example prints, as numbers: tokens restored and tokens computed. It must print nothing else."""
-    command = [sys.executable, "example.py"]
+    command = untimed("example.py")
     done = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=120, cwd=directory, env=environment
+        command, check=True, capture_output=True, text=True, timeout=280, cwd=directory, env=environment
     )
     assert done.stderr == ""
     line = re.fullmatch(r"([\d,]+) tokens restored, ([\d,]+) computed: [\d.]+ s\n", done.stdout)
@@ -211,7 +212,14 @@ def test_the_reasons_that_are_counted_are_documented():
 
 def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, monkeypatch):
     command, done, real = ["demo", "--model", str(models("llama"))], [], subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *given, **more: done.append(real(*given, **more)) or done[-1])
+
+    def run(given, **more):
+        python, option, *arguments = given
+        assert (python, option) == (sys.executable, "-m")
+        done.append(real(untimed(*arguments), **more))
+        return done[-1]
+
+    monkeypatch.setattr(subprocess, "run", run)
     assert main(command) == 0
     text = capfd.readouterr().out
     assert re.search(r"same answer +yes", text)
@@ -234,7 +242,7 @@ def test_the_answer_of_the_demo_is_one_line(capsys):
 
 def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
     command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 1
     assert "model file not found" in done.stderr
 

@@ -147,7 +147,7 @@ def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
     try:
         script = [sys.executable, "-c", FULL_DISK, str(models("llama")), str(small / "kv")]
         done = subprocess.run(
-            script, check=False, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=120
+            script, check=False, capture_output=True, text=True, cwd=Path(__file__).parent.parent, timeout=240
         )
         assert done.returncode == 0, done.stderr
     finally:

@@ -534,7 +534,7 @@ print(render(registry)[0].decode())
 def test_the_requests_of_several_processes_are_added_in_the_multiprocess_mode(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     command = [sys.executable, "-c", MULTIPROCESS]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=60).stdout
+    text = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=180).stdout
     assert value(text, "prefixstore_requests_total", endpoint="/completion", source="store") == 3
     assert value(text, "prefixstore_request_prompt_tokens_total", endpoint="/completion") == 300
     assert value(text, "prefixstore_request_lookup_seconds_count", endpoint="/completion") == 3

@@ -22,7 +22,7 @@ URL = "https://github.com/prefixstore/prefixstore"
 def build(target: str, folder: Path, out: Path) -> Path:
     """Build with the packages that are installed, without an index."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=280)
     (built,) = out.iterdir()
     return built
 

@@ -84,13 +84,25 @@ def test_a_location_that_is_used_up_is_filled_from_the_start(tmp_path, backend):
 def test_only_a_lock_that_is_held_is_waited_for():
     import threading
 
-    inner = threading.RLock()
+    class Lock:
+        """Notes that somebody waits for it."""
+
+        def __init__(self):
+            self.inner, self.is_waited_for = threading.RLock(), threading.Event()
+            self.release = self.inner.release
+
+        def acquire(self, *, blocking=True):
+            if blocking:
+                self.is_waited_for.set()
+            return self.inner.acquire(blocking)
+
+    inner = Lock()
     lock = scale.WatchedLock(inner)
     with lock, lock:
         assert lock.longest == 0.0
         waiting = threading.Thread(target=lambda: lock.__enter__() or lock.__exit__())
         waiting.start()
-        waiting.join(0.01)
+        assert inner.is_waited_for.wait(120)
     waiting.join()
     assert lock.longest > 0.0
 

@@ -1,7 +1,7 @@
 """A lock on a handle: shared by the threads that use it, exclusive to the thread that replaces or closes it.
 
 An interrupt (Ctrl-C, or any signal whose handler raises) may come between any two steps, and must leave neither an
-entry that nobody removes nor a lock that nobody releases. So there is no lock and no counter here: the state is two
+entry that is never removed nor a lock that is never released. So there is no lock and no counter here: the state is two
 dicts, which change in single operations that are harmless if repeated. A thread first announces itself in one of them
 and then looks into the other, so of two threads at least one sees the other.
 """

@@ -15,7 +15,7 @@ __all__ = ["LazyBackend"]
 
 log = logging.getLogger("prefixstore")
 
-# Between two attempts requests fail at once.
+# Between two attempts requests fail immediately.
 PAUSE_SECONDS = 1.0
 
 
@@ -57,14 +57,14 @@ class LazyBackend(Backend):
                 raise ClosedError("the store is closed; open a new PrefixStore")
             if self._backend is None:
                 self._backend = self._open()
-                log.warning("%s can be reached now", self._location)
+                log.warning("%s is reachable again", self._location)
             return self._backend
         finally:
             self._opening.release()
 
     def _open(self) -> Backend:
         if self._failed_at is not None and time.monotonic() - self._failed_at < PAUSE_SECONDS:
-            raise UnavailableError(f"{self._location} could not be opened just now")
+            raise UnavailableError(f"{self._location} could not be opened a second ago")
         try:
             return self._open_it()
         except StorageError:

@@ -6,7 +6,7 @@ from prefixstore.errors import IncompatibleError, LocationError, UnavailableErro
 
 __all__ = ["closed", "foreign", "missing", "no_store", "other_format", "read_only"]
 
-CREATED_BY = "what writes first creates a store: PrefixStore(...), prefixstore warm, serve, import or copy"
+CREATED_BY = "the first writer creates a store: PrefixStore(...), prefixstore warm, serve, import or copy"
 
 
 def closed(where: object) -> UnavailableError:
@@ -28,7 +28,7 @@ def missing(path: object, kind: str) -> LocationError:
 
 def no_store(where: object) -> LocationError:
     """A location is opened to read, and there is a place for a store only."""
-    return LocationError(f"{where} exists, and holds no store yet; choose another location, or fill it: {CREATED_BY}")
+    return LocationError(f"{where} exists but has no store yet; choose another location, or fill it: {CREATED_BY}")
 
 
 def foreign(where: object, what: str) -> IncompatibleError:

@@ -55,7 +55,7 @@ def require_trusted_files(*paths: Path) -> None:
         except OSError:
             continue
         if stat.S_ISLNK(found.st_mode):
-            raise LocationError(f"{path} is a symbolic link, which is not followed; name what it points to")
+            raise LocationError(f"{path} is a symbolic link, which is not followed; pass its target")
         _require(path, found)
 
 

@@ -65,13 +65,13 @@ MaxBytes = Annotated[
 HighWater = Annotated[
     float | None,
     typer.Option(
-        "--high-water", metavar="SHARE", help="Make room when more than this share of the size limit is in use."
+        "--high-water", metavar="SHARE", help="Free space when more than this share of the size limit is in use."
     ),
 ]
 LowWater = Annotated[
     float | None,
     typer.Option(
-        "--low-water", metavar="SHARE", help="Make room until no more than this share of the size limit is in use."
+        "--low-water", metavar="SHARE", help="Free space until at most this share of the size limit is in use."
     ),
 ]
 NamespaceName = Annotated[

@@ -17,11 +17,12 @@ Yes = Annotated[
     typer.Option(
         "--yes",
         "-y",
-        help="Do not ask. A script is not asked, and needs --yes only to delete without LOCATION or --config.",
+        help="Do not ask for confirmation. Scripts are never asked, and need --yes only to delete without "
+        "LOCATION or --config.",
     ),
 ]
-Replace = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a file is replaced.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and change nothing.")]
+Replace = Annotated[bool, typer.Option("--yes", "-y", help="Replace a file without asking.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done without changing anything.")]
 
 
 def has_terminal() -> bool:
@@ -39,7 +40,7 @@ def is_confirmed(question: str, *, yes: bool, without_terminal: bool = True) -> 
     yes
         Whether ``--yes`` was given: then nothing is asked.
     without_terminal
-        The answer where there is no one to ask.
+        The answer if there is no terminal to ask on.
     """
     if yes:
         return True

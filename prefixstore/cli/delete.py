@@ -97,11 +97,11 @@ def purge(
             say("note: what the server keeps of them is not overwritten: freed memory, logs, old versions, replicas")
     problems = [] if is_known else [f"there is no tenant {salt!r}; prefixstore ls lists the tenants"]
     problems += [
-        f"the settings of namespace {key} are damaged, so its tenant is not known; see --namespace" for key in unknown
+        f"the settings of namespace {key} are damaged, so its tenant is unknown; see --namespace" for key in unknown
     ]
     if n_newer:
         problems.append(
-            f"left: {counted(n_newer, 'page')} of a newer prefixstore, which may match; purge with that version"
+            f"not deleted: {counted(n_newer, 'page')} of a newer prefixstore, which may match; purge with that version"
         )
     for problem in problems:
         say(f"{where}: {problem}")

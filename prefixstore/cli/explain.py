@@ -39,7 +39,9 @@ def explain(
     salt: Salt = None,
     next_turn: Annotated[
         bool,
-        typer.Option("--next-turn", help="End messages where the next user turn begins, not where they are answered."),
+        typer.Option(
+            "--next-turn", help="End messages at the start of the next user turn, not where the assistant answers."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> int:

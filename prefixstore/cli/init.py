@@ -55,7 +55,7 @@ def init(
         list[str] | None,
         typer.Option(
             metavar="LOCATION",
-            help="lmdb:///path, sqlite:////path, …; a second one lies behind the first.",
+            help="lmdb:///path, sqlite:////path, …; a second one is the far location.",
             show_default=False,
         ),
     ] = None,
@@ -85,7 +85,9 @@ def init(
         n_ctx=n_ctx,
         location=_quoted(written if len(written) > 1 else written[0]),
         max_bytes=json.dumps(max_bytes),
-        far_max_bytes='# far_max_bytes = "1TiB"  # of the second location; else as much\n' if len(written) > 1 else "",
+        far_max_bytes='# far_max_bytes = "1TiB"  # of the second location; by default the same\n'
+        if len(written) > 1
+        else "",
         prompts=json.dumps("prompts.jsonl"),
     )
     try:

@@ -39,7 +39,7 @@ def check(
     *,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Delete damaged pages and their descendants, and build a wrong index again."),
+        typer.Option("--repair", help="Delete damaged pages and their descendants, and rebuild a wrong index."),
     ] = False,
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
@@ -93,7 +93,7 @@ def verify(
     n_ctx: NCtx = None,
     salt: Salt = None,
     sample: Annotated[int, typer.Option(metavar="N", min=1, help="Number of sequences to compare.")] = 8,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the choice of sequences.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed for choosing the sequences.")] = 0,
     bound: Annotated[
         float,
         typer.Option(metavar="SHARE", min=0.0, help="Largest allowed difference, as a share of the logits' range."),
@@ -156,7 +156,7 @@ def evict(
         str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")
     ],
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In which order; by default that of the store's own policy.")
+        str | None, typer.Option(metavar="NAME", help="Order of eviction; by default that of the store's own policy.")
     ] = None,
     max_bytes: MaxBytes = None,
     dry_run: DryRun = False,

@@ -70,7 +70,7 @@ def _with_model(
 
 
 def _rate(rate: float | None) -> str:
-    return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no free space, or nothing to read"
+    return f"{format_bytes(rate)}/s" if rate is not None else "not measured: no free space, or no pages to read"
 
 
 def _as_json(rates: Rates, result: BreakEven | None) -> dict[str, object]:

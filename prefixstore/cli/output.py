@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
+# a spreadsheet takes a cell that begins with one of these for a formula, and runs it
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 class Form(str, enum.Enum):
@@ -62,8 +64,10 @@ class Form(str, enum.Enum):
     TSV = "tsv"
 
 
-OutputForm = Annotated[Form | None, typer.Option("--format", help="How it is printed; --json is --format json.")]
-Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show no more than N.")]
+OutputForm = Annotated[
+    Form | None, typer.Option("--format", help="Output format; --json is the same as --format json.")
+]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Show at most N.")]
 
 
 def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
@@ -125,7 +129,7 @@ def emit(result: object) -> None:
 def form_of(form: Form | None, *, as_json: bool) -> Form:
     """The form that ``--format`` and ``--json`` ask for."""
     if as_json and form not in (None, Form.JSON):
-        raise InvalidParameterError("--json and --format are two forms of the output; pass one of them")
+        raise InvalidParameterError("--json and --format cannot be combined; pass one of them")
     return Form.JSON if as_json else form or Form.TEXT
 
 
@@ -145,8 +149,13 @@ def rows_of(rows: Iterable[Mapping[str, object]], form: Form) -> None:
 def _cell(value: object, form: Form) -> object:
     if isinstance(value, bool):
         return str(value).lower()
-    if form is Form.TSV and isinstance(value, str):
-        # one line a row
+    if not isinstance(value, str):
+        return value
+    if value.startswith(FORMULA):
+        # prompts and names of tenants may come from anyone
+        value = f"'{value}"
+    if form is Form.TSV:
+        # one line per row
         return value.replace("\\", "\\\\").replace("\t", "\\t").replace("\n", "\\n").replace("\r", "\\r")
     return value
 

@@ -75,7 +75,7 @@ def serve(
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: any that is free.")
     ] = 8080,
-    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that runs already.")] = None,
+    server: Annotated[str | None, typer.Option(metavar="URL", help="A llama-server that is already running.")] = None,
     slots_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Its --slot-save-path; with --server.")] = None,
     namespace: Annotated[
         str | None,
@@ -99,7 +99,7 @@ def serve(
     ] = None,
     salt_from: Annotated[
         str | None,
-        typer.Option(metavar="api-key|header:NAME", help="Separate tenants, by what their requests bring."),
+        typer.Option(metavar="api-key|header:NAME", help="Separate tenants by their API key or a header."),
     ] = None,
     far: Annotated[
         str | None,
@@ -115,10 +115,17 @@ def serve(
         typer.Option(metavar="SIZE", help="Size limit of all requests together; by default 16 times --max-body."),
     ] = None,
     max_waiting: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; others get 503.")
+        int, typer.Option(metavar="N", min=0, help="Requests that may wait for a slot; further ones get 503.")
     ] = MAX_WAITING,
+    allow_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="A field of requests that is not known here, and changes only how tokens are chosen; may be repeated.",
+        ),
+    ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Seconds that the server may be silent.")
+        float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
     ] = SILENT_SECONDS,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
@@ -145,6 +152,7 @@ def serve(
             "--max-body": None if max_body == MAX_BODY else max_body,
             "--max-bodies": max_bodies,
             "--max-waiting": None if max_waiting == MAX_WAITING else max_waiting,
+            "--allow-field": allow_field or None,
             "--timeout": None if timeout == SILENT_SECONDS else timeout,
         }
         behind = [] if far is None else ["--far", far]
@@ -173,12 +181,15 @@ def serve(
         max_body=parse_bytes(max_body, "--max-body"),
         max_bodies=_max_bodies(max_bodies, parse_bytes(max_body, "--max-body")),
         max_waiting=max_waiting,
+        allowed_fields=frozenset(allow_field or ()),
         timeout=timeout,
         announce=_announce,
     )
     if server is not None:
         if command:
-            raise InvalidParameterError("--server is for a server that runs already; leave out what follows --")
+            raise InvalidParameterError(
+                "--server is for a server that is already running; leave out everything after --"
+            )
         if slots_dir is None:
             raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
         if settings.tenants is not None:
@@ -207,7 +218,7 @@ def _max_bodies(text: str | None, max_body: int) -> int | None:
 
 
 def _announce(text: str) -> None:
-    # the terminal may be closed, or who has read the first lines be gone: the server goes on
+    # the terminal may be closed, or the reader of the first lines gone: the server keeps running
     with suppress(OSError):
         say(f"prefixstore: {text}")
 

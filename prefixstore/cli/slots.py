@@ -28,9 +28,7 @@ __all__ = ["slots"]
 
 Server = Annotated[str, typer.Option("--server", metavar="URL", help="Where it listens: http://127.0.0.1:8080.")]
 Store = Annotated[str, typer.Argument(metavar="STORE", help="lmdb:///path (or a path), sqlite:////path, …")]
-SlotsDir = Annotated[
-    Path, typer.Option("--slots-dir", metavar="DIR", help="What the server was started with as --slot-save-path.")
-]
+SlotsDir = Annotated[Path, typer.Option("--slots-dir", metavar="DIR", help="The server's --slot-save-path.")]
 Number = Annotated[int, typer.Option("--slot", metavar="N", help="Number of the slot.")]
 Name = Annotated[
     str | None,
@@ -44,7 +42,7 @@ ApiKey = Annotated[
     str | None,
     typer.Option("--api-key", metavar="KEY", help=f"Key of the server; by default {SERVER_KEY} in the environment."),
 ]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long an answer may take.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Timeout of a request in seconds.")]
 PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="The prompt; - is stdin.")]
 MessagesFile = Annotated[
     Path | None, typer.Option("--messages", metavar="FILE", help="The messages of a chat, as JSON; - is stdin.")
@@ -60,7 +58,7 @@ def status(
     *,
     slots_dir: Annotated[
         Path | None,
-        typer.Option("--slots-dir", metavar="DIR", help="Its --slot-save-path: shows bytes, and saves a slot for it."),
+        typer.Option("--slots-dir", metavar="DIR", help="Its --slot-save-path: also shows bytes, which saves a slot."),
     ] = None,
     namespace: Name = None,
     api_key: ApiKey = None,
@@ -169,7 +167,7 @@ def restore(
     slot: Number = 0,
     prompt_file: PromptFile = None,
     messages: MessagesFile = None,
-    deepest: Annotated[bool, typer.Option("--deepest", help="The longest prompt that is stored.")] = False,
+    deepest: Annotated[bool, typer.Option("--deepest", help="The longest stored prompt.")] = False,
     salt: Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,

@@ -51,7 +51,7 @@ def stats(
     Example: prefixstore stats lmdb:///var/cache/kv
     """
     if as_json and prometheus:
-        raise InvalidParameterError("--json and --prometheus are two forms of the output; pass one of them")
+        raise InvalidParameterError("--json and --prometheus cannot be combined; pass one of them")
     given = max_bytes_of(max_bytes)
     with Archive(location, read_only=True) as archive:
         history, holdings, used = archive.history(), archive.holdings(), archive.used()
@@ -76,7 +76,7 @@ def stats(
     for line in _lines(numbers, history, models, tenants, columns):
         typer.echo(visible(line))
     if not is_local and not any(history.total(span).lookups for span in SPANS.values()):
-        say("note: prompts of processes with a location of their own in front are counted there")
+        say("note: prompts of processes that use this as a far location are counted in their nearer location")
 
 
 def _numbers(

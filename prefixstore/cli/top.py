@@ -35,9 +35,9 @@ def top(
     location: Location,
     *,
     once: Annotated[
-        bool, typer.Option("--once", help="Print it once and exit, as is done without a terminal.")
+        bool, typer.Option("--once", help="Print it once and exit (the default without a terminal).")
     ] = False,
-    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between two refreshes.")] = 2.0,
+    seconds: Annotated[float, typer.Option(metavar="S", min=0.1, help="Seconds between refreshes.")] = 2.0,
 ) -> None:
     """Watch how a store is used: requests, hit rate, prompts of the last minutes, the hottest prefixes.
 

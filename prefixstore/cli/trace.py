@@ -20,6 +20,7 @@ from prefixstore.report.labels import visible
 from prefixstore.traces.curve import Curve, pages_in, simulate
 from prefixstore.traces.plot import svg
 from prefixstore.traces.read import Trace, read_trace
+from prefixstore.traces.recorder import make_private
 from prefixstore.traces.replay import BELADY, Replayed, replay
 from prefixstore.units import counted, format_bytes, format_share
 
@@ -32,15 +33,13 @@ CLEAR = "\r\x1b[K"
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
 PolicyNames = Annotated[
-    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; may be repeated.")
+    list[str] | None, typer.Option("--policy", metavar="NAME", help=f"One of {', '.join(POLICIES)}; can be repeated.")
 ]
 Pages = Annotated[int | None, typer.Option("--pages", metavar="N", min=1, help="The budget in pages.")]
-Requests = Annotated[
-    int | None, typer.Option("--requests", metavar="N", min=1, help="Only so many requests, from the start.")
-]
+Requests = Annotated[int | None, typer.Option("--requests", metavar="N", min=1, help="Only the first N requests.")]
 
 trace = typer.Typer(
-    help="Record what a store is asked (hashes and lengths), and replay it with other budgets and policies.",
+    help="Record the requests to a store (hashes and lengths), and replay them with other budgets and policies.",
     no_args_is_help=True,
 )
 
@@ -49,7 +48,7 @@ def record(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A server or a job, after --.")],
     *,
     out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
-    text: Annotated[bool, typer.Option("--text", help="Record the text of prompts as well.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Also record the text of prompts.")] = False,
 ) -> int:
     """Run a command, and record what its stores are asked.
 
@@ -58,7 +57,7 @@ def record(
 
     Example: prefixstore trace record --out trace.jsonl -- python server.py
     """
-    _require_trace(out)
+    _require_trace(out, is_private=text)
     environment = os.environ | {"PREFIXSTORE_TRACE": str(out.absolute())}
     if text:
         environment["PREFIXSTORE_TRACE_TEXT"] = "1"
@@ -113,7 +112,7 @@ def replay_(
     # a replay finds whole blocks
     rounded = len(read.requests) * (read.block_tokens or 1)
     if live is not None and live["hit_tokens"] > rounded + max(one.hit_tokens for one in found.values()):
-        tell("The recorded store found more: it had pages from before the recording, and a replay begins with none.")
+        tell("The recorded store found more: it had pages from before the recording; a replay starts empty.")
 
 
 def simulate_(
@@ -190,16 +189,18 @@ def _progress(policy: str, pages: int) -> None:
     sys.stderr.flush()
 
 
-def _require_trace(out: Path) -> None:
-    """Refuse a file that cannot be written, or is no trace, before a command runs in vain."""
+def _require_trace(out: Path, *, is_private: bool) -> None:
+    """Refuse a file that cannot be written, or is not a trace, before the command runs in vain."""
     try:
         with open(out, "ab+", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.seek(0)
             first = file.readline(4096)
+            if first and b"prefixstore_trace" not in first:
+                raise InvalidParameterError(f"{out} is not a trace; choose another name")
+            if is_private:
+                make_private(file.fileno())
     except OSError as error:
         raise InvalidParameterError(f"{out} cannot be written: {error.strerror}") from None
-    if first and b"prefixstore_trace" not in first:
-        raise InvalidParameterError(f"{out} is not a trace; choose another name")
 
 
 def _row(found: Curve, i: int) -> list[str]:

@@ -121,7 +121,7 @@ def _require_replaceable(target: Path) -> None:
     """Refuse a file that is not an export: it was named by mistake."""
     if target.exists() and not target.is_file():
         # a device would be replaced, and a pipe waited for
-        raise LocationError(f"{target} exists and is no file; choose another name, or - for stdout")
+        raise LocationError(f"{target} exists and is not a file; choose another name, or - for stdout")
     try:
         with target.open("rb") as file:
             begin = file.read(len(MAGIC))
@@ -141,7 +141,7 @@ def _writing(out: str) -> Iterator[BinaryIO]:
     target = Path(out)
     part: Path | None = None
     try:
-        # a name that nobody else can have: what is there already may be a link, or may be read by others
+        # a unique name: an existing file may be a link, or readable by others
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
         part = Path(name)
         with os.fdopen(handle, "wb") as file:
@@ -159,7 +159,7 @@ def _writing(out: str) -> Iterator[BinaryIO]:
 
 def import_(
     location: Location,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A file that export has written; - is stdin.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file written by export; - is stdin.")],
     *,
     max_bytes: MaxBytes = None,
     model: ModelFile = None,
@@ -212,8 +212,8 @@ def _warn_of_a_small_budget(file: str, archive: Archive) -> None:
 
 def _warn(source: str, wanted: int, archive: Archive, room: int) -> None:
     say(
-        f"note: {source} has {format_bytes(wanted)} that {archive.location} lacks, which may hold "
-        f"{format_bytes(archive.max_bytes)} and has {format_bytes(max(room, 0))} free: pages will be left out, or "
+        f"note: {source} has {format_bytes(wanted)} that {archive.location} lacks; its limit is "
+        f"{format_bytes(archive.max_bytes)}, with {format_bytes(max(room, 0))} free: pages will be left out, or "
         "evicted; pass a larger --max-bytes to keep them all"
     )
 

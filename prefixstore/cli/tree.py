@@ -59,10 +59,10 @@ def tree(
         str | None,
         typer.Option(metavar="TEXT", help="Only sequences that contain this text; needs --model or --tokenizer."),
     ] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only what leads to pinned pages.")] = False,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only branches with pinned pages.")] = False,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", metavar="AGE", help="Only what leads to pages not used for this long: 30d."),
+        typer.Option("--older-than", metavar="AGE", help="Only branches with pages not used for this long: 30d."),
     ] = None,
     depth: Annotated[int | None, typer.Option(metavar="N", min=1, help="Show N levels of branches.")] = None,
     limit: Limit = None,
@@ -181,7 +181,7 @@ class _Shown:
             has_bar = has_bar or shared > 0
             typer.echo(line if self.words is None else _with_text(line, indent, self._text(chain, shared)))
         if has_bar:
-            tell(f"{BAR}: here the text begins to differ from that of the branches beside it")
+            tell(f"{BAR}: here the text differs from that of the sibling branches")
 
     def _text(self, chain: list[Page], shared: int) -> str:
         """The text of a chain, from the first token that no branch beside it has, and a little of what is before."""

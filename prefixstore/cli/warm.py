@@ -64,13 +64,11 @@ def warm(
     model: ModelFile = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LOCATION", help="lmdb:///path, sqlite:////path, ...; a second one lies behind the first."
-        ),
+        typer.Option(metavar="LOCATION", help="lmdb:///path, sqlite:////path, ...; a second one is the far location."),
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option("--far", metavar="LOCATION", help="A location behind the store that other machines share."),
+        typer.Option("--far", metavar="LOCATION", help="A far location behind the store, shared with other machines."),
     ] = None,
     far_max_bytes: Annotated[
         str | None,
@@ -101,7 +99,7 @@ def warm(
         bool | None,
         typer.Option(
             "--generation-prompt/--next-turn",
-            help="End messages where the assistant answers, or (the default) where the next user turn begins.",
+            help="End messages where the assistant answers, or (the default) at the start of the next user turn.",
         ),
     ] = None,
     salt: Salt = None,

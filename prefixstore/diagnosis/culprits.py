@@ -1,7 +1,7 @@
 """What usually makes a prompt differ from a stored one without need, found by name from the texts around the fork.
 
 A difference is blamed only if it costs something: what follows it has to be the same in both. So two users who ask
-about different days are two prompts, and one who is told the time in front of a long system prompt is not.
+about different days are two prompts, but the time at the start of a long system prompt is a likely cause.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def repeated_start(here: Sequence[int], there: Sequence[int], bos: int) -> Culpr
         return None
     return Culprit(
         "bos",
-        f"The token that begins a sequence (BOS) stands twice at the start of {where}, and once in the other.",
-        "Leave it out of the text: the tokenizer adds it to a prompt, and many chat templates have it as well.",
+        f"The token that begins a sequence (BOS) appears twice at the start of {where}, and once in the other.",
+        "Leave it out of the text: the tokenizer adds it to a prompt, and many chat templates contain it too.",
     )
 
 
@@ -139,8 +139,10 @@ def _seam(texts: Texts) -> Culprit | None:
         return None
     return Culprit(
         "seam",
-        f"The text is the same in both for {n:,} more characters, in other tokens: {_short(texts.here[texts.at :])}.",
-        "Generated text was read again as text, and tokenizes differently. Continue with the tokens that were generated"
+        f"The text is the same in both for {n:,} more characters, but tokenized differently: "
+        f"{_short(texts.here[texts.at :])}.",
+        "Generated text was passed back as text, and tokenizes differently. Continue with the tokens that "
+        "were generated"
         " (keep their ids, or use a session), or accept that this turn is computed again.",
     )
 
@@ -205,8 +207,9 @@ def _tools(texts: Texts) -> Culprit | None:
         if sorted(mine[:n]) == sorted(theirs[:n]):
             return Culprit(
                 "tools",
-                f"The tools are the same in another order: {_listed(mine[:n])} here, {_listed(theirs[:n])} stored.",
-                "Pass them in one order, for example sorted by name.",
+                f"The tools are the same but in a different order: {_listed(mine[:n])} here, "
+                f"{_listed(theirs[:n])} stored.",
+                "Always pass them in the same order, for example sorted by name.",
             )
     return None
 
@@ -297,13 +300,13 @@ FINDERS: list[Callable[[Texts], Culprit | None]] = [
         "timestamp",
         TIMESTAMP,
         "A date or time differs",
-        "Put it at the end of the prompt, into the last message, or round it: all that follows it is computed again.",
+        "Put it at the end of the prompt, into the last message, or round it: everything after it is computed again.",
     ),
     _value(
         "id",
         ID,
         "An id or number differs",
-        "Leave it out, or put it at the end of the prompt: all that follows it is computed again.",
+        "Leave it out, or put it at the end of the prompt: everything after it is computed again.",
     ),
     _white_space,
 ]

@@ -137,10 +137,10 @@ def _location(
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or path.exists():
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
-        advice = "Check the path. If it is right, what writes first creates the store: prefixstore warm, or a server."
+        advice = "Check the path. If it is right, the first writer creates the store: prefixstore warm, or a server."
         # a new machine begins without one of its own
         level = Level.NOTE if is_nearer else Level.PROBLEM
-        found.append(Finding("store", "there is none yet", level, advice))
+        found.append(Finding("store", "none yet", level, advice))
         holdings = []
         found += _budget(path, 0, budget)
     return found, holdings
@@ -218,7 +218,7 @@ def _path(text: str) -> Path | None:
 def _place(path: Path, *, is_written: bool) -> Iterator[Finding]:
     mount = mount_of(path)
     if mount is None:
-        yield Finding("file system", "not known", Level.NOTE, "It must not be a network file system.")
+        yield Finding("file system", "not known", Level.NOTE, "A network file system does not work.")
     elif mount.kind in NETWORK:
         yield Finding(
             "file system",
@@ -239,7 +239,7 @@ def _permissions(path: Path, *, is_read_only: bool, is_written: bool) -> Finding
     try:
         found = here.stat()
     except OSError as error:
-        return Finding("permissions", f"{here}: {error.strerror}", Level.PROBLEM, "Give this user access.")
+        return Finding("permissions", f"{here}: {error.strerror}", Level.PROBLEM, "Give this user access to it.")
     mode = f"{stat.filemode(found.st_mode)} {here}"
     if not os.access(here, os.R_OK | (os.X_OK if here.is_dir() else 0)):
         return Finding("permissions", mode, Level.PROBLEM, "This user cannot read it; run as its owner.")
@@ -250,9 +250,9 @@ def _permissions(path: Path, *, is_read_only: bool, is_written: bool) -> Finding
     private = f"chmod {'700' if here.is_dir() else '600'} {here}"
     is_store = here == path.absolute() and _is_store(here)
     if is_store and found.st_mode & stat.S_IRWXO:
-        return Finding("permissions", mode, Level.PROBLEM, f"Others can read what is in prompts; {private}")
+        return Finding("permissions", mode, Level.PROBLEM, f"Others can read the prompts in it; {private}")
     if is_store and found.st_mode & stat.S_IRWXG:
-        advice = f"Its group can read what is in prompts. If that is not meant: {private}"
+        advice = f"Its group can read the prompts in it. If that is not intended: {private}"
         return Finding("permissions", mode, Level.NOTE, advice)
     return Finding("permissions", mode)
 
@@ -280,7 +280,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
         yield Finding("budget", text, Level.PROBLEM, advice)
     elif share > Parameters.HIGH_WATER:
         advice = (
-            "It is full: pages are packed and evicted. prefixstore trace simulate says what a larger one would gain."
+            "It is full: pages are packed and evicted. prefixstore trace simulate shows the gain of a larger budget."
         )
         yield Finding("budget", text, Level.NOTE, advice)
     else:
@@ -294,7 +294,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
         return
     if free < budget - used:
         most = format_bytes(used + free * 0.9)
-        advice = f"The disk is full before max_bytes is reached: lower it to {most}, or make room."
+        advice = f"The disk is full before max_bytes is reached: lower it to {most}, or free some disk space."
         yield Finding("free space", format_bytes(free), Level.PROBLEM, advice)
     else:
         yield Finding("free space", format_bytes(free))
@@ -316,7 +316,7 @@ def _break_even(archive: Archive, holdings: Sequence[Holding]) -> Iterator[Findi
     )
     if restoring > computing:
         advice = (
-            "Restoring is slower than computing here, and is left out: use a faster disk, codec='raw', or ram_bytes."
+            "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."
         )
         yield Finding("break-even", text, Level.PROBLEM, advice)
     else:
@@ -346,7 +346,7 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
     finally:
         llm.close()
     if not kind.is_stored:
-        advice = "Nothing of this model, or of a context with these settings, can be stored."
+        advice = "This model, or a context with these settings, cannot be stored."
         yield Finding("settings", f"{kind}", Level.PROBLEM, advice)
         return
     mine = next((holding for holding in holdings if holding.key == namespace.key and holding.pages), None)
@@ -359,7 +359,10 @@ def _settings(config: Config, holdings: Sequence[Holding], budget: int) -> Itera
             advice = f"max_bytes holds less than {CONTEXTS} full contexts ({format_bytes(needed)}); raise it."
             yield Finding("budget for this context", format_bytes(budget), Level.PROBLEM, advice)
     elif differences:
-        advice = f"The most similar pages are for other settings: {'; '.join(differences)}. Use the same everywhere."
+        advice = (
+            f"The most similar pages are for other settings: {'; '.join(differences)}. Use the same "
+            f"settings everywhere."
+        )
         yield Finding("settings", "no pages for them", Level.PROBLEM, advice)
     else:
         yield Finding(

@@ -27,7 +27,7 @@ SHOWN_BEFORE, SHOWN_AFTER = 60, 100
 NAMESPACES = 32
 # sequences next to the prompt that are compared with it, and how many siblings these are chosen from
 BRANCHES, SIBLINGS = 8, 64
-# children of a page among which the stored sequence goes on with the one that was used last
+# children of a page from which the last used one is chosen to continue the stored sequence
 CHILDREN = 16
 
 
@@ -166,7 +166,7 @@ class _Branch:
 def _branches(engine: Engine, view: View, place: Place, tokens: Tokens, shared: Path) -> list[_Branch]:
     """The stored sequences next to the prompt, the one first that has most in common with it.
 
-    There are none if the prompt is stored completely, or goes on where the stored sequence ends.
+    There are none if the prompt is stored completely, or continues where the stored sequence ends.
     """
     n, namespace = shared.n_tokens, place.namespace.key
     if n >= len(tokens):
@@ -179,7 +179,7 @@ def _branches(engine: Engine, view: View, place: Place, tokens: Tokens, shared: 
         found.setdefault(page.key, page)
     common = {page.key: common_prefix(_array(page), tokens[page.start :]) for page in found.values()}
     nearest = sorted(found.values(), key=lambda page: (-common[page.key], -page.last_used))
-    # one whose tokens the prompt has goes on elsewhere
+    # a child whose tokens are all in the prompt continues elsewhere
     return [
         _Branch(page.start + common[page.key], _followed(engine, view, namespace, page)[common[page.key] :])
         for page in nearest[:BRANCHES]

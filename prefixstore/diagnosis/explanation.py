@@ -16,10 +16,10 @@ __all__ = ["Cost", "EvictedPage", "Explanation", "Fork", "OtherSettings", "evict
 COLUMNS = 80
 
 CAUSES = {
-    Cause.SPACE: "to make room for other pages: raise max_bytes",
-    Cause.QUOTA: "since the tenant held as much as it may: raise quota",
+    Cause.SPACE: "for space: raise max_bytes",
+    Cause.QUOTA: "since the tenant had reached its quota: raise quota",
     Cause.ASKED: "by evict()",
-    Cause.EXPIRED: "since its time to live had passed: raise ttl",
+    Cause.EXPIRED: "since its time to live had expired: raise ttl",
 }
 
 
@@ -34,7 +34,7 @@ class Fork:
     before
         The text just before that place.
     here, there
-        How the prompt goes on from there, and how the stored sequence does.
+        How the prompt continues from there, and how the stored sequence does.
     """
 
     at: int
@@ -120,10 +120,10 @@ class Explanation:
         The pages that hold them.
     reason
         Why the store does not have more, in a word: ``"complete"`` (it has all), ``"evicted"``, ``"fork"`` (the prompt
-        parts from what is stored), ``"end"`` (it goes on where the stored sequence ends), ``"settings"`` (it is stored
-        under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared, but no
-        snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this model or
-        context cannot be stored).
+        parts from what is stored), ``"end"`` (it continues where the stored sequence ends), ``"settings"`` (it is
+        stored under other settings), ``"empty"`` (nothing is stored in this namespace), ``"snapshot"`` (more is shared,
+        but no snapshot was taken there), ``"short"`` (less than ``min_tokens``), ``"unsupported"`` (states of this
+        model or context cannot be stored).
     fork
         Where it parts from the nearest stored sequence, or from one beside that if the difference has a usual cause;
         None if it does not.
@@ -184,13 +184,13 @@ class Explanation:
         if self.fork is not None and self.reason in ("fork", "settings", "snapshot"):
             before, here, there = map(_quoted, (self.fork.before, self.fork.here, self.fork.there))
             if self.fork.at:
-                lines += [("", f"After {counted(self.fork.at, 'token')} both texts part:"), ("  before  ", before)]
+                lines += [("", f"After {counted(self.fork.at, 'token')} the texts diverge:"), ("  before  ", before)]
             else:
-                lines.append(("", "The two texts differ from their first token on:"))
+                lines.append(("", "The texts differ from the first token on:"))
             lines += [("  here    ", here), ("  stored  ", there)]
         for one in self.other_settings:
             there = f"{counted(one.n_tokens, 'token')} {'is' if one.n_tokens == 1 else 'are'} stored"
-            lines.append(("", f"Under other settings {there}: {'; '.join(one.differences)}"))
+            lines.append(("", f"With other settings {there}: {'; '.join(one.differences)}"))
         if self.n_matched:
             them = "it" if self.restore.n_tokens == 1 else "them"
             took = f"; computing {them} took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
@@ -206,14 +206,14 @@ class Explanation:
             why = CAUSES[Cause[self.evicted.cause.upper()]]
             evicted = f"The page from token {self.evicted.start:,} on was evicted {ago} ago, {why}."
         found = {
-            "complete": "All of it is: only the last token is computed.",
+            "complete": "All of it: only the last token is computed.",
             "evicted": evicted,
-            "fork": "What follows differs from everything that is stored.",
-            "end": "The stored sequence ends there; what follows was not computed, or not stored.",
+            "fork": "The rest differs from everything that is stored.",
+            "end": "The stored sequence ends there; the rest was not computed, or not stored.",
             "settings": "It is stored for other settings, which cannot share states with these.",
             "empty": "Nothing is stored for this model and these settings.",
-            "snapshot": f"{self.n_shared:,} tokens are the same; this model resumes only where a snapshot was taken.",
-            "short": f"Prompts, and matches, of less than min_tokens={self.min_tokens} tokens are left to be computed.",
+            "snapshot": f"{self.n_shared:,} tokens are the same; this model can only resume at a snapshot.",
+            "short": f"Prompts and matches of fewer than min_tokens={self.min_tokens} tokens are always computed.",
             "unsupported": "States of this model, or context, cannot be stored.",
         }
         return found[self.reason]

@@ -17,8 +17,8 @@ NETWORK = frozenset(
     fuse.sshfs fuse.s3fs fuse.rclone fuse.gcsfuse fuse.blobfuse2 fuse.mount-s3 fuse.juicefs davfs fuse.davfs2 acfs
     """.split()  # noqa: SIM905 - to be read at a glance
 )
-VOLATILE = {"tmpfs": "memory, which a restart of the machine empties", "ramfs": "memory, which a restart empties"}
-VOLATILE |= {"overlay": "the layer of a container, which goes with the container"}
+VOLATILE = {"tmpfs": "memory, which is lost when the machine restarts", "ramfs": "memory, which is lost at a restart"}
+VOLATILE |= {"overlay": "the layer of a container, which is deleted with the container"}
 ESCAPED = re.compile(r"\\([0-7]{3})")
 
 

@@ -58,7 +58,7 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
     )
     note = ""
     if context.bypass_reason() == "multimodal":
-        note = "The chat handler brings images into the context: such requests go past the store."
+        note = "The chat handler adds images to the context: such requests bypass the store."
     return explain(engine, LlamaWords(hook.llm), tokens, place, note)
 
 

@@ -303,7 +303,7 @@ class Adaptive(Policy):
         clock, seen, ns_per_prompt, us_per_token, page_tokens, mode, *scores, share, reach = SAVED.unpack(
             parts["numbers"]
         )
-        # the clock of this process goes on: what was saved is that much later
+        # the clock of this process keeps running: shift saved times by the difference
         later = self._clock - clock
         hazards.load(parts["hazards"])
         ghosts.load(parts["ghosts"], later)
@@ -318,7 +318,7 @@ class Adaptive(Policy):
             and len(samples) <= MOST_SAMPLES
             and ((classes < CLASSES) & (clocks >= 0) & (clocks <= self._clock)).all()
         ):
-            raise ValueError("not what this policy has learned")
+            raise ValueError("not the state of this policy")
         self._duel.mode = Mode(mode)
         self._ns_per_prompt, self._us_per_token, self._page_tokens = ns_per_prompt, us_per_token, page_tokens
         self._began = max(self._clock - min(seen, EPOCH), 0)

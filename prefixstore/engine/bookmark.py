@@ -146,11 +146,11 @@ def parse(note: bytes | None) -> dict[str, Bookmark]:
     try:
         parts = unpack_state(note) if note is not None else {}
     except CorruptError as error:
-        log.warning("names of stored sequences cannot be read, and are forgotten: %s", error)
+        log.warning("names of stored sequences cannot be read and are dropped: %s", error)
         return found
     for name, packed in parts.items():
         try:
             found[name] = Bookmark.unpack(packed)
         except CorruptError as error:
-            log.warning("the name of a stored sequence cannot be read, and is forgotten: %s", error)
+            log.warning("the name of a stored sequence cannot be read and is dropped: %s", error)
     return dict(sorted(found.items(), key=lambda item: item[1].set_at))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from prefixstore.backends.threads import Signal
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.stats import Counters
@@ -49,7 +50,7 @@ class Request:
 
 
 class CircuitBreaker:
-    """Lets requests through to a location while the circuit is closed, and fails them at once while it is open.
+    """Lets requests through to a location while the circuit is closed, and fails them immediately while it is open.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class CircuitBreaker:
     counters
         Counts how often the circuit opened until a probe succeeded (``"outages"``), and the time lost on failures.
     patience
-        How many slow answers in a row open the circuit. An error opens it at once.
+        How many slow answers in a row open the circuit. An error opens it immediately.
     clock
         Seconds; replaced by tests.
     """
@@ -79,7 +80,7 @@ class CircuitBreaker:
         # slow answers in a row, for lookups and for pages: a location may be fast at one and slow at the other
         self._n_slow = {False: 0, True: 0}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._closing = Signal()
         self._open_until = 0.0
         self._probing = False
 
@@ -89,7 +90,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests fail at once."""
+        """Whether requests fail immediately."""
         return self._clock() < self._open_until
 
     @contextmanager
@@ -136,18 +137,22 @@ class CircuitBreaker:
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
-            starts = open_seconds > SHORT_OPEN and not self._probing and not self._closing.is_set()
+            starts = open_seconds > SHORT_OPEN and not self._probing and not self._closing.is_set
             self._probing = self._probing or starts
         if starts:
-            log.warning("the location is not used until a probe succeeds: %s", why)
-            self._counters.count("outages")
             try:
+                log.warning("the location is not used until a probe succeeds: %s", why)
+                self._counters.count("outages")
                 threading.Thread(
                     target=self._probe_until_healthy, args=(page,), name="prefixstore-probe", daemon=True
                 ).start()
             except RuntimeError:
                 # the interpreter is shutting down; there will be no more requests
                 self._probing = False
+            except BaseException:
+                # interrupted: if it was started nevertheless, a second one does no harm
+                self._probing = False
+                raise
 
     def _probe_until_healthy(self, page: Page | None) -> None:
         """Close the circuit when the location answers in time."""

@@ -73,7 +73,7 @@ class Quota:
         for name, size in sizes.items():
             if size > max_bytes:
                 raise InvalidParameterError(
-                    f"quota: {size} bytes for each {name} are more than max_bytes={max_bytes}; lower it, or raise that"
+                    f"quota: {size} bytes for each {name} exceed max_bytes={max_bytes}; lower it, or raise that"
                 )
         return cls(**sizes)
 

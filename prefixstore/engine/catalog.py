@@ -165,7 +165,7 @@ class Catalog(TableLoader):
                 if page is None:
                     missing.append(i)
                 elif (page.tokens, page.parent) != (raw[i * step : (i + 1) * step], parent):
-                    raise CorruptError(f"page {key.hex()} holds other tokens than its key stands for")
+                    raise CorruptError(f"page {key.hex()} has tokens that do not match its key")
                 parent = key
             return list(itertools.takewhile(lambda i: keys[i] not in self._refused, missing))
 

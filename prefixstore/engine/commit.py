@@ -35,7 +35,7 @@ ATTEMPTS = 6
 MAX_DOUBLINGS = 2
 # seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.02
-# expired pages that a commit deletes beside its own work; the next one goes on
+# expired pages that one commit deletes beside its own work; the next one continues
 EXPIRED_AT_ONCE = 128
 # how often in its time to live the expiry of a page that is in use is announced to other processes
 ANNOUNCED_PER_TTL = 4
@@ -228,7 +228,8 @@ class Committer:
             if written and self._housekeeping:
                 note_policy(transaction, self._catalog.policy_name)
             n_bytes = sum(one.pending.n_bytes for one in packed)
-            self._keeper.write(transaction, len(packed), n_bytes, is_wanted=with_figures and self._housekeeping)
+            spaces = {new.page.namespace for new in written}
+            self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
         self._on_used(used)
         self._counters.count("corrupt", n_damaged)
@@ -236,7 +237,7 @@ class Committer:
         return written
 
     def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:
-        """Delete pages that no one can or should restore; how many of them were damaged."""
+        """Delete pages that cannot or should not be restored; return how many of them were damaged."""
         # Snapshots that were thinned out.
         for key in deferred.thinned:
             if self._catalog.remove_snapshot(key, transaction.usage(key)):
@@ -308,7 +309,7 @@ class Committer:
         known = [found.get(page.parent), found.get(page.key)]
         for error in known:
             if isinstance(error, IncompatibleError):
-                log.warning("a page is not written: %s", error)
+                log.warning("a page was not written: %s", error)
                 return DropReason.UNAVAILABLE
         if page.parent not in (page.namespace, *put) and not self._is_parent(known[0], page):
             return DropReason.ORPHAN
@@ -393,7 +394,7 @@ class Committer:
             return False  # one whose record is damaged is overwritten
         if is_same(stored, page) and stored.start == page.start:
             return True
-        log.warning("another page has the key %s; it is deleted, and what is stored after it", page.key.hex())
+        log.warning("another page has the key %s; deleting it and its descendants", page.key.hex())
         for key in self._deleter.delete_other(transaction, page.key):
             found.pop(key, None)
         return False

@@ -367,7 +367,7 @@ class Contents:
         before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
         self.undo(partial(self.take_back, page, before, is_stored=page.is_stored))
         self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
-        # one that was given up meanwhile is in no one's hands
+        # a page that was given up meanwhile has no owner
         is_free = may_be_victim or page.key not in self.pending
         known = self.table.put(page, entry.record.codec, may_be_victim=is_free)
         self.undo(lambda: self.table.take_back(page.key, known, is_pending=page.key in self.pending))

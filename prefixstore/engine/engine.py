@@ -128,7 +128,7 @@ class Engine:
     keeper
         Keeps in the location what was counted.
     tap
-        Is told what is asked, used and captured; None if no one is.
+        Receives lookups, uses and captures; None for no listener.
     token_seconds
         What computing a token takes, as last measured; None if it is not known.
     """
@@ -289,7 +289,7 @@ class Engine:
         try:
             self.close()
         except StorageError as error:
-            log.warning("a store was collected, and could not be closed: %s", error)
+            log.warning("a garbage-collected store could not be closed: %s", error)
         finally:
             # not before: the end of the process waits for this thread in `close`
             at_exit.detach()
@@ -300,7 +300,7 @@ class Engine:
             if not self._read_only:
                 self.sync()
         except StorageError as error:
-            log.warning("what was written could not be made durable: %s", error)
+            log.warning("written pages could not be made durable: %s", error)
         finally:
             self._release()
 
@@ -353,7 +353,7 @@ class Engine:
         Raises
         ------
         StorageError
-            If the location cannot be asked; at once, while the circuit breaker is open.
+            If the location cannot be read; immediately while the circuit breaker is open.
         """
         started = time.perf_counter()
         self._load(namespace, tokens, page_tokens)
@@ -493,7 +493,8 @@ class Engine:
     def measure(self) -> bool:
         """Bring `last_used` up to date, for monitoring; whether the location answered.
 
-        While the circuit is open, the location is not asked, so that no one waits for it. Never raises for its sake.
+        While the circuit is open, the location is not asked, so the call does not block. Never raises because of the
+        location.
         """
         if self._closed:
             return False
@@ -532,7 +533,11 @@ class Engine:
                 with self._catalog.update(self._backend, self.keeper.committed) as transaction:
                     self.keeper.write(transaction)
         except StorageError as error:
-            log.warning("figures are not written: %s", error)
+            log.warning("figures were not written: %s", error)
+
+    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+        """Have the settings and names of a namespace kept in the location, with one of the next commits."""
+        self.keeper.describe(namespace, names)
 
     def _waiting(self) -> tuple[int, int]:
         return sum(self.pending), self.queued_bytes
@@ -608,7 +613,7 @@ class Engine:
         try:
             self._bookmarks.write()
         except StorageError as error:
-            log.warning("names of stored sequences are not written yet: %s", error)
+            log.warning("names of stored sequences were not written yet: %s", error)
 
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
         """Have these pages evicted after all others; see `Catalog.keep`."""
@@ -696,7 +701,7 @@ class Engine:
             self._load_policy()
             n_written = len(self._committer.commit(batch))
         except StorageError as error:
-            log.warning("%d pages are dropped: %s", len(batch), error)
+            log.warning("%d pages were dropped: %s", len(batch), error)
             return 0
         self._write_bookmarks()
         self._memory.save()

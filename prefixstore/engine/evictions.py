@@ -142,4 +142,4 @@ class EvictionNote:
                 if new and new != old:
                     transaction.put_note(EVICTIONS_NOTE, new)
         except StorageError as error:
-            log.info("the note of evicted pages is not written: %s", error)
+            log.info("the note of evicted pages was not written: %s", error)

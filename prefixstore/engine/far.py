@@ -187,7 +187,7 @@ class FarEngine(Engine):
 
     def _give_up(self, news: Sequence[PendingPage], error: StorageError) -> None:
         """Drop pages, and count them; they may be offered again."""
-        log.info("%d pages are not written to %s: %s", len(news), self.location, error)
+        log.info("%d pages were not written to %s: %s", len(news), self.location, error)
         self.counters.count(f"dropped:{DropReason.UNAVAILABLE.value}", len(news))
         self.forget_offers(new.page.key for new in news)
 

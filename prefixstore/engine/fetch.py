@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -123,9 +123,7 @@ class States(Iterator[memoryview]):
         error = None
         try:
             if page is self._refused:
-                raise ShapeError(
-                    f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than it can have"
-                )
+                raise ShapeError(f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than possible")
             state = self._in_memory.get(page.key)
             if state is not None:
                 check_shape(self._look, page, state)
@@ -252,14 +250,18 @@ class Fetcher:
                 admitted = pages if refused is None else pages[: pages.index(refused)]
                 stored = [page for page in admitted if page.key not in in_memory]
                 give_up = partial(self.give_up, view=view)
-                # States outlive their iterator: their buffers are released when the block is left.
-                with (
-                    closing(self._reader(view, stored, look, streamed=streamed, along=along)) as reader,
-                    closing(
-                        States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
-                    ) as states,
-                ):
-                    yield states
+                reader = self._reader(view, stored, look, streamed=streamed, along=along)
+                states = States(pages, in_memory, reader, self._breaker, give_up, look, refused, deadline)
+                try:
+                    try:
+                        yield states
+                    finally:
+                        states.close()
+                        # states outlive their iterator: their buffers are released here
+                        reader.close()
+                finally:
+                    # Again, should a Ctrl-C have come in between: the view closes next, which no thread may read then.
+                    reader.close()
         finally:
             for buffer in held.values():
                 buffer.release()
@@ -302,17 +304,17 @@ class Fetcher:
                 # no thread reads the view any longer
                 self._catalog.contradict(page, view.generation)
         elif isinstance(error, LateError):
-            log.info("a restore goes on without what has not come yet: %s", error)
+            log.info("a restore continues without the pages that have not arrived: %s", error)
             self._counters.count("late")
         elif isinstance(error, CorruptError):
             log.warning("a damaged page will be deleted: %s", error)
             self._counters.count("unreadable:corrupt")
             self._catalog.mark_damaged(page.key)
         elif isinstance(error, ShapeError):
-            log.warning("a page is not used: %s", error)
+            log.warning("a page was not used: %s", error)
             self._counters.count("unreadable:shape")
         elif isinstance(error, IncompatibleError):
-            log.warning("a page that needs a newer version is not used: %s", error)
+            log.warning("a page that needs a newer version was not used: %s", error)
             self._counters.count("unreadable:incompatible")
         else:
             log.warning("a page cannot be read: %s", error)

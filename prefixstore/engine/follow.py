@@ -174,7 +174,7 @@ class Follower:
 
     def _start_over(self) -> None:
         """Forget all but what waits for a commit: a change of it was not finished."""
-        log.warning("what is known of the location was left in the middle of a change; it is read again")
+        log.warning("the index was left in the middle of a change; reloading it")
         self._distrust()
         self._contents.forget_stored()
         self._table.unload(new.page for new in self._contents.pending.values())
@@ -279,7 +279,7 @@ class Follower:
         with self._lock:
             is_here = self._contents.index.get(page.key) is page and page.key not in self._contents.pending
             if is_here and generation <= self._generation:
-                log.warning("the index does not match what is stored; it is read again")
+                log.warning("the index does not match the location; reloading it")
                 self._distrust()
 
 

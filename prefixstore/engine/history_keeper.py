@@ -73,7 +73,7 @@ class HistoryKeeper:
     waiting
         How many pages, and how many bytes, wait to be written.
     notes_budget
-        Whether the budget is kept with the figures: not that of an `Archive`, which serves no one.
+        Whether the budget is kept with the figures: not that of an `Archive`, which serves no prompts.
     clock
         Seconds since the epoch.
     """
@@ -98,6 +98,8 @@ class HistoryKeeper:
         # by the key of the namespace; what is noted already is in `_noted`
         self._described: dict[str, Described] = {}
         self._noted: set[str] = set()
+        # those that are described, but in which nothing may ever be counted here: pages are stored in them
+        self._stored: set[str] = set()
         self._notes_budget = notes_budget
         self._has_noted_budget = not notes_budget
         # what the open transaction has written
@@ -115,7 +117,7 @@ class HistoryKeeper:
         self._has_warned = False
 
     def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
-        """Have a namespace noted as what it is, when something is counted in it."""
+        """Have the settings and names of a namespace written when something is counted, or a page stored, in it."""
         one = described(namespace, names)
         known = self._described.get(one.namespace)
         if known is None or (names and known != one):
@@ -123,6 +125,7 @@ class HistoryKeeper:
                 # most of the others are in the location by now
                 self._described = dict(list(self._described.items())[MOST_DESCRIBED // 2 :])
                 self._noted &= self._described.keys()
+                self._stored &= self._described.keys()
             self._noted.discard(one.namespace)
             self._described[one.namespace] = one
 
@@ -133,9 +136,13 @@ class HistoryKeeper:
     @property
     def is_due(self) -> bool:
         """Whether what was counted is worth a transaction of its own."""
-        if not self._counters.has_unwritten:
+        if not self._has_unwritten:
             return False
         return self._hurries or time.monotonic() >= self._tried_at + ALONE_SECONDS
+
+    @property
+    def _has_unwritten(self) -> bool:
+        return self._counters.has_unwritten or not self._stored <= self._noted
 
     def hurry(self) -> None:
         """Have what was counted written with the next commit, even if it is the only thing to write."""
@@ -148,7 +155,15 @@ class HistoryKeeper:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, transaction: Transaction, pages: int = 0, n_bytes: int = 0, *, is_wanted: bool = True) -> None:
+    def write(
+        self,
+        transaction: Transaction,
+        pages: int = 0,
+        n_bytes: int = 0,
+        namespaces: Iterable[bytes] = (),
+        *,
+        is_wanted: bool = True,
+    ) -> None:
         """Add what was counted to the notes. If the transaction is committed, call `committed`.
 
         Parameters
@@ -157,6 +172,8 @@ class HistoryKeeper:
             Of the commit.
         pages, n_bytes
             What the commit writes, which waits no more.
+        namespaces
+            Keys of the namespaces of these pages.
         is_wanted
             Whether to add anything.
 
@@ -169,7 +186,8 @@ class HistoryKeeper:
             self._unsure = self._taken, self._taken_at
         self._taken, self._hurried = None, False
         now = time.monotonic()
-        if not is_wanted or not self._counters.has_unwritten:
+        self._stored |= {short(key) for key in namespaces} & self._described.keys()
+        if not is_wanted or not self._has_unwritten:
             return
         if now < self._tried_at + self._pause and not self._hurries:
             return
@@ -186,7 +204,7 @@ class HistoryKeeper:
         except StorageError:
             raise
         except Exception:  # a fault of the store must not cost the pages of the batch
-            log.exception("figures are not written")
+            log.exception("figures were not written")
             names = None
         if names is not None:
             self._taken, self._taken_names = taken, names
@@ -227,7 +245,7 @@ class HistoryKeeper:
         past = self._merge(running, taken, now)
         self._note_writer(running, waiting, now)
         changes = self._chunks(transaction, running, past, now)
-        wanted = {short(key) for _, key, _ in taken.rows} & self._described.keys() - self._noted
+        wanted = ({short(key) for _, key, _ in taken.rows} | self._stored) & self._described.keys() - self._noted
         if wanted or not self._has_noted_budget:
             changes[ABOUT] = self._about(transaction, wanted)
         note = running.pack(self._limit)
@@ -250,7 +268,7 @@ class HistoryKeeper:
             # of a clock that was ahead; one that is ahead a little would be in turns with this one
             running.hour = hour
         for (counted, key, purpose), counts in taken.rows.items():
-            # a clock that jumped must not make chunks for years that no one reads
+            # after a jump of the clock, do not write chunks for distant years
             is_past = hour - 24 * (DAYS_KEPT - 1) <= counted < min(hour, running.hour)
             rows = past.setdefault(counted, {}) if is_past else running.rows
             add_rows(rows, {(short(key) if key else "", purpose): counts})

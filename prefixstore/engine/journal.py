@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+
+from prefixstore.backends.threads import Signal
 
 __all__ = ["Journal"]
 
@@ -26,7 +27,7 @@ class Journal:
         self._after_commit: list[Callable[[], None]] = []
         self.deleted: set[bytes] = set()
         self.deleted_from: set[bytes] = set()
-        self.ended = threading.Event()
+        self.ended = Signal()
 
     def undo(self, step: Callable[[], None]) -> None:
         """If the transaction fails, call this; the newest first."""

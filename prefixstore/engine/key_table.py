@@ -143,7 +143,7 @@ class KeyTable:
         entries = np.zeros(size, "<u4")
         fits = places < size
         entries[places[fits]] = slots[order[fits]] + 2
-        # what runs over the end goes on at the beginning
+        # probing wraps around at the end
         n_over = len(slots) - int(fits.sum())
         if n_over:
             entries[np.flatnonzero(entries == EMPTY)[:n_over]] = slots[order[~fits]] + 2

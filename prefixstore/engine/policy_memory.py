@@ -85,7 +85,7 @@ class PolicyMemory:
             note = view.note(name)
         self._is_loaded = True
         if note is not None and not self._catalog.load_policy(note):
-            log.warning("what the eviction policy had learned cannot be read; it starts with nothing")
+            log.warning("the saved state of the eviction policy cannot be read; it starts afresh")
 
     def save(self, *, closing: bool = False) -> None:
         """Write the note if enough has happened since the last time."""
@@ -102,7 +102,7 @@ class PolicyMemory:
         try:
             self._write(name, note)
         except StorageError as error:
-            log.warning("what the eviction policy has learned is not saved: %s", error)
+            log.warning("the state of the eviction policy was not saved: %s", error)
 
     def _write(self, name: bytes, note: bytes) -> None:
         with self._backend.view() as view:

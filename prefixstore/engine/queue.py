@@ -350,9 +350,9 @@ class WriteQueue:
             size = sum(new.n_bytes for new in batch)
             self._work.commit(batch)
         except PrefixStoreError as error:
-            log.warning("a batch of %d pages is dropped: %s", len(batch), error)
+            log.warning("a batch of %d pages was dropped: %s", len(batch), error)
         except Exception:  # a fault of the store must not end the thread that serves it
-            log.exception("a batch of %d pages is dropped", len(batch))
+            log.exception("a batch of %d pages was dropped", len(batch))
             self._counters.count(f"dropped:{DropReason.ERROR.value}", len(batch))
         finally:
             for new in batch:

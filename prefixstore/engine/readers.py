@@ -9,23 +9,25 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from prefixstore.backends.base import View
+from prefixstore.backends.threads import Job, Outcome, Threads
 from prefixstore.buffers import BufferPool, PooledBuffer
 from prefixstore.engine.index import Page, is_same
-from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, PrefixStoreError, UnavailableError
 from prefixstore.format.autocodec import UNPACKERS, ReadRate
 from prefixstore.format.codec import CODECS, decode, decode_into, inspect, verify, verify_checksum
 from prefixstore.format.record import Buffer, Record
 
-__all__ = ["Admit", "Look", "ReadAhead", "ReadAlong", "Reader", "ReaderPool", "ShapeError", "check_shape"]
+__all__ = ["Admit", "Look", "ReadAhead", "ReadAlong", "Reader", "ReaderPool", "ShapeError", "check_shape", "job_for"]
 
 # for all restores of an engine together; they are started as they are needed
 THREADS = 64
+
+T = TypeVar("T")
 
 Look: TypeAlias = Callable[[Page, memoryview], bool]
 """Whether a state can be used for a page."""
@@ -77,34 +79,11 @@ def _fetch(view: View, keys: Sequence[bytes]) -> Generator[tuple[Record, Buffer]
     yield from view.fetch(keys)
 
 
-class _IdleThreads:
-    """Counts the idle threads of an executor, as its semaphore does.
-
-    A Ctrl-C may end a method of a semaphore while that holds the semaphore's lock: the next restore would wait forever.
-    """
-
-    def __init__(self) -> None:
-        self._idle: SimpleQueue[None] = SimpleQueue()
-
-    def acquire(self, *, timeout: float = 0.0) -> bool:
-        """Whether one was idle, which is no longer."""
-        try:
-            self._idle.get(timeout=timeout) if timeout else self._idle.get_nowait()
-        except Empty:
-            return False
-        return True
-
-    def release(self) -> None:
-        """Note one more."""
-        self._idle.put(None)
-
-
 class ReaderPool:
     """The threads of all readers of an engine, and the buffers that pages are decoded into."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prefixstore-read")
-        self._threads._idle_semaphore = _IdleThreads()  # type: ignore[assignment]  # noqa: SLF001
+        self._threads = Threads(THREADS, "prefixstore-read")
         self._closed = False
         # without a limit of its own: each reader bounds what it uses
         self.buffers = BufferPool(limit=None)
@@ -114,8 +93,8 @@ class ReaderPool:
         if self._closed:
             raise ClosedError("the store was closed while it was read; open a new PrefixStore")
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Have a thread do some work.
+    def submit(self, job: Job[Any]) -> None:
+        """Have a thread do a job, which `job_for` has made.
 
         Raises
         ------
@@ -124,31 +103,29 @@ class ReaderPool:
         UnavailableError
             If no thread can be started.
         """
-        job: Future[Any] = Future()
         try:
-            self._threads.submit(_run, job, work, *args)
+            self._threads.submit(job)
         except RuntimeError as error:
-            # an executor that cannot start a thread has queued the work all the same: another thread may have begun it
-            if job.cancel():
-                self.check_open()
-                raise UnavailableError(f"no thread can be started to read pages: {error}") from error
-        return job
+            self.check_open()
+            raise UnavailableError(f"no thread can be started to read pages: {error}") from error
 
     def close(self) -> None:
         """End the threads, each when it has done its work."""
         self._closed = True
         # not waiting: this thread may be the one that a reader waits for
-        self._threads.shutdown(wait=False)
+        self._threads.close()
 
 
-def _run(job: Future[Any], work: Callable[..., Any], *args: Any) -> None:
-    if job.set_running_or_notify_cancel():
-        try:
-            result = work(*args)
-        except BaseException as error:  # noqa: BLE001 - raised by `Future.result`
-            job.set_exception(_for_caller(error))
-        else:
-            job.set_result(result)
+def job_for(work: Callable[..., T], *args: Any) -> Job[T]:
+    """Work for a thread of a `ReaderPool`, whose error is one for the caller."""
+    return Job(_translated, work, *args)
+
+
+def _translated(work: Callable[..., T], *args: Any) -> T:
+    try:
+        return work(*args)
+    except BaseException as error:  # noqa: BLE001 - raised by `Job.result`
+        raise _for_caller(error)  # noqa: B904 - it has its cause
 
 
 class Reader(ABC):
@@ -176,7 +153,7 @@ class Reader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Return when no thread uses the view any longer, and all buffers have been released."""
+        """Return when no thread uses the view any longer, and all buffers have been released. May be called again."""
 
 
 # -- verified before they are given out -------------------------------------------------------------------------------
@@ -228,7 +205,7 @@ class ReadAhead(Reader):
         self._fetched = _fetch(view, [page.key for page in pages])
         self._ended = False
         # In the order of the pages: the worker that takes a page promises its state, or the error.
-        self._promised: SimpleQueue[Future[_State | None]] = SimpleQueue()
+        self._promised: SimpleQueue[Outcome[_State | None]] = SimpleQueue()
         # used by the caller
         self._pages_to_give = iter(pages)
         self._in_use: list[PooledBuffer] = []
@@ -242,13 +219,17 @@ class ReadAhead(Reader):
         # They start with the first `next`: a reader that is interrupted before it is used has nothing to end.
         self._pool = pool
         self._n_workers = min(n_workers, len(pages))
-        self._workers: list[Future[None]] = []
+        self._workers: list[Job[None]] = []
 
     def _start(self) -> None:
         for _ in range(self._n_workers):
+            worker = job_for(self._work)
+            # before it begins: `close` has to know of it
+            self._workers.append(worker)
             try:
-                self._workers.append(self._pool.submit(self._work))
+                self._pool.submit(worker)
             except UnavailableError:
+                self._workers.remove(worker)
                 # those that were started do all the work
                 if not self._workers:
                     raise
@@ -274,11 +255,12 @@ class ReadAhead(Reader):
         self._ended = True
         for _ in range(self._n_workers):
             self._free.put(None)
-        wait([worker for worker in self._workers if not worker.cancel()])
+        for worker in self._workers:
+            worker.end()
         self._fetched.close()
         while not self._promised.empty():
             promise = self._promised.get()
-            if promise.exception() is None:
+            if promise.error() is None:
                 self._take(promise.result())
         self._release_buffers()
 
@@ -298,7 +280,7 @@ class ReadAhead(Reader):
         """Read pages in turns with the other workers; verify and unpack them at the same time as the others."""
         while True:
             self._free.get()
-            promise: Future[_State | None] = Future()
+            promise: Outcome[_State | None] = Outcome()
             try:
                 with self._turn:
                     page = None if self._ended else next(self._pages_to_read, None)
@@ -315,7 +297,7 @@ class ReadAhead(Reader):
                 promise.set_result(self._decode(page, *found, seconds) if found is not None else None)
             except BaseException as error:  # noqa: BLE001 - raised by `next`
                 self._ended = True
-                promise.set_exception(_for_caller(error))
+                promise.set_error(_for_caller(error))
 
     def _decode(self, page: Page, record: Record, payload: Buffer, seconds: float) -> _State:
         _check_record(page, record)
@@ -370,14 +352,14 @@ class ReadAlong(Reader):
     def __init__(
         self, pool: ReaderPool, view: View, pages: Sequence[Page], read_rate: ReadRate, look: Look | None
     ) -> None:
-        self._submit = pool.submit
+        self._pool = pool
         self._read_rate = read_rate
         self._look = look
         self._pages = iter(pages)
         self._fetched = _fetch(view, [page.key for page in pages])
         # Verifies the state that was given out last, then reads the next one. Its result: the next page, the reason why
         # it cannot be read, or None if it is gone. It fails if the state is not verified.
-        self._job: Future[_Found | Exception | None] | None = None
+        self._job: Job[_Found | Exception | None] | None = None
         self._coming: _Found | Exception | None = None
         self._started = False
 
@@ -390,7 +372,13 @@ class ReadAlong(Reader):
             raise coming
         if coming is None:
             return None
-        self._job = self._submit(self._verify_and_read, coming)
+        # kept before it begins: `close` has to know of it
+        self._job = job_for(self._verify_and_read, coming)
+        try:
+            self._pool.submit(self._job)
+        except PrefixStoreError:
+            self._job = None
+            raise
         return coming.view
 
     def wait_verified(self) -> None:
@@ -402,7 +390,7 @@ class ReadAlong(Reader):
 
     def close(self) -> None:
         if self._job is not None:
-            wait([self._job])
+            self._job.end()
         self._fetched.close()
 
     def _verify_and_read(self, given: _Found) -> _Found | Exception | None:

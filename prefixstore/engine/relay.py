@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import partial
@@ -23,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from prefixstore.backends.base import View
+from prefixstore.backends.threads import Job
 from prefixstore.engine.fetch import Deadline, Fetcher, LateError, States
 from prefixstore.engine.index import Page
 from prefixstore.engine.readers import Admit, Look, ReaderPool, ShapeError, check_shape
@@ -76,14 +76,14 @@ class _Relay:
         self._asks.put(_Ask.NEXT)
         self._is_asked = True
         self._is_late = False
-        self._job: Future[None] | None = None
+        self._job = Job(self._run)
         self._view: View | None = None
 
     def start(self, pool: ReaderPool) -> None:
         """Begin. Raises `ClosedError`; that there is no thread is raised by `next`."""
         try:
             if self._pages:
-                self._job = pool.submit(self._run)
+                pool.submit(self._job)
         except UnavailableError as error:
             self._answers.put(error)
 
@@ -135,10 +135,13 @@ class _Relay:
         self._is_late = True
 
     def close(self) -> None:
-        """Return when the thread has ended, or at once if it is late. The states are not used any more."""
+        """Return when the thread has ended, or at once if it is late. The states are not used any more.
+
+        May be called again.
+        """
         self._asks.put(_Ask.END)
-        if self._job is not None and not self._job.cancel() and not self._is_late:
-            wait([self._job])
+        if not self._job.cancel() and not self._is_late:
+            self._job.wait()
 
     def _run(self) -> None:
         try:
@@ -174,9 +177,9 @@ class _Relay:
         try:
             self._keep.keep(page, state)
         except StorageError as error:
-            log.warning("a page that was fetched is not kept: %s", error)
+            log.warning("a fetched page was not kept: %s", error)
         except Exception:  # what is kept is for later: it must not end a restore
-            log.exception("a page that was fetched is not kept")
+            log.exception("a fetched page was not kept")
 
 
 def _within(seconds: float) -> float:
@@ -212,9 +215,7 @@ class _RelayedStates(States):
         page = self._pages[self.n_given]
         try:
             if page is self._refused:
-                raise ShapeError(
-                    f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than it can have"
-                )
+                raise ShapeError(f"page {page.key.hex()} claims a state of {page.raw_bytes} bytes, more than possible")
             left = partial(self._deadline.left, self.n_given) if self._deadline is not None else None
             state = self._relay.next(page, left)
             if state is not None:
@@ -284,11 +285,17 @@ class Relays:
         admitted = pages if refused is None else pages[: pages.index(refused)]
         relay = _Relay(self._fetcher, admitted, streamed=streamed, keep=keep)
         try:
-            relay.start(self._pool)
-            yield _RelayedStates(pages, relay, self._fetcher.give_up, look, refused, deadline)
+            try:
+                relay.start(self._pool)
+                yield _RelayedStates(pages, relay, self._fetcher.give_up, look, refused, deadline)
+            except BaseException:
+                # a Ctrl-C does not wait for the location
+                relay.leave()
+                raise
+            finally:
+                relay.close()
         except BaseException:
-            # a Ctrl-C does not wait for the location
+            # again, should a Ctrl-C have come just before: a thread that is not told keeps its view open
             relay.leave()
-            raise
-        finally:
             relay.close()
+            raise

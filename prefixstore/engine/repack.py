@@ -128,7 +128,7 @@ class Repacker:
             # The checksum of a raw page is that of its state: whatever has gone wrong, in memory or in the codec, no
             # page is replaced by one that unpacks to anything else.
             if checksum(decode(new, payload)) != one.record.checksum:
-                log.error("page %s does not unpack to what was packed; it stays as it is", one.record.key.hex())
+                log.error("page %s does not unpack to the original bytes; it is left as it is", one.record.key.hex())
                 self._keep_raw(one.record.key)
                 continue
             packed.append(Replacement(one.record, new, payload))
@@ -244,7 +244,7 @@ class Repacker:
 
     def _refuse(self, key: bytes, error: StorageError) -> None:
         """A page cannot be read; a damaged one is deleted with the next commit."""
-        log.warning("a page is not repacked: %s", error)
+        log.warning("a page was not repacked: %s", error)
         self._keep_raw(key)
         if isinstance(error, CorruptError):
             self._catalog.mark_damaged(key)

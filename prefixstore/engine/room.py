@@ -145,7 +145,7 @@ class Room:
         except StorageError as error:
             self._n_failures += 1
             if self._n_failures == 1:
-                log.warning("no room can be made in idle time: %s", error)
+                log.warning("no space could be freed in idle time: %s", error)
             return min(PAUSE * 2.0**self._n_failures, LONGEST_PAUSE)
         except BaseException:
             # a fault of the store, or an interrupt: not the same again and again

@@ -57,7 +57,7 @@ class StoredPages:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._fill: TableFill | None = None
-        # pages to keep, by who wants that
+        # pages to keep, by owner
         self._kept: dict[str, Collection[bytes]] = {}
         # pages that the open transaction has deleted
         self._removed: dict[bytes, _Row] = {}

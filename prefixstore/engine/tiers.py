@@ -1,7 +1,7 @@
 """A location in front of another one: a local one that answers fast, and one that several machines share.
 
 To everything above it is an engine: that of the nearer location, which also asks the far one, takes from it what it
-lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one goes on alone.
+lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one works alone.
 
     method                                         asks, reads or changes
     match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most
@@ -9,7 +9,7 @@ lacks, keeps that, and passes on what is new. The far one may fail at any time; 
     touch, condemn                                 each for its own pages
     submit, thin                                   the near one now, the far one later
     flush, drain(), sync, close                    both
-    check, clear, pin, namespaces                  both
+    check, clear, pin, namespaces, describe        both
     note, change_note                              the far one; the near one if that fails
     all others (evict, delete, used, bookmarks)    the near one
 """
@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from prefixstore.backends.base import View
+from prefixstore.backends.threads import Job
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
 from prefixstore.engine.far_pages import node_of
@@ -33,7 +34,7 @@ from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation
 from prefixstore.engine.pending import Fits, PendingPage
 from prefixstore.engine.queue import Drained
-from prefixstore.engine.readers import Admit, Look, ReaderPool
+from prefixstore.engine.readers import Admit, Look, ReaderPool, job_for
 from prefixstore.engine.relay import Keep
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import Tokens
@@ -44,7 +45,7 @@ __all__ = ["TieredEngine"]
 
 log = logging.getLogger("prefixstore")
 
-# of the time that computing takes, for a lookup; and how much longer it may take while that is not known
+# share of the computing time that a lookup may take; and extra seconds while that time is unknown
 SHARE = 0.04
 UNKNOWN_SECONDS = 0.5
 # namespaces whose settings are remembered
@@ -85,13 +86,13 @@ class TieredEngine(Engine):
     def _start(self) -> None:
         super()._start()
         self._lookups = ReaderPool()
-        # a question to the far location that was not waited for any longer
-        self._overdue: Future[Path] | None = None
+        # a query of the far location that is no longer waited for
+        self._overdue: Job[Path] | None = None
 
     def close(self) -> None:
         """As `Engine.close`; what waits for the far location is written first, if it takes it."""
         try:
-            self._without_far("was not closed in order", self.far.close)
+            self._without_far("was not closed cleanly", self.far.close)
         finally:
             super().close()
 
@@ -169,7 +170,7 @@ class TieredEngine(Engine):
         is_patient = self._max_delay is None or self._stores_all > 0
         # read once: another thread may set it to None
         overdue = self._overdue
-        if not is_patient and overdue is not None and not overdue.done():
+        if not is_patient and overdue is not None and not overdue.is_there:
             self.far.counters.count("late_lookups")
             return None
         self._overdue = None
@@ -178,12 +179,13 @@ class TieredEngine(Engine):
         try:
             if is_patient or self._max_delay is None:
                 return ask(self.far)
-            asked: Future[Path] = self._lookups.submit(ask, self.far)
+            asked = job_for(ask, self.far)
+            self._lookups.submit(asked)
             if self.token_seconds is None:
                 seconds = self._max_delay + UNKNOWN_SECONDS
             else:
                 seconds = max(self._max_delay, SHARE * n_tokens * self.token_seconds)
-            if not wait([asked], seconds).done:
+            if not asked.wait(min(seconds, TIMEOUT_MAX)):
                 self._overdue = asked
                 self.far.counters.count("late_lookups")
                 return None
@@ -191,7 +193,7 @@ class TieredEngine(Engine):
         except Exception as error:  # a fault of the far location must not cost what the nearer one has
             is_expected = isinstance(error, StorageError | ClosedError)
             level = logging.INFO if is_expected else logging.ERROR
-            log.log(level, "the far location is not asked: %s", error, exc_info=None if is_expected else error)
+            log.log(level, "the far location was not queried: %s", error, exc_info=None if is_expected else error)
             return None
 
     def _near(self, page: Page) -> Page | None:
@@ -238,7 +240,7 @@ class TieredEngine(Engine):
             with rest as states, self._counting([], pages, states):
                 yield states
             return
-        # both begin at once: what is far is on its way while what is near is used
+        # start both together: far pages arrive while near ones are used
         with rest as far_states, first as near_states:
             joined = _JoinedStates((len(near), near_states), far_states)
             with self._counting(near, pages[n_near:], joined):
@@ -264,7 +266,7 @@ class TieredEngine(Engine):
             if settings is None or Namespace.parse(settings).key != namespace:
                 return None
         except (CorruptError, IncompatibleError) as error:
-            log.info("what is fetched cannot be kept: %s", error)
+            log.info("fetched pages cannot be kept: %s", error)
             return None
         if len(self._kept_settings) >= KEPT_SETTINGS:
             self._kept_settings.clear()
@@ -277,7 +279,7 @@ class TieredEngine(Engine):
             return False
         if self._near(page) is not None:
             return True
-        # of recurrent memory, pages hold tokens only: nobody fetches them
+        # pages of recurrent memory have only tokens: they are never fetched
         before = [one for one in self.far.path(page)[:-1] if self._near(one) is None]
         if not all(one.raw_bytes == 0 and self._keep_one(one, memoryview(b""), settings) for one in before):
             return False
@@ -294,7 +296,7 @@ class TieredEngine(Engine):
         except BaseException:
             new.release()
             raise
-        # what is kept is not new: it is neither passed on nor recorded
+        # a kept page is not new: it is neither passed on nor recorded
         is_kept = self._take(new, None)
         self.counters.count("kept" if is_kept else "not_kept")
         return is_kept
@@ -351,7 +353,7 @@ class TieredEngine(Engine):
         drained = super().drain(pages, n_bytes, seconds)
         if pages is None and n_bytes is None and not self._closed:
             left = None if until is None else max(until - time.monotonic(), 0.0)
-            self._without_far("has not taken all that waits for it", partial(self.far.drain, seconds=left))
+            self._without_far("has not taken all pages queued for it", partial(self.far.drain, seconds=left))
         return drained
 
     def sync(self) -> None:
@@ -359,7 +361,7 @@ class TieredEngine(Engine):
         super().sync()
         far = self.far
         if not (far.read_only or far.is_failing or far.is_closed):
-            self._without_far("does not say that all is durable", far.sync)
+            self._without_far("has not confirmed that all is durable", far.sync)
 
     # -- maintenance, notes -------------------------------------------------------------------------------------------
 
@@ -378,6 +380,11 @@ class TieredEngine(Engine):
         self._without_far("does not follow", far)
         return n_near
 
+    def describe(self, namespace: Namespace, names: Mapping[str, str | None] | None = None) -> None:
+        """As `Engine.describe`, in both locations."""
+        super().describe(namespace, names)
+        self.far.describe(namespace, names)
+
     def namespaces(self) -> list[Namespace]:
         """As `Engine.namespaces`, of both locations."""
         found = super().namespaces()
@@ -387,7 +394,7 @@ class TieredEngine(Engine):
             found.extend(namespace for namespace in self.far.namespaces() if namespace.key not in known)
 
         if not self.far.is_failing:
-            self._without_far("does not say what it has", more)
+            self._without_far("cannot list its namespaces", more)
         return found
 
     def note(self, name: bytes) -> bytes | None:
@@ -395,7 +402,7 @@ class TieredEngine(Engine):
         try:
             return self.far.note(name)
         except StorageError as error:
-            log.info("a note is looked for in the nearer location: %s", error)
+            log.info("reading a note from the nearer location: %s", error)
             return super().note(name)
 
     def change_note(self, name: bytes, change: Callable[[bytes | None], bytes | None]) -> None:
@@ -403,7 +410,7 @@ class TieredEngine(Engine):
         try:
             self.far.change_note(name, change)
         except StorageError as error:
-            log.info("a note is written to the nearer location: %s", error)
+            log.info("writing a note to the nearer location: %s", error)
             super().change_note(name, change)
 
     def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:

@@ -96,7 +96,7 @@ class Context(Generic[M_co]):
         """
         llm = self._llm()
         if llm is None:
-            raise MisuseError("the Llama is gone; keep a reference to it as long as the store is attached")
+            raise MisuseError("the Llama was garbage-collected; keep a reference to it while the store is attached")
         return llm
 
     @property
@@ -178,7 +178,7 @@ class Context(Generic[M_co]):
     def disown_unscored(self) -> None:
         """Have llama-cpp-python compute again what was restored without logits, which it would take for computed.
 
-        The ``Llama`` no longer names these tokens, so no prompt begins with them; a generation that is running goes on.
+        The ``Llama`` no longer names these tokens, so no prompt begins with them; a running generation continues.
         Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
         """
         llm = self.llm_or_none

@@ -118,7 +118,7 @@ class Hook:
         self.strategy = strategy_for(llm, engine, parameters)
         self.context = self.strategy.context
         namespace = self.context.namespace
-        engine.keeper.describe(namespace, model_names(llm.metadata, namespace.settings))
+        engine.describe(namespace, model_names(llm.metadata, namespace.settings))
         if bypass is not None:
             self.context.bypass = bypass
         self.reads = True
@@ -342,7 +342,7 @@ class Hook:
         self.context.settle()
         if calling_completion(2) is not None and self._attachment is not None and self._attachment.is_cache(llm.cache):
             return self._live_state()
-        # a state holds their cells, too, and nobody's after it is loaded
+        # a state also has their cells, which belong to no session after it is loaded
         self.context.memory.drop_residents()
         state: LlamaState = self._original("save_state")()
         if self.context.catch_up():
@@ -386,7 +386,7 @@ class Hook:
         """Make a state live again that a lookup returned; it has no bytes, but its tokens are known."""
         context = self.context
         if state.namespace != context.lineage.namespace:
-            raise MisuseError("this state is that of another model; look the prompt up in the store of this Llama")
+            raise MisuseError("this state belongs to another model; look the prompt up in the store of this Llama")
         tokens = as_tokens(state.input_ids)
         n = len(tokens)
         if self._holds_exactly(tokens):
@@ -536,7 +536,7 @@ class Hook:
         context = self.context
         context.settle()
         if context.bypass_reason() is not None:
-            raise ContextError("it is not known what the context holds; evaluate a whole prompt instead")
+            raise ContextError("the contents of the context are unknown; evaluate a whole prompt instead")
         n, llm = self.continued(tokens), context.llm
         if n < llm.n_tokens or context.lineage.unknown is not None:
             self._before_leaving()

@@ -335,7 +335,7 @@ class ContextMemory(ABC):
 
     @contextmanager
     def _noted(self, name: str) -> Iterator[None]:
-        """A change that is undone if it does not end: at once, or by `settle` if that is interrupted as well."""
+        """A change that is undone if it does not complete: immediately, or by `settle` if that is interrupted too."""
         before = getattr(self.unfinished, name)
         setattr(self.unfinished, name, True)
         try:

@@ -175,7 +175,8 @@ def stream(
     is_number = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
     if max_tokens is not None and not (is_number and max_tokens >= 0):
         raise InvalidParameterError(
-            f"max_tokens={max_tokens!r} must be an integer of at least 0, or None for when the model ends the text"
+            f"max_tokens={max_tokens!r} must be an integer of at least 0, or None to continue until the model "
+            f"ends the text"
         )
     return _generate(hook, moving, prompt, max_tokens, sampling)
 
@@ -195,7 +196,7 @@ def _generate(
             before = counters["tokens_computed"], llm.n_tokens
             yield token
             if before != (counters["tokens_computed"], llm.n_tokens):
-                raise MisuseError("the context was used for something else; a stream that has begun cannot go on then")
+                raise MisuseError("the context was used for something else; the stream cannot continue")
             moving.feed([token])
     finally:
         moving.end()

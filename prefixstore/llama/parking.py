@@ -18,7 +18,7 @@ def cannot_park(hook: Hook) -> str | None:
     """Why idle sequences cannot wait in a context; None if they can."""
     kind = hook.kind
     if kind.has_snapshots:
-        return "recurrent memory has one state, and no rows that could stay beside those of others"
+        return "recurrent memory has only one state, and no rows to park"
     if hook.context.memory.window:
         return (
             "the model has a sliding window, and llama.cpp overwrites rows that have left the window of their "
@@ -54,7 +54,9 @@ class Parking:
             raise InvalidParameterError(f"max_resident={max_resident!r} must be an integer from 0 to {most}")
         reason = cannot_park(hook) if max_resident else None
         if reason is not None:
-            raise ContextError(f"sessions cannot wait in this context: {reason}; max_resident=0 restores them instead")
+            raise ContextError(
+                f"sessions cannot be parked in this context: {reason}; max_resident=0 restores them instead"
+            )
         self._hook = hook
         self._most = max_resident
         self._memory = hook.context.memory

@@ -104,7 +104,7 @@ def _rendered(llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], optio
     except Exception as error:
         # templates and handlers raise exceptions of any type
         raise InvalidParameterError(f"the chat format does not accept these messages: {error}") from error
-    raise InvalidParameterError("the chat handler answered without a completion of this model")
+    raise InvalidParameterError("the chat handler answered without running a completion of this model")
 
 
 class _PromptTaken(BaseException):

@@ -134,7 +134,7 @@ class Watch:
             if context is not None:
                 context.__class__ = self._watched
         except TypeError as error:
-            raise ContextError(f"changes of this context cannot be noticed: {error}") from error
+            raise ContextError(f"changes to this context cannot be detected: {error}") from error
 
     def stop(self) -> None:
         """Give the ``LlamaContext`` its own class back."""
@@ -233,7 +233,7 @@ class Watch:
 
 
 def _watched(base: type[LlamaContext], watch: Watch) -> type[LlamaContext]:
-    """A subclass that tells a `Watch` who reads the pointers."""
+    """A subclass that reports reads of the pointers to a `Watch`."""
 
     def pointer(name: str) -> property:
         def get(self: Any, *, frame: Callable[[int], FrameType] = sys._getframe) -> Any:

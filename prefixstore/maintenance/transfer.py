@@ -87,7 +87,7 @@ class _Source:
                         if page.parent in lost or record is None or payload is None or usage is None:
                             lost.add(page.key)  # deleted meanwhile, or without its parent
                         elif not is_same(page, record) or page.start != record.start:
-                            raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
+                            raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
                         elif len(payload) != record.stored_bytes or checksum(payload) != record.checksum:
                             raise CorruptError(f"page {page.key.hex()}: checksum mismatch")
                         else:

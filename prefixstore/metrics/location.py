@@ -56,7 +56,7 @@ SHARES = {
     "model_tokens": ("tokens", "Tokens in the pages of a model."),
     "model_stored_bytes": ("stored_bytes", "Payloads of the pages of a model, as stored."),
     "model_state_bytes": ("state_bytes", "States that the payloads of a model decode to."),
-    "model_hits": ("hits", "How often the pages of a model that are stored now were used."),
+    "model_hits": ("hits", "How often the stored pages of a model were used."),
     "model_pinned_pages": ("pinned", "Pages of a model that are pinned."),
 }
 

@@ -58,7 +58,7 @@ class RequestMetrics:
             self._register(import_prometheus(), registry)
         except ValueError as error:
             raise InvalidParameterError(
-                "registry has such metrics already; use one RequestMetrics a registry"
+                "registry has such metrics already; use one RequestMetrics per registry"
             ) from error
 
     def _register(self, prometheus: ModuleType, registry: CollectorRegistry) -> None:

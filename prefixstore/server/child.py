@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from prefixstore.errors import ServerError
+from prefixstore.errors import ServerError, ServerUnreachableError
 from prefixstore.server.process import work_of_session
-from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError
+from prefixstore.server.upstream import ASK_SECONDS, Upstream, UpstreamError, UpstreamLostError
 from prefixstore.server.watchdog import Patience, hangs
 
 __all__ = ["CHILD_URL", "Child"]
@@ -27,8 +27,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 STABLE_SECONDS = 60.0
 HEALTH_INTERVAL = 0.05
 STOP_SECONDS = 15.0
-# how long after its connections a process may end
+# how long after an answer that says so a process may end, and how long after its connections
 DYING_SECONDS = 1.0
+LOST_SECONDS = 10.0
 PR_SET_PDEATHSIG = 1
 # a name: it listens on a socket
 CHILD_URL = "http://llama-server"
@@ -164,9 +165,10 @@ class Child:
                 return False
             try:
                 await ready
-            except (UpstreamError, ServerError, ValueError):
+            except (UpstreamError, ServerError, ValueError) as error:
                 # it may have died while it was asked
-                await asyncio.wait((ended,), timeout=DYING_SECONDS)
+                is_lost = isinstance(error, (UpstreamLostError, ServerUnreachableError))
+                await asyncio.wait((ended,), timeout=LOST_SECONDS if is_lost else DYING_SECONDS)
                 if not ended.done():
                     raise
                 return False

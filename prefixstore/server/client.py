@@ -341,4 +341,4 @@ def _props(answer: Any) -> Props:
             answer,
         )
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise ServerTooOldError("/props has answered in a form that is not known: is it a llama-server?") from None
+        raise ServerTooOldError("/props has answered in an unknown format: is it a llama-server?") from None

@@ -165,7 +165,7 @@ class CompletionWatch:
         endpoint = request.endpoint if request is not None else ""
         try:
             if is_multimodal(llm):
-                # what a handler has put into the context before is counted by nobody
+                # tokens that a handler has evaluated before are not counted anywhere
                 if self._metrics is not None:
                     self._metrics.passed(endpoint, "multimodal")
                 return

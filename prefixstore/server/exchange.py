@@ -118,7 +118,7 @@ class Exchange:
             pass
 
     def nothing_to_read(self) -> None:
-        """Note that nobody reads the body."""
+        """Note that the body will not be read."""
         self._is_read.set()
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -29,6 +29,8 @@ class HeldSlot:
         Time by which that was faster than computing the tokens.
     reason
         Why nothing was restored; None if something was, or nothing was needed.
+    must_compute
+        Whether nothing that the slot holds may be used: it should have been emptied, and that has failed.
     """
 
     slot: PoolSlot
@@ -39,3 +41,4 @@ class HeldSlot:
     saved_seconds: float = 0.0
     lookup_seconds: float | None = None
     reason: str | None = None
+    must_compute: bool = False

@@ -46,7 +46,7 @@ class OwnServer:
         except PrefixStoreError as error:
             self._failed(error)
         except Exception as error:
-            # nobody else would start it again
+            # nothing else would restart it
             log.exception("llama-server cannot be watched any longer")
             self._failed(_unexpected(error))
 
@@ -82,7 +82,7 @@ class RunningServer:
         self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Watch no longer. The server goes on."""
+        """Stop watching. The server keeps running."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -115,7 +115,7 @@ class RunningServer:
                 self._failed(error)
                 return
             except Exception as error:
-                # nobody else would notice when it answers again
+                # nothing else would notice when it answers again
                 log.exception("the server cannot be watched any longer")
                 self._failed(_unexpected(error))
                 return

@@ -22,9 +22,9 @@ CANCEL_SECONDS = 5.0
 
 @contextmanager
 def bound(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets with an address, one for each that the host has; nobody can connect to them yet.
+    """Sockets with an address, one for each that the host has; they do not listen yet.
 
-    Made before a model is loaded: a port in use is then said at once.
+    Made before a model is loaded: a port in use is then reported immediately.
 
     Raises
     ------

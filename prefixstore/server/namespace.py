@@ -177,12 +177,12 @@ class ServerIdentity:
         if "serve" in argv[1:] and any(Path(argument).name == "prefixstore" for argument in argv):
             raise InvalidParameterError(
                 f"prefixstore serve listens at {url}, and saves and restores slots itself; if it was started with "
-                "--server URL, that is the server to name here"
+                "--server URL, pass that URL here"
             )
         # llama-swap, for example, has models of its own choice behind it
         if "llama-server" not in Path(argv[0]).name:
             raise InvalidParameterError(
-                f"{Path(argv[0]).name} listens at {url}, and not llama-server: pass --namespace, a name that stands "
+                f"{Path(argv[0]).name} listens at {url}, not llama-server: pass --namespace, a name that stands "
                 "for its model and settings"
             )
         found = cls.of_command(argv, environ, props, directory=directory)

@@ -80,7 +80,7 @@ class Outbox:
             try:
                 await asyncio.wait_for(self._taken.wait(), max(self._left - (loop.time() - began), 0.001))
             except asyncio.TimeoutError:
-                log.warning("a client reads its answer too slowly: it is disconnected")
+                log.warning("a client reads its answer too slowly: disconnecting it")
                 raise ClientGoneError from None
         self._left -= loop.time() - began
 
@@ -123,7 +123,7 @@ class Outbox:
                 timer = loop.call_at(ends, look)
                 return
             is_late = True
-            log.warning("a client has read nothing of its answer for %.0f s: it is disconnected", self._patience)
+            log.warning("a client has read none of its answer for %.0f s: disconnecting it", self._patience)
             task.cancel()
 
         look()
@@ -153,7 +153,7 @@ class Outbox:
 
 
 def _end(sender: asyncio.Task[None], owner: asyncio.Task[Any]) -> None:
-    """The sender has ended: if not by `close`, nobody reads the rest of the answer."""
+    """The sender has ended: if not by `close`, the rest of the answer is not read."""
     with contextlib.suppress(asyncio.CancelledError):
         if sender.exception() is not None:
             owner.cancel()

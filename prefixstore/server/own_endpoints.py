@@ -63,7 +63,7 @@ class OwnEndpoints:
     async def answer(self, exchange: Exchange) -> None:
         """Answer a request to one of `paths`."""
         if exchange.method not in ("GET", "HEAD"):
-            await exchange.refuse(405, "invalid_request_error", "this can only be read", allow="GET, HEAD")
+            await exchange.refuse(405, "invalid_request_error", "this endpoint is read-only", allow="GET, HEAD")
         elif exchange.path == HEALTH:
             is_ready = self._session.is_ready
             text = {"status": "ok" if is_ready else "starting"}
@@ -90,13 +90,17 @@ class OwnEndpoints:
             if not hmac.compare_digest(given, self._admin_key.encode()):
                 return 401, "authentication_error", "this endpoint needs the key of --admin-key"
         elif self._separated:
-            return 403, "permission_error", "tenants are separated, and this endpoint tells of all: set --admin-key"
+            return (
+                403,
+                "permission_error",
+                "tenants are separated, and this endpoint shows all of them: set --admin-key",
+            )
         elif self._has_keys:
-            # who may read the properties of the server may read these
+            # clients that may read the properties of the server may read these
             try:
                 reply = await self._get("/props", exchange)
             except UpstreamError:
-                return 503, "unavailable_error", "the server does not answer, and cannot be asked about the key"
+                return 503, "unavailable_error", "the server does not answer, and cannot check the key"
             if not reply.is_ok:
                 return reply.status, "authentication_error", "the server refuses the API key"
         return None
@@ -118,7 +122,7 @@ class OwnEndpoints:
         return store.engine, store.store.location
 
     async def _is_protected(self) -> bool:
-        """Whether a key is needed to get here. Where none is, nobody is shown what prompts have in them."""
+        """Whether a key is needed to get here. If not, the contents of prompts are not shown."""
         if self._admin_key is not None or not self._has_keys:
             return self._admin_key is not None
         try:
@@ -151,7 +155,7 @@ class OwnEndpoints:
                     "id": slot.id,
                     "n_ctx": slot.n_ctx,
                     "tokens": len(slot.tokens),
-                    "unsaved_tokens": slot.n_unsaved,
+                    "unsaved_tokens": slot.n_unsaved if slot.is_dirty else 0,
                     "in_use": slot.is_held,
                     "to_be_erased": slot.is_tainted,
                 }

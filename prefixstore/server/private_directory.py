@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["private_directory"]
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a name that nobody else has, for this user alone
+MEMORY = Path("/dev/shm")  # noqa: S108 - mkdtemp makes a unique directory for this user only
 PREFIX = "prefixstore-"
 # locked as long as its process lives: unlike a process id, that is right between containers, too
 LOCK = "lock"

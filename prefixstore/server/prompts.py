@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefixstore.server.conversions import chat_of_messages, chat_of_responses
+from prefixstore.server.request_fields import unknown_field
 
-__all__ = ["ENDPOINTS", "SLOTLESS", "Ask", "parse", "pinned"]
+__all__ = ["ENDPOINTS", "SLOTLESS", "UNKNOWN_FIELD", "Ask", "parse", "pinned"]
 
 TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
 CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
@@ -39,6 +40,10 @@ MEDIA = frozenset({"image", "image_url", "input_image", "input_audio", "audio", 
 MEDIA |= {"input_video", "file", "input_file", "document"}
 # Objects and lists of one request: reading more of them would hold up all others for longer than any prompt is worth.
 MAX_PARTS = 100_000
+# The reason of requests that go past the store since nobody knows what one of their fields does to the rows.
+UNKNOWN_FIELD = "unknown_field"
+# All that a prompt may have beside images and sound if it is an object.
+PROMPT_FIELDS = frozenset({"prompt_string", "multimodal_data"})
 JSON_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
@@ -59,7 +64,12 @@ class Ask:
     can_pin
         Whether the server uses the slot that the request names.
     taints
-        Whether the rows that it leaves in a slot are not those of its tokens alone.
+        Whether the rows that it leaves in a slot may be other than those of its tokens alone.
+    field
+        The field that is not known, if that is the reason.
+    can_add
+        Whether the server reads what is added to it: a JSON object that was read here, of an interface of which it
+        takes all fields.
     """
 
     reason: str | None = None
@@ -68,21 +78,37 @@ class Ask:
     id_slot: int | None = None
     can_pin: bool = True
     taints: bool = False
+    field: str | None = None
+    can_add: bool = True
 
 
-def parse(path: str, body: bytes) -> Ask:
-    """What the body of a request to one of `ENDPOINTS` asks for."""
+def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
+    """What the body of a request to one of `ENDPOINTS` asks for; `allowed` are further fields that do no harm."""
     if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
         # it may be anything
-        return Ask("structure", can_pin=False, taints=True)
+        return Ask("structure", can_pin=False, taints=True, can_add=False)
     try:
         request = json.loads(body.decode())  # as text: bytes could be in another encoding
         if not isinstance(request, dict):
-            return Ask("invalid", can_pin=False)
-        return _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
+            return INVALID
+        ask = _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
+        field = unknown_field(request, allowed) or _unknown_of_prompt(path, request)
     except (ValueError, RecursionError):
         # what is nested deeply may be read, and not be written
-        return Ask("invalid", can_pin=False)
+        return INVALID
+    if field is None or ask == INVALID:
+        return ask
+    return replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
+
+
+# It may be anything, for a server that reads it otherwise.
+INVALID = Ask("invalid", can_pin=False, taints=True, can_add=False)
+
+
+def _unknown_of_prompt(path: str, request: dict[str, Any]) -> str | None:
+    prompt = request.get("prompt") if path in TEXT else None
+    parts = prompt if isinstance(prompt, list) else [prompt]
+    return next((name for part in parts if isinstance(part, dict) for name in part if name not in PROMPT_FIELDS), None)
 
 
 def _n_parts(body: bytes) -> int:
@@ -92,28 +118,30 @@ def _n_parts(body: bytes) -> int:
 def _of_messages(request: dict[str, Any]) -> Ask:
     # llama-server drops id_slot, lora and cache_prompt of these
     if _has_media(request.get("messages")):
-        return Ask("media", can_pin=False, taints=True)
+        return Ask("media", can_pin=False, taints=True, can_add=False)
     chat = chat_of_messages(request)
-    return Ask("invalid", can_pin=False) if chat is None else Ask(chat=_dump(chat), can_pin=False)
+    return INVALID if chat is None else Ask(chat=_dump(chat), can_pin=False, can_add=False)
 
 
 def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
-    id_slot = request.get("id_slot", -1)
+    id_slot = request.get("id_slot")
+    if id_slot is None:
+        id_slot = -1
     if not isinstance(id_slot, int) or isinstance(id_slot, bool) or id_slot < -1:
-        return Ask("invalid", can_pin=False)
+        return INVALID
     wanted = None if id_slot == -1 else id_slot
     prompts = request.get("prompt") if path in TEXT else request.get("messages", request.get("input"))
     reason, can_pin, taints = _why_not(path, request, prompts)
     if reason is not None:
         # what else it says may leave rows that are not those of its tokens
-        taints = taints or bool(request.get("lora") or request.get("n_cache_reuse")) or _has_media(prompts)
+        taints = taints or bool(request.get("lora")) or _has_media(prompts)
         return Ask(reason, id_slot=wanted, can_pin=can_pin, taints=taints)
     if path in TEXT:
         return _of_prompt(prompts, wanted)
     if path in CHAT:
         return Ask(chat=body, id_slot=wanted)
     chat = chat_of_responses(request)
-    return Ask("invalid", can_pin=False) if chat is None else Ask(chat=_dump(chat), id_slot=wanted)
+    return INVALID if chat is None else Ask(chat=_dump(chat), id_slot=wanted)
 
 
 def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str | None, bool, bool]:
@@ -140,7 +168,7 @@ def _of_prompt(prompt: object, wanted: int | None) -> Ask:
         return _of_prompt(prompt[0], wanted)
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_piece(piece) for piece in prompt)):
         return Ask(prompt=prompt, id_slot=wanted)
-    return Ask("invalid", can_pin=False)
+    return INVALID
 
 
 def _is_many(request: dict[str, Any]) -> bool:

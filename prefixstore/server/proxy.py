@@ -19,9 +19,9 @@ from prefixstore.server.exchange import BodyTooLargeError, Exchange
 from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.outbox import ClientGoneError
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.prompts import ENDPOINTS, SLOTLESS, Ask, parse, pinned
+from prefixstore.server.prompts import ENDPOINTS, SLOTLESS, UNKNOWN_FIELD, Ask, parse, pinned
 from prefixstore.server.session import ServerSession
-from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager, SlotUnusableError
+from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
 from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Tokens
 from prefixstore.server.tenants import NoTenantError, TenantSource
 from prefixstore.server.upstream import (
@@ -42,6 +42,9 @@ RETRY_SECONDS = 2
 MAX_TARGET = 8000
 # What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
+# Of so many fields it is said that they are not known.
+MAX_TOLD_FIELDS = 100
+FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 # These only ask. What is done for all others needs a key, if the server has any.
 READS = ("GET", "HEAD", "OPTIONS")
 # What uses slots without reusing anything of them.
@@ -59,7 +62,7 @@ class Lifetime(Protocol):
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Limits, and who is who.
+    """Limits, and how clients are told apart.
 
     Attributes
     ----------
@@ -69,11 +72,14 @@ class ProxyOptions:
         Bytes that the bodies of all requests may have together.
     tenants
         Where a request says whose it is; None: all share.
+    allowed_fields
+        Fields of completions that are not known here, and do not change what is computed for a token.
     """
 
     max_body: int = 16 << 20
     max_bodies: int = 256 << 20
     tenants: TenantSource | None = None
+    allowed_fields: frozenset[str] = frozenset()
 
 
 class Proxy:
@@ -111,6 +117,7 @@ class Proxy:
         self._own, self._admission = own, admission
         self._observer, self._options = observer, options
         self._bodies = BodyBudget(options.max_bodies)
+        self._told_fields: set[str] = set()
 
     async def __call__(
         self,
@@ -191,7 +198,7 @@ class Proxy:
         except UpstreamError as error:
             if isinstance(error, UpstreamLostError):
                 self._lifetime.lost()
-            await self._broken(exchange, 503, "the server does not answer; it may be starting again")
+            await self._broken(exchange, 503, "the server does not answer; it may be restarting")
 
     async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
@@ -210,7 +217,7 @@ class Proxy:
             await exchange.refuse(400, "invalid_request_error", "the target of the request must be a path")
         elif AMBIGUOUS.search(exchange.target.split(b"?", 1)[0]):
             exchange.nothing_to_read()
-            message = "the target of the request has a segment . or .. or %u in it: write the path that is meant"
+            message = "the target of the request has a segment . or .. or %u in it: write the resolved path"
             await exchange.refuse(400, "invalid_request_error", message)
         elif len(exchange.target) > MAX_TARGET:
             exchange.nothing_to_read()
@@ -235,11 +242,11 @@ class Proxy:
         path, manager = exchange.path, self._manager
         if self._options.tenants is not None and not self._may_pass(exchange):
             exchange.nothing_to_read()
-            message = f"{path} is switched off: tenants are separated, and it tells about others"
+            message = f"{path} is switched off: tenants are separated, and it shows other tenants"
             await exchange.refuse(403, "permission_error", message)
             return
         if exchange.method == "POST" and path.startswith("/slots/") and self._session.options.socket is not None:
-            # with its directory in memory, it would write there whatever any client wants, and nobody deletes it
+            # any client could write files into its directory in memory, which are never deleted
             exchange.nothing_to_read()
             await exchange.refuse(501, "not_supported_error", "slots are saved into the store only")
             return
@@ -315,13 +322,13 @@ class Proxy:
     async def _complete(self, exchange: Exchange, body: bytes) -> None:
         tenants, path = self._options.tenants, exchange.path
         owner = None if tenants is None else tenants.salt(exchange.headers)
-        ask = await aside(len(body), lambda: parse(path, body))
+        ask = await aside(len(body), lambda: parse(path, body, self._options.allowed_fields))
         if not await self._session.look():
             await self._unavailable(exchange, "the server is starting")
         elif tenants is None and self._session.reason is not None:
             # without the store, the server itself knows best which slot has the prompt
             self._observer.passed(path, self._session.reason)
-            await self._without_slot(exchange, ask, body, None)
+            await self._past_the_store(exchange, ask, body)
         else:
             await self._with_store(exchange, ask, body, owner)
         self._session.used()
@@ -331,25 +338,42 @@ class Proxy:
         reason, tokens, held = self._session.reason or ask.reason, None, None
         if reason is None and ask.id_slot is None:
             held = manager.continued(path, body, owner)
-        if reason is None and held is None:
+        can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._options.tenants is not None
+        if held is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
-            reason = "no_tokens" if tokens is None else None
+            reason = "no_tokens" if tokens is None else reason
         if reason is not None:
             self._observer.passed(path, reason)
-        can_choose = ask.can_pin or len(manager.pool.slots) == 1
-        if not can_choose and reason is not None:
-            await self._without_slot(exchange, ask, body, owner)
-        elif not can_choose and held is None and self._options.tenants is not None:
+        if reason == UNKNOWN_FIELD and ask.field is not None:
+            self._tell_of_field(ask.field)
+        if not can_choose and held is None and is_separated and ask.reason in (None, UNKNOWN_FIELD):
             message = f"{path} cannot be used while tenants are separated: this server does not let a slot be chosen"
             await exchange.refuse(501, "not_supported_error", message)
+        elif not can_choose and reason is not None:
+            await self._without_slot(exchange, ask, body, owner)
         else:
             taints = ask.taints or reason == "lora"
-            try:
-                held = held or await manager.acquire(tokens, owner, ask.id_slot)
-            except SlotUnusableError:
+            if held is None:
+                # what the store is not asked for goes on in its own slot, as with the server alone
+                trusts = reason == UNKNOWN_FIELD or (reason is not None and ask.id_slot is not None)
+                held = await manager.acquire(tokens, owner, ask.id_slot, ask=reason is None, trusts=trusts)
+            if held.must_compute and not ask.can_add and is_separated:
+                manager.release(held, None, began=False)
                 await self._unavailable(exchange, "no slot can be emptied")
                 return
             await self._with_slot(exchange, ask, body, held, is_counted=reason is None, taints=taints)
+
+    def _tell_of_field(self, name: str) -> None:
+        """Say once of each field that is not known what that costs."""
+        # what a client sends is printed only if it looks like a name
+        if FIELD_NAME.fullmatch(name) and name not in self._told_fields and len(self._told_fields) < MAX_TOLD_FIELDS:
+            self._told_fields.add(name)
+            log.warning(
+                "requests with the field %s go past the store, since it is not known what llama-server makes of it; "
+                "if it changes nothing but the choice of tokens and the form of answers, pass --allow-field %s",
+                name,
+                name,
+            )
 
     async def _tokens(self, exchange: Exchange, ask: Ask, owner: str | None) -> Tokens | None:
         credentials = self._upstream.credentials(exchange.raw_headers)
@@ -366,16 +390,22 @@ class Proxy:
                 return
             # it reuses nothing, and what it leaves is erased before the next request
             body = pinned(body, cache_prompt=False, n_cache_reuse=0)
-            # while it runs, nobody else may find in a slot what one of its prompts has left
-            try:
-                async with manager.all_slots(owner):
-                    await self._forward(exchange, body)
-            except SlotUnusableError:
-                await self._unavailable(exchange, "no slot can be emptied")
+            # while it runs, no other tenant may find the state of one of its prompts in a slot
+            async with manager.all_slots(owner):
+                await self._forward(exchange, body)
             return
+        if ask.can_add:
+            body = pinned(body, n_cache_reuse=0)
+        if not ask.taints:
+            await manager.empty_tainted()
+        await self._past_the_store(exchange, ask, body)
+
+    async def _past_the_store(self, exchange: Exchange, ask: Ask, body: bytes) -> None:
+        """Pass a completion on as it is, to any slot."""
+        manager = self._manager
         manager.n_elsewhere += 1
         try:
-            if ask.taints or ask.reason == "invalid":
+            if ask.taints:
                 with manager.pool.tainting() as foreign:
                     foreign.is_harmless = await self._forward(exchange, body) >= HTTPStatus.BAD_REQUEST
             else:
@@ -391,10 +421,17 @@ class Proxy:
         answer = _Answer()
         status = 0
         try:
-            if ask.can_pin:
-                # the store holds no rows that were moved, and no guess of another slot may undo the restore
-                fields = {"id_slot": held.slot.id} | ({} if taints else {"n_cache_reuse": 0})
+            if ask.can_add:
+                # the store holds no rows that were moved
+                fields: dict[str, int | bool] = {"n_cache_reuse": 0}
+                if ask.can_pin:
+                    # no guess of another slot may undo the restore
+                    fields["id_slot"] = held.slot.id
+                if held.must_compute:
+                    fields["cache_prompt"] = False
                 body = pinned(body, **fields)
+            if not ask.can_pin:
+                await manager.empty_tainted()
             status = await self._forward(exchange, body, answer.began, answer.tail, lambda: manager.answering(held))
         finally:
             is_ok = answer.status == HTTPStatus.OK

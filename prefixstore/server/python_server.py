@@ -45,8 +45,8 @@ from prefixstore.server.completions import Metrics
 from prefixstore.server.listener import Listener, bound
 from prefixstore.server.model_proxy import StoreProxy
 from prefixstore.server.report_page import CONTENT, HTML, JSON, PAGE, LiveReport, page_of
+from prefixstore.server.store_check import check_store
 from prefixstore.server.usage import CachedTokens
-from prefixstore.store import PrefixStore
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -193,7 +193,7 @@ def _add_report(app: FastAPI, proxy: StoreProxy) -> None:
 
     async def content(request: Request) -> Response:
         settings = next(stock.get_server_settings())
-        # where anybody may ask, nobody is shown what prompts have in them
+        # without a key, the contents of prompts are not shown
         protected = settings is not None and settings.api_key is not None
         try:
             body, headers = await live.content(
@@ -214,7 +214,7 @@ def _close(proxy: StoreProxy) -> None:
     try:
         proxy.close()
     except StorageError as error:
-        log.error("not everything could be written: %s", error)  # noqa: TRY400 - the server ends; the message says it
+        log.error("some pages could not be written: %s", error)  # noqa: TRY400 - the server ends; the message says it
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -223,23 +223,23 @@ TEXT, NUMBER, SHARE = str, int, float
 STORE_OPTIONS: dict[str, tuple[type, str]] = {
     "namespace": (TEXT, "a name that separates these pages from others in the location"),
     "salt": (TEXT, "separates the pages of a tenant, who has a server of its own"),
-    "page_tokens": (NUMBER, "tokens in a page"),
+    "page_tokens": (NUMBER, "tokens per page"),
     "min_tokens": (NUMBER, "shorter prompts are neither stored nor restored"),
-    "snapshot_interval": (NUMBER, "recurrent models: a snapshot every so many tokens"),
+    "snapshot_interval": (NUMBER, "recurrent models: tokens between snapshots"),
     "max_snapshots": (NUMBER, "recurrent models: how many snapshots of a conversation are kept"),
-    "max_bytes": (TEXT, "what the location may hold, such as 20GiB"),
-    "max_entries": (NUMBER, "how many pages it may hold"),
-    "high_water": (SHARE, "share of the limits at which room is made"),
-    "low_water": (SHARE, "share down to which it is made"),
-    "quota": (TEXT, "what one tenant may hold, such as 2GiB"),
+    "max_bytes": (TEXT, "size limit of the location, such as 20GiB"),
+    "max_entries": (NUMBER, "limit on the number of pages"),
+    "high_water": (SHARE, "share of the limits at which space is freed"),
+    "low_water": (SHARE, "share down to which it is freed"),
+    "quota": (TEXT, "limit for one tenant, such as 2GiB"),
     "ttl": (TEXT, "time to live after the last use, such as 30d"),
     "ram_bytes": (TEXT, "memory for hot pages, such as 1GiB"),
     "codec": (TEXT, "auto, raw, zstd, zstd:LEVEL or planes"),
     "policy": (TEXT, "the order of eviction"),
-    "priority": (NUMBER, "of the pages written here, for --policy priority"),
+    "priority": (NUMBER, "priority of the pages written here, for --policy priority"),
     "queue_bytes": (TEXT, "memory for pages that wait to be written"),
-    "max_delay": (TEXT, "what a prompt may wait for a slow location, beyond computing, such as 0.1s"),
-    "far_max_bytes": (TEXT, "what the location behind the store may hold"),
+    "max_delay": (TEXT, "how long a prompt may wait for a slow location, beyond computing, such as 0.1s"),
+    "far_max_bytes": (TEXT, "size limit of the far location"),
 }
 
 
@@ -255,8 +255,8 @@ def _parser() -> argparse.ArgumentParser:
         "store", nargs="?", help="location of the store, a path or a URL; by default in the user's cache directory"
     )
     group = parser.add_argument_group("store")
-    group.add_argument("--far", metavar="LOCATION", help="a location behind the store, which other machines share")
-    group.add_argument("--config", metavar="FILE", help="TOML file with [model] and [store], as warming jobs use it")
+    group.add_argument("--far", metavar="LOCATION", help="a far location behind the store, shared with other machines")
+    group.add_argument("--config", metavar="FILE", help="TOML file with [model] and [store], as for warming jobs")
     for name, (kind, text) in STORE_OPTIONS.items():
         group.add_argument(f"--{name}", type=kind, help=text)
     group.add_argument("--read_only", action="store_true", default=None, help="never write to the store")
@@ -308,8 +308,7 @@ class _Plan:
 
     def check(self) -> None:
         """Open the store and close it again, without a model. Raises as `create_app`."""
-        options = {"namespace": "server", **self.store_options}
-        PrefixStore(self.location, **options).close()
+        check_store(self.location, self.store_options)
 
     def app(self) -> FastAPI:
         """Load the model."""

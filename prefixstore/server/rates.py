@@ -10,6 +10,12 @@ WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
 SMALLEST_PREFILL = 32
 SMALLEST_FILE = 1 << 16
+# Work on a slot is done instead of computing tokens unless it takes longer than this many times as long. After so many
+# restores that were left out for that reason, one is tried: the last one may have been slow by chance. If it is slow
+# again, the next one is tried after twice as many.
+MAX_SLOWDOWN = 1.0
+RETRY_EVERY = 8
+MAX_RETRY_EVERY = 4096
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Rates:
     save_seconds: float = 3e-9
     token_bytes: float = 4096.0
     _measured: frozenset[str] = frozenset()
+    _left_out: int = 0
+    _retry_after: int = RETRY_EVERY
 
     def computed(self, n_tokens: int, seconds: float) -> None:
         """Note that so many tokens of a prompt were computed."""
@@ -62,6 +70,24 @@ class Rates:
     def saving(self, n_tokens: int) -> float:
         """Seconds that saving a slot with so many tokens takes."""
         return self.save_seconds * self.token_bytes * n_tokens
+
+    def is_faster(self, seconds: float, n_tokens: int) -> bool:
+        """Whether work that takes so many seconds is faster than computing so many tokens."""
+        return seconds < self.computing(n_tokens) * MAX_SLOWDOWN
+
+    def tries(self, *, is_faster: bool) -> bool:
+        """Whether what was found is restored, given whether that is faster than computing; now and then if it is not.
+
+        Nothing is learned of restores that are left out: otherwise one that was slow by chance would be the last one.
+        """
+        if is_faster:
+            self._left_out, self._retry_after = 0, RETRY_EVERY
+            return True
+        self._left_out += 1
+        if self._left_out < self._retry_after:
+            return False
+        self._left_out, self._retry_after = 0, min(2 * self._retry_after, MAX_RETRY_EVERY)
+        return True
 
     def _note(self, name: str, value: float) -> None:
         old = getattr(self, name)

@@ -80,14 +80,14 @@ class LiveReport:
         return gzip.decompress(made.packed), HEADERS
 
     async def _newest(self, *, with_tokens: bool) -> _Made:
-        """The report, made again if it is old; whoever asks may go away meanwhile."""
+        """The report, made again if it is old; the client may disconnect meanwhile."""
         while True:
             made = self._made
             if made is not None and made.with_tokens == with_tokens and time.monotonic() < made.until:
                 return made
             if self._work is None:
                 self._work = asyncio.create_task(self._make(with_tokens=with_tokens))
-                # nobody may be left who hears that it failed
+                # there may be no client left to receive the error
                 self._work.add_done_callback(lambda done: done.cancelled() or done.exception())
             made = await asyncio.shield(self._work)
             if made.with_tokens == with_tokens:

@@ -30,9 +30,9 @@ from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
+from prefixstore.server.store_check import check_store
 from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
-from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
 
 __all__ = ["ServeSettings", "serve_child", "serve_running"]
@@ -64,8 +64,10 @@ class ServeSettings:
         Bytes that the bodies of all requests may have together; None: as many as sixteen of the largest.
     max_waiting
         How many requests may wait for a slot.
+    allowed_fields
+        Fields of completions that are not known here, and do not change what is computed for a token.
     timeout
-        Seconds that the server may be silent.
+        Seconds to wait for the next byte of the server.
     timing
         When slots are saved.
     announce
@@ -82,6 +84,7 @@ class ServeSettings:
     max_body: int = 16 << 20
     max_bodies: int | None = None
     max_waiting: int = 256
+    allowed_fields: frozenset[str] = frozenset()
     timeout: float = 3600.0
     timing: Timing = field(default_factory=Timing)
     announce: Callable[[str], None] = log.info
@@ -103,7 +106,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     separated = settings.tenants is not None
     # a model may take a minute to load: what can be said before is said before
     check_program(argv, environ)
-    _check_store(settings)
+    check_store(settings.location, settings.store_options)
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=separated)
         is_drafting = drafts(argv, environ)
@@ -158,7 +161,7 @@ def serve_running(
                 log.warning("the settings of the server at %s must still be those of --namespace %s", url, namespace)
             return identity
         log.warning(
-            "%s has another model than --namespace %s stands for: nothing is stored or restored of it; start "
+            "%s has a different model from that of --namespace %s: nothing is stored or restored for it; start "
             "prefixstore serve again, with a name for it",
             url,
             namespace,
@@ -182,11 +185,6 @@ def serve_running(
 
     with bound(settings.host, settings.port) as sockets:
         run(_serve(settings, sockets, make, has_keys=True))
-
-
-def _check_store(settings: ServeSettings) -> None:
-    """Open the store and close it again. Raises as it does."""
-    PrefixStore(settings.location, namespace="server", **settings.store_options).close()
 
 
 Make = Callable[[Callable[[PrefixStoreError], None]], tuple[Upstream, ServerSession, Lifetime]]
@@ -215,12 +213,17 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
     )
     admission = Admission(upstream, has_keys=has_keys)
     max_bodies = 16 * settings.max_body if settings.max_bodies is None else settings.max_bodies
-    options = ProxyOptions(max_body=settings.max_body, max_bodies=max_bodies, tenants=settings.tenants)
+    options = ProxyOptions(
+        max_body=settings.max_body,
+        max_bodies=max_bodies,
+        tenants=settings.tenants,
+        allowed_fields=settings.allowed_fields,
+    )
     proxy = Proxy(upstream, session, lifetime, own, admission, RequestMetrics(registry), options)
     config = uvicorn.Config(
         proxy,
         log_config=None,
-        access_log=False,  # a target may hold what nobody should read
+        access_log=False,  # a target may contain secrets
         lifespan="on",
         server_header=False,
         date_header=False,
@@ -230,10 +233,10 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
     )
 
     def hurry() -> None:
-        settings.announce("stopping at once: what the slots hold is not stored")
+        settings.announce("stopping immediately: the contents of the slots are not stored")
         session.hurry()
 
-    farewell = "stopping: running requests end, and what the slots hold is stored"
+    farewell = "stopping: finishing running requests, and storing the contents of the slots"
     server = Listener(config, settings.announce, farewell, hurry)
     await server.serve(sockets)
     if failures:

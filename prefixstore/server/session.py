@@ -158,7 +158,7 @@ class ServerSession:
         await self._meet()
         assert self.manager is not None, "it was met"
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
-            log.warning("the model of the server was replaced: the store is opened again")
+            log.warning("the model of the server was replaced: reopening the store")
             await self.reopen()
         if self.store is None and self._unusable is None:
             await self._open()
@@ -180,6 +180,8 @@ class ServerSession:
             await self._retire(self.manager)
         options = self.options
         pool = SlotPool(slots, self.rates, max_waiting=options.max_waiting, separated=options.separated)
+        # what is in the slots of a server that runs already may have been moved there from other positions
+        pool.restarted(are_empty=options.socket is not None)
         self.manager = SlotManager(pool, None, self.server.erase, options.timing)
         self._saving = asyncio.create_task(self.manager.save_when_idle())
 
@@ -246,7 +248,8 @@ class ServerSession:
         self._is_up.clear()
         self.tokenizer.forget()
         if self.manager is not None:
-            self.manager.pool.restarted()
+            # of one that is not our child it is not even certain that it has ended
+            self.manager.pool.restarted(are_empty=self.options.socket is not None)
 
     async def reopen(self) -> None:
         """Another server may answer by now: find out which."""
@@ -300,7 +303,7 @@ class ServerSession:
                 manager.pool.restarted()
             is_other = self._facts is not None and replace(facts, is_sleeping=self._facts.is_sleeping) != self._facts
         if is_other and self.is_ready:
-            log.warning("another server answers at %s than before", self.upstream.url)
+            log.warning("a different server answers at %s now", self.upstream.url)
             self.when_replaced()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._is_up.wait(), READY_SECONDS)
@@ -314,9 +317,7 @@ class ServerSession:
         props = reply.json()
         generation = props.get("default_generation_settings") if isinstance(props, dict) else None
         if not isinstance(generation, dict):
-            raise ServerError(
-                f"{self.upstream.url}/props has answered in a form that is not known: is it a llama-server?"
-            )
+            raise ServerError(f"{self.upstream.url}/props has answered in an unknown format: is it a llama-server?")
         n_ctx = generation.get("n_ctx")
         names = ("build_info", "model_path", "total_slots")
         return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))
@@ -355,7 +356,7 @@ class ServerSession:
 
     @property
     def is_hurried(self) -> bool:
-        """Whether it should end at once."""
+        """Whether it should end immediately."""
         return self._hurried.is_set()
 
     async def _unless_hurried(self, work: Coroutine[Any, Any, None]) -> None:

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -97,6 +98,7 @@ class SlotManager:
         self.n_elsewhere = 0
         self.n_saves = 0
         pool.when_free = self._wake.set
+        pool.is_worth_a_wait = self._is_worth_a_wait
 
     @property
     def n_copies(self) -> int:
@@ -110,17 +112,32 @@ class SlotManager:
 
     # -- before the answer ---------------------------------------------------------------------------------------------
 
-    async def acquire(self, tokens: Tokens | None, owner: str | None, wanted: int | None = None) -> HeldSlot:
+    async def acquire(
+        self,
+        tokens: Tokens | None,
+        owner: str | None,
+        wanted: int | None = None,
+        *,
+        ask: bool = True,
+        trusts: bool = False,
+    ) -> HeldSlot:
         """Hold a slot for a prompt, filled with what the store has of it if that pays.
+
+        A slot that cannot be emptied is left to others. If that is so of each idle one, nothing of what is in it may be
+        used (`HeldSlot.must_compute`).
 
         Parameters
         ----------
         tokens
-            The prompt; None if the store must not be asked.
+            The prompt; None if it is not known.
         owner
             Its tenant.
         wanted
             The slot that the client wants.
+        ask
+            Whether the store is asked.
+        trusts
+            Whether the rows of a tainted slot will do, as for the same requests that have left them there.
 
         Raises
         ------
@@ -132,20 +149,40 @@ class SlotManager:
         while wanted is None and (saving := self._saving_for(prompt, owner)) is not None:
             await asyncio.wait({saving})
             await self.pool.wait_for_slot()
+        unusable: set[int] = set()
+        while (choice := self.pool.choose(prompt, owner, wanted=wanted, trusts=trusts, without=unusable)) is not None:
+            held = HeldSlot(choice.slot, prompt, owner)
+            preparing = asyncio.ensure_future(
+                self._prepare(
+                    held, choice, ask=ask and tokens is not None, wanted=wanted, trusts=trusts, without=unusable
+                )
+            )
+            try:
+                await asyncio.shield(preparing)
+            except SlotUnusableError:
+                unusable.add(held.slot.id)
+                self.pool.release(held.slot)
+            except asyncio.CancelledError:
+                # what a thread does to the slot cannot be interrupted
+                preparing.add_done_callback(partial(self._give_back, held))
+                raise
+            except BaseException:
+                self.pool.release(held.slot)
+                raise
+            else:
+                return held
         choice = self.pool.choose(prompt, owner, wanted=wanted)
         assert choice is not None, "a slot was idle"
-        held = HeldSlot(choice.slot, prompt, owner)
-        preparing = asyncio.ensure_future(self._prepare(held, choice, ask=tokens is not None, wanted=wanted))
-        try:
-            await asyncio.shield(preparing)
-        except asyncio.CancelledError:
-            # what a thread does to the slot cannot be interrupted
-            preparing.add_done_callback(lambda _: self.pool.release(held.slot))
-            raise
-        except BaseException:
-            self.pool.release(held.slot)
-            raise
-        return held
+        slot = choice.slot
+        # it stays tainted: it is emptied before its next use, and not saved
+        slot.is_tainted, slot.owner, slot.request = True, owner, None
+        return HeldSlot(slot, prompt, owner, reason="error", must_compute=True)
+
+    def _give_back(self, held: HeldSlot, prepared: asyncio.Future[None]) -> None:
+        """Release a slot whose request has gone while it was prepared."""
+        if not prepared.cancelled():
+            prepared.exception()  # asked for, so that asyncio does not complain
+        self.pool.release(held.slot)
 
     def _saving_for(self, prompt: Tokens, owner: str | None) -> asyncio.Future[None] | None:
         """The save of the slot that has the most of a prompt, if that ends before the prompt is computed elsewhere."""
@@ -153,7 +190,7 @@ class SlotManager:
             return None
         slot, saving = self._saving
         lead = self.pool.lead(slot, prompt, owner)
-        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.saving(len(slot.tokens)) < self.rates.computing(lead)
+        is_worth_it = lead >= WORTH_A_LOOKUP and self.rates.is_faster(self.rates.saving(len(slot.tokens)), lead)
         return saving if is_worth_it else None
 
     @contextlib.asynccontextmanager
@@ -180,7 +217,16 @@ class SlotManager:
         slot.request = None
         return HeldSlot(slot, slot.tokens, owner)
 
-    async def _prepare(self, held: HeldSlot, choice: Choice, *, ask: bool, wanted: int | None) -> None:
+    async def _prepare(
+        self,
+        held: HeldSlot,
+        choice: Choice,
+        *,
+        ask: bool,
+        wanted: int | None,
+        trusts: bool,
+        without: Collection[int],
+    ) -> None:
         n_found = n_bytes = 0
         n_missing = len(held.tokens) - choice.n_usable
         if ask and len(held.tokens) >= held.slot.n_ctx:
@@ -192,12 +238,14 @@ class SlotManager:
                 held.reason = held.reason or ("not_found" if choice.n_live < WORTH_A_LOOKUP else None)
             # another idle slot may cost less, now that it is known what the store has
             if wanted is None:
-                held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes)
-        choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes)
+                held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes, without=without)
+        choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes, trusts=trusts)
+        if n_found > choice.n_usable and self.rates.tries(is_faster=choice.restore) and not choice.restore:
+            choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes, trusts=trusts, tries=True)
         slot = held.slot
-        if choice.save_first and self._is_worth_a_wait(slot):
+        if choice.save_first:
             await self._save(slot)
-        if choice.erase_first and (wanted is None or slot.owner != held.owner):
+        if choice.erase_first:
             await self._empty(slot)
         if choice.restore:
             await self._restore(held)
@@ -224,6 +272,8 @@ class SlotManager:
         done = await self._quietly("restore", lambda: self._store.restore(slot.id, held.tokens, salt=held.owner))
         held.restored_seconds = time.perf_counter() - began
         if not self.pool.is_current(slot):
+            # it may have been filled in the server that was started meanwhile, which may have another model
+            await self._empty(slot)
             return
         if done is not None and done.n_tokens == 0:
             held.reason = done.reason or "not_found"
@@ -245,6 +295,22 @@ class SlotManager:
         elif not done:
             slot.is_tainted = True
             raise SlotUnusableError
+
+    async def empty_tainted(self) -> None:
+        """Empty the idle slots whose rows are in doubt: the server may choose any of them for what comes next."""
+        if any(slot.is_tainted and not slot.is_held for slot in self.pool.slots):
+            # what a thread does to a slot cannot be interrupted
+            await asyncio.shield(asyncio.ensure_future(self._empty_tainted()))
+
+    async def _empty_tainted(self) -> None:
+        for slot in self.pool.slots:
+            if slot.is_tainted and not slot.is_held:
+                self.pool.hold(slot)
+                try:
+                    with contextlib.suppress(SlotUnusableError):
+                        await self._empty(slot)
+                finally:
+                    self.pool.release(slot)
 
     # -- after the answer ----------------------------------------------------------------------------------------------
 
@@ -301,6 +367,8 @@ class SlotManager:
         return max(min(times) - now, 0.01) if times else None
 
     def _unsaved(self) -> list[PoolSlot]:
+        if self.pool.n_foreign:
+            return []
         return [
             slot
             for slot in self.pool.slots
@@ -339,17 +407,23 @@ class SlotManager:
 
     def _is_worth_a_wait(self, slot: PoolSlot) -> bool:
         """Whether a request waits until this slot is saved, which it will take for itself."""
+        if self.store is None or self.pool.n_foreign or not slot.is_worth_saving or slot.failures >= MAX_FAILURES:
+            return False
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
         return computing > self._timing.soon and (not self.pool.n_waiting or computing >= WORTH_WAITING * saving)
 
     async def _save(self, slot: PoolSlot) -> None:
         """Copy what a slot that is held here holds; it is stored after that, while the slot is used again."""
-        if self.store is None or slot.is_tainted:
+        if self.store is None or slot.is_tainted or self.pool.n_foreign:
             return
+        n_foreign_begun = self.pool.n_foreign_begun
         while len(self._copies) >= MAX_COPIES:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
         began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
         copied = await self._quietly("save", lambda: self._store.copy(slot.id, salt=owner))
+        if self.pool.n_foreign_begun != n_foreign_begun:
+            # a request has begun that may use any slot: the server may have given it this one before it was copied
+            return
         if self.pool.is_current(slot):
             if copied is None:
                 slot.failures += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,7 +121,7 @@ class Choice:
     restore
         Whether to restore what the store has.
     save_first
-        Whether it loses what is not stored.
+        Whether it loses what is not stored, and the request waits until that is saved.
     erase_first
         Whether it must be emptied: for another tenant, or since it is tainted.
     """
@@ -174,6 +174,11 @@ class SlotPool:
     can_cut
         Whether the server can use any part of what a slot holds, as with full attention. A recurrent state, or the end
         of a sliding window, is of use only to a prompt that goes on from there.
+    is_worth_a_wait
+        Whether a request waits until what a slot loses to it is saved; asked when slots are compared, and when one is
+        taken. Set by who saves.
+    n_foreign, n_foreign_begun
+        How many requests run that may leave any rows in any slot, and how many have begun so far.
     """
 
     def __init__(
@@ -184,13 +189,15 @@ class SlotPool:
         self.generation = 0
         self.can_cut = True
         self.when_free: Callable[[], None] = lambda: None
+        self.is_worth_a_wait: Callable[[PoolSlot], bool] = lambda slot: slot.is_worth_saving
         self._max_waiting = max_waiting
         self._separated = separated
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self._clock = 0.0
-        # requests that may use any slot
-        self._foreign = 0
+        # requests that may use any slot: those that run, and how many have begun
+        self.n_foreign = 0
+        self.n_foreign_begun = 0
 
     @property
     def n_waiting(self) -> int:
@@ -258,7 +265,15 @@ class SlotPool:
             raise
         self._waiting.remove(entry)
 
-    def choose(self, tokens: Tokens, owner: str | None, *, wanted: int | None = None) -> Choice | None:
+    def choose(
+        self,
+        tokens: Tokens,
+        owner: str | None,
+        *,
+        wanted: int | None = None,
+        trusts: bool = False,
+        without: Collection[int] = (),
+    ) -> Choice | None:
         """Hold the idle slot with which the answer comes soonest without the store; None if there is none.
 
         Parameters
@@ -269,22 +284,35 @@ class SlotPool:
             Its tenant.
         wanted
             The slot that the client wants.
+        trusts
+            Whether the rows of a tainted slot will do.
+        without
+            Slots that cannot be used.
         """
-        idle = [slot for slot in self._candidates(wanted) if not slot.is_held]
+        idle = [slot for slot in self._candidates(wanted) if not slot.is_held and slot.id not in without]
         if not idle:
             return None
-        slot = min(idle, key=lambda slot: self._cost(slot, tokens, owner, 0, 0))
+        slot = min(idle, key=lambda slot: self._cost(slot, tokens, owner, 0, 0, trusts=trusts))
         self.hold(slot)
-        return self.weigh(slot, tokens, owner, 0, 0)
+        return self.weigh(slot, tokens, owner, 0, 0, trusts=trusts)
 
     def lead(self, slot: PoolSlot, tokens: Tokens, owner: str | None) -> int:
         """How many more tokens of a prompt a slot holds than every idle one."""
         most = max((self._live(other, tokens, owner) for other in self.slots if not other.is_held), default=0)
         return self._live(slot, tokens, owner) - most
 
-    def swap(self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int) -> PoolSlot:
+    def swap(
+        self,
+        slot: PoolSlot,
+        tokens: Tokens,
+        owner: str | None,
+        n_found: int,
+        n_bytes: int,
+        *,
+        without: Collection[int] = (),
+    ) -> PoolSlot:
         """The slot that is held, or instead of it an idle one that costs less now that the store was asked."""
-        idle = [slot, *(other for other in self.slots if not other.is_held)]
+        idle = [slot, *(other for other in self.slots if not other.is_held and other.id not in without)]
         best = min(idle, key=lambda slot: self._cost(slot, tokens, owner, n_found, n_bytes))
         if best is not slot:
             self.hold(best)
@@ -292,23 +320,33 @@ class SlotPool:
             self._next()
         return best
 
-    def weigh(self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int) -> Choice:
-        """What is to be done to a slot for a prompt."""
-        n_live = self._live(slot, tokens, owner)
+    def weigh(
+        self,
+        slot: PoolSlot,
+        tokens: Tokens,
+        owner: str | None,
+        n_found: int,
+        n_bytes: int,
+        *,
+        trusts: bool = False,
+        tries: bool = False,
+    ) -> Choice:
+        """What is to be done to a slot for a prompt. With `tries`, what is found is restored even if that is slower."""
+        n_live = self._live(slot, tokens, owner, trusts=trusts)
         n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
-        saved = self.rates.computing(n_found - n_usable)
-        restore = n_found > n_usable and self.rates.restoring(n_bytes) < saved
+        is_faster = tries or self.rates.is_faster(self.rates.restoring(n_bytes), n_found - n_usable)
+        restore = n_found > n_usable and is_faster
         n_lost = len(slot.tokens) - (0 if restore else n_live)
         is_foreign = self._separated and slot.owner not in (None, owner)
         # the end of an answer is lost, too, but the tokens of that are not known
-        return Choice(
-            slot, n_live, n_usable, restore, slot.is_worth_saving and n_lost > 0, slot.is_tainted or is_foreign
-        )
+        save_first = n_lost > 0 and self.is_worth_a_wait(slot)
+        must_erase = is_foreign or (slot.is_tainted and not trusts)
+        return Choice(slot, n_live, n_usable, restore, save_first, must_erase)
 
     def _cost(
-        self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int
+        self, slot: PoolSlot, tokens: Tokens, owner: str | None, n_found: int, n_bytes: int, *, trusts: bool = False
     ) -> tuple[float, float]:
-        rates, choice = self.rates, self.weigh(slot, tokens, owner, n_found, n_bytes)
+        rates, choice = self.rates, self.weigh(slot, tokens, owner, n_found, n_bytes, trusts=trusts)
         kept = n_found if choice.restore else choice.n_live
         if kept < WORTH_KEEPING:
             # the first token of all prompts, say: no reason to take a slot from a conversation
@@ -324,8 +362,8 @@ class SlotPool:
     def _candidates(self, wanted: int | None) -> list[PoolSlot]:
         return self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
 
-    def _live(self, slot: PoolSlot, tokens: Tokens, owner: str | None) -> int:
-        if slot.is_tainted or slot.owner != owner:
+    def _live(self, slot: PoolSlot, tokens: Tokens, owner: str | None, *, trusts: bool = False) -> int:
+        if (slot.is_tainted and not trusts) or slot.owner != owner:
             return 0
         return common_prefix(slot.tokens, tokens)
 
@@ -339,7 +377,7 @@ class SlotPool:
         slot.is_held = False
         self._clock += 1
         slot.used = self._clock
-        if self._foreign:
+        if self.n_foreign:
             slot.is_tainted = True
         self._next()
         self.when_free()
@@ -356,27 +394,30 @@ class SlotPool:
             if one.turn is not None and not one.turn.done():
                 one.turn.set_exception(PoolClosedError())
 
-    def restarted(self) -> None:
-        """All slots are empty: the server has ended."""
+    def restarted(self, *, are_empty: bool = True) -> None:
+        """What the slots hold is lost, or unknown if they are not certainly empty: then each is emptied before use."""
         self.generation += 1
         for slot in self.slots:
             slot.forget()
-            slot.is_tainted = False
+            slot.is_tainted = not are_empty
 
     @contextlib.contextmanager
     def tainting(self) -> Iterator[Foreign]:
         """While a request runs that may leave any rows in any slot that is idle in the server."""
         foreign = Foreign()
-        self._foreign += 1
+        self.n_foreign += 1
+        self.n_foreign_begun += 1
         try:
             yield foreign
         finally:
-            self._foreign -= 1
+            self.n_foreign -= 1
             if not foreign.is_harmless:
                 # one that is held here may be idle there already
                 self.forget_requests()
                 for slot in self.slots:
                     slot.is_tainted = True
+            # meanwhile nothing was saved
+            self.when_free()
 
     def _is_idle(self, wanted: int | None) -> bool:
         return any(not slot.is_held for slot in self.slots if wanted is None or slot.id == wanted)

@@ -101,7 +101,7 @@ class SlotStore:
         self._files = SlotFiles(slots_dir)
         self.directory = self._files.directory
         if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
-            # before the server has written there what nobody deletes
+            # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
         self.reason = identity.reason
         self._connecting = threading.Lock()
@@ -109,7 +109,7 @@ class SlotStore:
         self._pages: SlotPages | SlotSnapshots | SlotWindows | None = None
         self._places: dict[str | None, Place] = {}
         self._names: dict[str, str | None] = {}
-        # files are joined in memory, and written at once: a full tmpfs is then an error, and not a signal
+        # files are built in memory and written with one call: a full tmpfs is then an error, not a signal
         self._buffers = BufferPool(limit=None)
         # the label has no effect here: the identity has the namespace
         self.store = PrefixStore(location, namespace="server", **store_options)
@@ -117,7 +117,7 @@ class SlotStore:
         try:
             self.connect()
         except ServerError as error:
-            log.info("nothing is known of the slots of %s yet: %s", server.url, error)
+            log.info("the slots of %s are not known yet: %s", server.url, error)
         except BaseException:
             self.close()
             raise
@@ -230,7 +230,7 @@ class SlotStore:
             self._places[salt] = place
             self._names = self._names or self.identity.names(place.namespace)
             for one in (place, place.of_ends()):
-                self.engine.keeper.describe(one.namespace, self._names)
+                self.engine.describe(one.namespace, self._names)
         return place
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class SlotStore:
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
         """Give a slot the longest prompt that is stored, instead of what it holds; see `restore`."""
         self.connect()
-        # as of a prompt that goes on: where a state cannot be cut, its end could not be used otherwise
+        # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
         return self.restore(slot, np.append(self.deepest(salt=salt), ANY_TOKEN), salt=salt)
 
     def _limit(self, prompt: Tokens) -> int:
@@ -386,7 +386,7 @@ class SlotStore:
                 reason = "media" if file.has_media else "empty"
             elif file.layout != self._layout:
                 raise ServerRefusedError(
-                    f"the states of {self.server.url} look other than before: it was restarted with other settings; "
+                    f"the states of {self.server.url} have changed: it was restarted with other settings; "
                     "open the store again"
                 )
             elif expected is not None and not _begins_with(file.tokens, as_tokens(expected)):

@@ -60,12 +60,14 @@ class TenantSource:
         if self.header is None:
             key = api_key_of(headers)
             if not key:
-                raise NoTenantError("an API key is needed: it says whose prompts may be reused")
+                raise NoTenantError("an API key is needed: it determines whose prompts may be reused")
             return f"api-key:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
         values = [value.strip() for name, value in headers.items() if name.lower() == self.header]
         # one that a client has added to that of the gateway must not count
         if len(values) != 1 or not values[0] or len(values[0]) > MAX_HEADER:
-            raise NoTenantError(f"the header {self.header} is needed, once: it says whose prompts may be reused")
+            raise NoTenantError(
+                f"the header {self.header} is needed, exactly once: it determines whose prompts may be reused"
+            )
         return f"{self.header}:{values[0]}"
 
 

@@ -121,7 +121,7 @@ class Upstream:
     url
         Address of the server. Nothing in a request leads to another.
     timeout
-        Seconds that the server may be silent.
+        Seconds to wait for the next byte of the server.
     key
         The key to use instead of what the client has sent; None: what the client has sent.
     socket

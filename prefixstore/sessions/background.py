@@ -23,7 +23,7 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] | None = 
     work
         What to do.
     undo
-        Called with its result, in a thread as well, if the task was cancelled and nobody gets the result.
+        Called with its result, in a thread as well, if the task was cancelled and the result is not consumed.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()

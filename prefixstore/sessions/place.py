@@ -56,7 +56,7 @@ class Place:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether nobody has the session any more that had this place."""
+        """Whether the session of this place was garbage-collected."""
         ticket = self._ticket()
         return ticket is None or ticket.is_abandoned
 

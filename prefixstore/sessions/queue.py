@@ -21,12 +21,12 @@ LOOK = 1.0
 
 
 class Ticket:
-    """A place in the queue, of a thread. Whoever has the place keeps the ticket: once it is garbage, the place is free.
+    """The place of a thread in the queue. Its owner keeps the ticket: once that is garbage, the place is free.
 
     Attributes
     ----------
     owner
-        Who waits. One who has the ``Llama`` would wait for ever.
+        The waiting thread or task. An owner that already has the ``Llama`` would wait for ever.
     thread
         The thread in which it was made.
     task
@@ -38,7 +38,7 @@ class Ticket:
     is_block
         Whether that ends with a ``with`` block of its thread.
     is_abandoned
-        Whether nobody needs the place any more, as if it had been left.
+        Whether the place is no longer needed, as if it had been left.
     end
         Ends the lease of an owner who cannot do that any more.
     """
@@ -127,7 +127,7 @@ class Queue:
         register_at_fork(self, ForkLevel.ENGINE)
 
     def before_fork(self) -> None:
-        """Nothing to hold: in the child, nobody waits."""
+        """Nothing to hold: in the child, no thread waits."""
 
     def after_fork_in_parent(self) -> None:
         """Nothing to release."""
@@ -157,14 +157,16 @@ class Queue:
         Raises
         ------
         MisuseError
-            If the same owner has the ``Llama``, or if a thread would stop the event loop that has to go on first.
+            If the same owner has the ``Llama``, or if a thread would block the event loop that must make progress
+            first.
         """
         self.look()
         with self._lock:
             first = self._settle()
             if first is not None and ticket.waits_for_itself(first):
                 raise MisuseError(
-                    "this thread (or task) has a session, and would wait for itself; leave its block, or release() it, "
+                    "this thread (or task) already has a session, and would wait for itself; leave its block, "
+                    "or release() it, "
                     "before you admit another one"
                 )
             loops = [other.loop for other in self._waiting()]
@@ -192,7 +194,7 @@ class Queue:
             self._settle()
 
     def look(self) -> None:
-        """Whose turn it is, if nobody has told that; a lease whose owner cannot end it any more is ended."""
+        """Admit the next ticket, if that was not done yet; a lease whose owner cannot end it any more is ended."""
         with self._lock:
             first = self._settle()
         end = first.end() if first is not None and first.is_begun and first.is_orphaned else None

@@ -58,7 +58,7 @@ class Session:
         self._lease = lease
         self._held = tokens
         self.place = place
-        # nobody else keeps it: if the session is dropped, its place in the queue is free
+        # the only reference: if the session is dropped, its place in the queue is free
         self._ticket = ticket
         ticket.end = weakref.WeakMethod(self.end_for_its_owner)
         self._end = end
@@ -319,7 +319,7 @@ class Session:
             finally:
                 self._caller = outer
                 if self._is_ending and outer is None:
-                    # whoever ends it did not wait for this call
+                    # the thread that ended it did not wait for this call
                     self._finish()
 
     def _check(self) -> None:
@@ -390,7 +390,7 @@ class Session:
             self.place.leave()
 
     def end_for_its_owner(self) -> None:
-        """Discard it: the task that has it never goes on."""
+        """Discard it: its task will never continue."""
         self.end_soon(discard=True)
 
     def __del__(self) -> None:
@@ -400,7 +400,7 @@ class Session:
             self.place.give_back()
             self._ticket.is_abandoned = True
             with suppress(RuntimeError):
-                # so that the next one is told at once
+                # so that the next one is admitted immediately
                 _thread.start_new_thread(self.place.leave, ())
 
 

@@ -1,4 +1,4 @@
-"""`Sessions`: who may use the ``Llama``, and what each conversation holds when it is its turn."""
+"""`Sessions`: which conversation may use the ``Llama``, and the tokens that it has when admitted."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Sessions:
         reuse: Reuse = "both",
         timeout: float | None = None,
     ) -> AsyncGenerator[Session]:
-        """As `admit`, for ``async with``: the event loop goes on while this waits, restores and stores.
+        """As `admit`, for ``async with``: the event loop keeps running while this waits, restores and stores.
 
         The calls of the session compute, so run them in a thread: ``await asyncio.to_thread(session.eval, tokens)``.
         If the task is cancelled, the end of the block waits for the call that is under way.
@@ -263,13 +263,13 @@ class Sessions:
         try:
             place = self._place
             if place is not None and place.is_of(ticket):
-                place.lose("was never begun; admit it again")
+                place.lose("was never entered; admit it again")
                 self._settle(place)
         finally:
             self._queue.leave(ticket)
 
     def _settle(self, place: Place | None) -> None:
-        """End a lease that nobody has any more: the session is discarded, unless nothing was evaluated."""
+        """End an abandoned lease: the session is discarded, unless nothing was evaluated."""
         with self._lock:
             if self._place is not place:
                 return

@@ -161,9 +161,9 @@ class SessionTable:
             if each is not None and each.state is State.LEASED:
                 raise BusyError(f"session {each.name!r} has the Llama; fork it after its block")
         if entry is None or entry.state is State.DISCARDED:
-            raise InvalidParameterError(f"there is no session {name!r} that could be forked; names() lists them")
+            raise InvalidParameterError(f"there is no session {name!r} to fork; names() lists the sessions")
         if there is not None and there.state is State.IDLE:
-            raise InvalidParameterError(f"there is a session {new!r} already; evict it first, or choose another name")
+            raise InvalidParameterError(f"session {new!r} already exists; evict it first, or choose another name")
         self._entries[name] = self._entries.pop(name)
         fork = Entry(new, entry.tokens, there.generation if there is not None else 0, keys=entry.keys)
         return fork, self.add(fork)

@@ -10,15 +10,15 @@ import math
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from prefixstore.errors import InvalidParameterError
 from prefixstore.units import shown
 
-__all__ = ["Event", "Trace", "read_trace"]
+__all__ = ["Chain", "Event", "Trace", "read_trace"]
 
 # bytes of a block, where a trace has texts and no hashes: some 64 tokens
 TEXT_BLOCK = 256
@@ -28,6 +28,46 @@ LARGEST = 1 << 62
 LIMITS = ("min_tokens", "max_bytes", "max_entries")
 
 
+class Chain(Sequence[int]):
+    """The blocks of a sequence, from its start. They are not held: each access follows the chain back from its end.
+
+    Many sequences of a trace begin alike, so the lists of all of them would take memory quadratic in their length.
+
+    Parameters
+    ----------
+    before
+        For each block the one before it; -1 for none.
+    last
+        The last block.
+    length
+        How many blocks there are.
+    """
+
+    __slots__ = ("_before", "_last", "_length")
+
+    def __init__(self, before: Mapping[int, int], last: int, length: int) -> None:
+        self._before, self._last, self._length = before, last, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(list(reversed(self)))
+
+    def __reversed__(self) -> Iterator[int]:
+        at = self._last
+        for _ in range(self._length):
+            yield at
+            at = self._before[at]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self)[index]
+
+
 @dataclass(frozen=True)
 class Event:
     """A request, or a page that was stored.
@@ -35,7 +75,8 @@ class Event:
     Attributes
     ----------
     blocks
-        Numbers of the blocks of the sequence, from its start; equal numbers are equal prefixes.
+        Numbers of the blocks of the sequence, from its start; equal numbers are equal prefixes. Make a list of them
+        once, where they are used more than once: they may be a `Chain`.
     is_request
         Whether it is a request; else the sequence up to the end of a page that was stored.
     n_tokens
@@ -94,11 +135,10 @@ class Trace:
     @property
     def pages(self) -> int:
         """How many different pages there are."""
-        ends = {
-            event.blocks[min(start + event.page_blocks, len(event.blocks)) - 1]
-            for event in self.events
-            for start in range(0, len(event.blocks), event.page_blocks)
-        }
+        ends: set[int] = set()
+        for event in self.events:
+            blocks, step = list(event.blocks), event.page_blocks
+            ends.update(blocks[step - 1 :: step], blocks[-1:])
         return len(ends)
 
     def tokens_of(self, event: Event, n_blocks: int) -> int:
@@ -196,6 +236,8 @@ class _Reader:
         self._numbers: dict[object, int] = {}
         # of traces of prefixstore: the block before each one, by number; -1 for none
         self._before: dict[int, int] = {}
+        # and how many blocks a sequence has that ends with it
+        self._lengths: dict[int, int] = {}
         # of pages, by their names
         self._sizes: dict[str, int] = {}
         # by namespace: blocks in a page, and tokens
@@ -234,13 +276,15 @@ class _Reader:
     def _header(self, found: dict[str, Any]) -> None:
         if found["prefixstore_trace"] != 1:
             raise InvalidParameterError(
-                f"the trace has version {shown(found['prefixstore_trace'])}, which this prefixstore does not know; "
+                f"the trace has version {shown(found['prefixstore_trace'])}, which is unknown to this prefixstore; "
                 "upgrade it"
             )
         block = _whole(found["block_tokens"])
         limits = {name: _whole(found[name]) for name in LIMITS if found.get(name) is not None}
         if block < 1 or self._trace.block_tokens not in (None, block):
-            raise InvalidParameterError("the trace has blocks of several lengths; record into one file for each")
+            raise InvalidParameterError(
+                "the trace has blocks of different lengths; record each length into its own file"
+            )
         self._trace.is_ours, self._trace.block_tokens, self._trace.about = True, block, found | limits
 
     def _ours(self, found: dict[str, Any]) -> None:
@@ -270,16 +314,16 @@ class _Reader:
         of_page, page_tokens = self._page_sizes.get(namespace, (1, 0))
         self._trace.events.append(Event(blocks, False, length, None, of_page, namespace, page_tokens))
 
-    def _sequence(self, names: Sequence[str], before: int) -> list[int]:
+    def _sequence(self, names: Sequence[str], before: int) -> Sequence[int]:
         """The blocks of a sequence from its start, and notes which one follows which."""
-        path: list[int] = []
-        at = before
-        while at >= 0:
-            path.append(at)
-            at = self._before[at]
-        path.reverse()
+        length, last, is_chain = self._lengths[before] if before >= 0 else 0, before, True
+        start, numbers = Chain(self._before, last, length), []
         for name in names:
             number = self._number(name)
-            self._before.setdefault(number, path[-1] if path else -1)
-            path.append(number)
-        return path
+            numbers.append(number)
+            length += 1
+            is_chain &= self._before.setdefault(number, last) == last
+            self._lengths.setdefault(number, length)
+            last = number
+        # in a trace that is not consistent, a block may follow several others
+        return Chain(self._before, last, length) if is_chain else [*start, *numbers]

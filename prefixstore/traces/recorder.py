@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from prefixstore.units import parse_bytes, shown
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder"]
+__all__ = ["BLOCK_TOKENS", "MAX_BYTES", "VERSION", "Recorder", "make_private"]
 
 log = logging.getLogger("prefixstore")
 
@@ -46,7 +47,7 @@ class Recorder:
     Parameters
     ----------
     path
-        The file; it is created with mode 0600, or appended to.
+        The file; it is created with mode 0600, or appended to. With `text`, a file that exists gets mode 0600 too.
     about
         Parameters of the store, for the first line.
     max_bytes
@@ -85,6 +86,8 @@ class Recorder:
         try:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._is_open = True
+            if text is not None:
+                make_private(self._file)
             self._left -= os.fstat(self._file).st_size
             if _is_cut(self.path):
                 os.write(self._file, b"\n")
@@ -147,7 +150,7 @@ class Recorder:
     def _guarded(self, record: Callable[..., None], *arguments: Any) -> None:
         try:
             record(*arguments)
-        except Exception as error:  # noqa: BLE001 - a completion goes on whatever happens here
+        except Exception as error:  # noqa: BLE001 - recording must never break a completion
             log.warning("recording to %s ends: %s", self.path, error)
             self.close()
 
@@ -227,6 +230,19 @@ class Recorder:
             if len(self._known) > REMEMBERED:
                 self._known.clear()
             self._known.update(names)
+
+
+def make_private(file: int) -> None:
+    """Take all access to an open file from other accounts; a pipe or a device stays as it is.
+
+    Raises
+    ------
+    OSError
+        If others can read the file, and it belongs to another account.
+    """
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode) and mode & 0o077 and hasattr(os, "fchmod"):
+        os.fchmod(file, 0o600)
 
 
 def _is_cut(name: str | bytes) -> bool:

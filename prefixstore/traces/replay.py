@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -31,6 +32,8 @@ __all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "Cache", "InEngine", "R
 
 NAMESPACE = b"a trace replayed"
 BELADY = "belady"
+# entries of a heap that may be out of date, beyond as many as are true
+SLACK = 1024
 
 
 class Cache(Protocol):
@@ -180,19 +183,18 @@ class Belady(Blockwise):
         self, capacity: int, prompts: Sequence[Sequence[int]], are_needed: Sequence[bool] | None = None
     ) -> None:
         super().__init__(capacity)
-        flat = [block for blocks in prompts for block in blocks]
-        never = len(flat)
-        after = dict.fromkeys(flat, never)
-        self._next = [never] * never
-        at = never
+        at = never = sum(map(len, prompts))
+        after: dict[int, int] = {}
+        self._next = array("q", [never]) * never
         for i in range(len(prompts) - 1, -1, -1):
             is_needed = are_needed is None or are_needed[i]
             for block in reversed(prompts[i]):
                 at -= 1
-                self._next[at] = after[block]
+                self._next[at] = after.get(block, never)
                 if is_needed:
                     after[block] = at
-        self._here: dict[int, int] = {}
+        # by block; as in the heap, which also has entries that are no longer true
+        self._here: dict[int, tuple[int, int]] = {}
         self._order: list[tuple[int, int, int]] = []
         self._now = -1
 
@@ -200,12 +202,15 @@ class Belady(Blockwise):
         """Whether a block is in the cache."""
         self._now += 1
         hit = block in self._here
-        wanted = self._here[block] = self._next[self._now]
-        heappush(self._order, (-wanted, -self._now, block))
+        rank = self._here[block] = -self._next[self._now], -self._now
+        heappush(self._order, (*rank, block))
         while len(self._here) > self.capacity:
-            wanted, _, last = heappop(self._order)
-            if self._here.get(last) == -wanted:
+            *popped, last = heappop(self._order)
+            if self._here.get(last) == tuple(popped):
                 del self._here[last]
+        if len(self._order) > 2 * len(self._here) + SLACK:
+            self._order = [(*each, one) for one, each in self._here.items()]
+            heapify(self._order)
         return hit
 
 
@@ -250,17 +255,18 @@ def replay(trace: Trace, policy: str, pages: int) -> Replayed:
     hits = hit_tokens = 0
     with InEngine(policy, max(pages, 1)) as cache:
         for event in trace.events:
+            blocks = list(event.blocks)
             if not trace.is_ours:
-                n = cache.request(event.blocks)
+                n = cache.request(blocks)
             elif not event.is_request:
-                cache.store_page(event.blocks, namespace=_key(event), page=event.page_blocks)
+                cache.store_page(blocks, namespace=_key(event), page=event.page_blocks)
                 continue
             else:
                 limit = trace.blocks_of(event, event.n_tokens - 1)
                 enough = trace.blocks_of(event, least - 1) + 1 if least else 0
-                n = cache.ask(event.blocks, namespace=_key(event), page=event.page_blocks, limit=limit, least=enough)
+                n = cache.ask(blocks, namespace=_key(event), page=event.page_blocks, limit=limit, least=enough)
                 # what is not found is computed, and stored as the context fills
-                cache.store(event.blocks, namespace=_key(event), page=event.page_blocks)
+                cache.store(blocks, namespace=_key(event), page=event.page_blocks)
             hits += n > 0
             hit_tokens += trace.tokens_of(event, n)
     return _result(trace, hits, hit_tokens)

@@ -120,6 +120,15 @@ def test_a_process_ends_in_time_with_what_it_could_write(models, tmp_path, reque
         assert len(tokens) >= (4 if speed == "slow" and end not in AT_ONCE else 1)
 
 
+def test_what_waits_for_object_storage_is_written_before_the_process_ends(models, tmp_path, request):
+    """An executor does nothing any more when the store is closed then."""
+    location = place("s3", tmp_path, request)
+    done, _ = run(models, location, "slow", "return", "alive")
+    assert (done.returncode, done.stderr) == (0, "")
+    with Archive(location) as archive:
+        assert len({page.tokens[:16] for page in archive.pages() if page.start == 0}) == 4
+
+
 @pytest.mark.parametrize("end", ["return", "exit", "SIGTERM handled"])
 @pytest.mark.parametrize("speed", ["slow", "hangs"])
 def test_what_a_collected_store_has_captured_is_written_before_the_process_ends(models, tmp_path, request, speed, end):

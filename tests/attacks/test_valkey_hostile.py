@@ -27,7 +27,7 @@ from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 from tests.support.engines import A, B, store_of
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey
+from tests.support.valkey import private_valkey, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -95,17 +95,6 @@ def sound(backend):
     assert check(backend) == []
     with backend.view() as view:
         return {key for key, _, _ in view.scan()}
-
-
-@pytest.fixture
-def url(new_valkey):
-    return new_valkey()
-
-
-@pytest.fixture
-def client(valkey_server):
-    with valkey_server.client() as usual:
-        yield usual
 
 
 @pytest.mark.parametrize("kind", ["notes", "log", "lock", "entries", "order", "children", "settings"])

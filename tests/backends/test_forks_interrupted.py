@@ -115,8 +115,11 @@ def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_rel
     assert step > 100
 
 
+@pytest.mark.parametrize("every", [67, pytest.param(17, marks=pytest.mark.attack)])
 @in_own_thread
-def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_store_that_works(tmp_path, monkeypatch):
+def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_store_that_works(
+    tmp_path, monkeypatch, every
+):
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     modules = [forks, handle_lock, environment, memory]
     with closing(open_backend(tmp_path / "kv", max_bytes=64 * MIB)) as backend:
@@ -130,7 +133,7 @@ def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_
         codes = []
         steps = steps_of(lambda: codes.append(forked(child)), modules)
         assert codes == [0, 0]
-        for step in range(1, steps + 1, 17):
+        for step in range(1, steps + 1, every):
             interrupted(lambda: codes.append(forked(child)), modules, step)
             with backend.view() as view:
                 assert view.used.entries == 1

@@ -86,12 +86,12 @@ def test_a_file_that_a_reader_keeps_full_has_space_to_delete_and_recovers(tmp_pa
 
 def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(tmp_path):
     with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
-        for seed in range(20):
+        for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
         before = store.engine.used()[0].entries
         assert before > 200
         assert store.engine.clear(None) == before
-        for seed in range(20):
+        for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
         store.engine.evict_to(MIB // 2)
         assert store.engine.used()[0].bytes <= MIB // 2

@@ -84,8 +84,8 @@ def names_in(url):
     [
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),
-        ("s3://bucket/a//b", "empty part"),
-        ("s3://bucket/../b", "empty part"),
+        ("s3://bucket/a//b", "empty segment"),
+        ("s3://bucket/../b", "empty segment"),
         ("s3://bucket/a?secret_access_key=hunter2", "unknown option"),
         ("s3://me:hunter2@bucket/a", "credentials"),
         ("s3://bucket/a?endpoint=ftp://host", "endpoint must be"),
@@ -659,7 +659,7 @@ def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
 def test_without_an_endpoint_it_is_said_that_aws_was_asked(credentials, monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there
-    with pytest.raises(UnavailableError, match=r"no answer.*AWS was asked.*endpoint="):
+    with pytest.raises(UnavailableError, match=r"no answer.*the request went to AWS.*endpoint="):
         open_backend("s3://bucket/kv", max_bytes=MIB)
     with pytest.raises(UnavailableError) as caught:
         open_backend("s3://bucket/kv?endpoint=http://127.0.0.1:1", max_bytes=MIB)

@@ -40,7 +40,7 @@ from tests.support import PATIENCE, ROOT
 from tests.support.engines import NS, A, B, P, Store
 from tests.support.places import contents, opened
 from tests.support.timeouts import wait_for
-from tests.support.valkey import private_valkey, remove
+from tests.support.valkey import private_valkey, remove, valkey_client, valkey_url  # noqa: F401 - fixtures
 
 MIB = 1 << 20
 
@@ -69,18 +69,6 @@ class TestTCP(ValkeyContract):
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def url(new_valkey):
-    return new_valkey()
-
-
-@pytest.fixture
-def client(valkey_server):
-    """What anybody else may do to the server."""
-    with valkey_server.client() as usual:
-        yield usual
 
 
 def named(url, kind):

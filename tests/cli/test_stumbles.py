@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -148,7 +149,7 @@ def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run
     assert err == "prefixstore: --sort colour is unknown; choose used, pages,\n  tokens, stored or uses\n"
     _, _, err = run("stats", "nowhere")
     assert max(map(len, [line for line in err.splitlines() if "/" not in line])) <= 60
-    assert "what writes first creates a store" in " ".join(err.split())
+    assert "the first writer creates a store" in " ".join(err.split())
 
 
 # -- one default location ---------------------------------------------------------------------------------------------
@@ -450,6 +451,19 @@ def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_p
     assert run("ls", path, "--json", "--format", "csv")[0] == 2
 
 
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(1)", "\t=1"])
+def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, name):
+    path = tmp_path / "formulas"
+    with Archive(path, create=True) as archive:
+        fill(archive.backend, space(name), [list(range(4))])
+    for form, delimiter in (("csv", ","), ("tsv", "\t")):
+        out = run("ls", path, "--format", form)[1]
+        (row,) = csv.DictReader(io.StringIO(out, newline=""), delimiter=delimiter)
+        assert row["salt"].startswith("'")
+        assert row["pages"] == "1"
+    assert as_json("ls", path)[1][0]["settings"]["salt"] == name
+
+
 def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
     path = tmp_path / "branches"
     location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])
@@ -483,7 +497,7 @@ def test_the_text_of_a_tree_begins_where_branches_part(tmp_path, models, run):
         assert text.startswith(wanted[:8])
     assert all(text.startswith("…") for text in texts[1:])
     *_, mark, summary = out.splitlines()
-    assert mark == "│: here the text begins to differ from that of the branches beside it"
+    assert mark == "│: here the text differs from that of the sibling branches"
     assert summary.endswith("3 pages")
     assert "│:" not in run("tree", tmp_path / "kv")[1]
 
@@ -556,7 +570,8 @@ def test_equal_problems_are_one_line(tmp_path, run, models):
     assert code == 1
     assert f"40 prompts need up to 539 tokens ({file}:1 … {file}:40)" in err
     assert f"5 times, {file}:41 … {file}:45: the prompt has no tokens" in err
-    assert len(err.splitlines()) < 10
+    # but for the lines that a slow machine adds while it computes
+    assert len([line for line in err.splitlines() if not line.startswith("evaluating: ")]) < 10
     assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 
@@ -654,7 +669,7 @@ def test_no_word_of_a_table_is_split_in_a_narrow_terminal(store, width):
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     environment |= {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=60)
+    subprocess.run([sys.executable, "-c", code, store], check=True, stdout=theirs, env=environment, timeout=180)
     os.close(theirs)
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(ours, 1 << 16).decode()).splitlines()
     os.close(ours)

@@ -195,7 +195,7 @@ def test_stats_of_a_shared_location_say_where_prompts_are_counted(new_valkey, mo
     with PrefixStore([tmp_path / "kv", far], llm) as store:
         llm.set_cache(store)
         llm(prompt(300), max_tokens=1)
-    note = "note: prompts of processes with a location of their own in front are counted there"
+    note = "note: prompts of processes that use this as a far location are counted in their nearer location"
     assert note in run("stats", far)[2]
     code, out, err = run("stats", tmp_path / "kv")
     assert (code, "hit rate" in out, note in err) == (0, True, False)
@@ -251,7 +251,7 @@ def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
 
     def read_until(words):
         nonlocal seen
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while words not in seen:
             assert time.monotonic() < until, seen[-4000:].decode(errors="replace")
             if select.select([terminal], [], [], 1)[0]:
@@ -267,7 +267,7 @@ def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
             llm.set_cache(store)
             answer(llm, prompt(777, 9), 4)
         read_until(b"later")
-        assert b"777" in seen
+        read_until(b"777")
         os.write(terminal, b"x")
         os.write(terminal, b"q")
         read_until(b"\x1b[?1049l")

@@ -180,7 +180,11 @@ def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
             capture_output=True,
             text=True,
         )
-        assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["reading prompts", "evaluating"]
+        # on a slow machine, more than one line of a phase
+        assert list(dict.fromkeys(line.split(":")[0] for line in done.stderr.splitlines())) == [
+            "reading prompts",
+            "evaluating",
+        ]
 
 
 def test_every_summary_names_the_location(warm, file, tmp_path):
@@ -246,7 +250,7 @@ def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     ("arguments", "message"),
     [
         ([], "no prompts are given"),
-        (["--type-k", "q9", "p.txt"], "not a value that llama.cpp knows"),
+        (["--type-k", "q9", "p.txt"], "not a value known to llama.cpp"),
         (["--model", "nowhere.gguf", "p.txt"], "model file not found"),
         (["--config", "nowhere.toml", "p.txt"], "No such file"),
         (["--ttl", "soon", "p.txt"], "not a valid duration"),
@@ -280,7 +284,7 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
         if "evaluating" in line:
             process.send_signal(sent)
             break
-    stdout, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=180)
     assert process.returncode == 128 + sent
     told = json.loads(stdout)
     assert told["interrupted"]

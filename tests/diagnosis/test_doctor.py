@@ -119,7 +119,7 @@ def test_a_missing_store_and_a_directory_that_is_none_are_problems(tmp_path, run
     ("path", "level", "says"),
     [
         ("/mnt/share one/kv", Level.PROBLEM, "use a local disk"),
-        ("/dev/shm/kv", Level.NOTE, "a restart of the machine empties"),
+        ("/dev/shm/kv", Level.NOTE, "lost when the machine restarts"),
         ("/var/cache/kv", Level.GOOD, ""),
     ],
 )

@@ -183,7 +183,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
     policy = POLICIES["adaptive"]()
     with closing(Engine(_Kept(backend), Budget(1 << 30), policy, FixedCodec("raw"), Counters())) as engine:
         assert engine.commit([]) == 0
-        assert "starts with nothing" in caplog.text
+        assert "starts afresh" in caplog.text
         used_often(engine)
 
         def fails(*_):

@@ -25,7 +25,7 @@ from prefixstore.units import parse_seconds
 from tests.support.engines import MIB, NS, Store, store_of
 from tests.support.newer import make_newer
 
-P = 4  # tokens in a page
+P = 4  # tokens per page
 SIZE = 10_000  # bytes of a page
 PAGE = SIZE + 4 * P  # as a quota counts it
 

@@ -265,7 +265,7 @@ def test_a_page_is_not_replaced_by_one_that_unpacks_to_something_else(name, monk
         )
         repacker = repacker_of(store)
         assert prepared(store, repacker) == []
-        assert "does not unpack to what was packed" in caplog.text
+        assert "does not unpack to the original bytes" in caplog.text
         assert stored(store) == before
         assert prepared(store, repacker) == []
         assert caplog.text.count("does not unpack") == 3, "not tried again"

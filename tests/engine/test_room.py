@@ -407,7 +407,7 @@ def test_a_location_that_fails_is_left_alone_for_a_while_and_nothing_is_lost(ope
             pauses.append(room.step())
     assert faulty.failures == 3
     assert not room.has_work
-    assert [record.message for record in caplog.records if "no room can be made" in record.message] != []
+    assert [record.message for record in caplog.records if "no space could be freed" in record.message] != []
     assert max(pauses) >= 4 * PAUSE
     assert [store.fetch(single(number)) for number in range(20)] == [1] * 20
     assert store.counters["evictions"] == 0

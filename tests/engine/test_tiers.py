@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -16,6 +17,7 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
+from prefixstore.engine.history import read_history
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -107,6 +109,20 @@ class Tiers(Store):
     def given(self):
         near, far = self.engine.tiers()
         return near.pages, far.pages
+
+
+def test_the_far_location_is_told_what_it_holds():
+    with tiers(far_bytes=32 * MIB) as store:
+        store.engine.describe(SPACE, {"name": "a model"})
+        store.engine.describe(Namespace({"n": 2}), {"name": "a model without pages"})
+        # nothing is written for that alone
+        assert not store.far.has_deferred
+        store.capture(A)
+        store.engine.flush()
+        with store.far_backend.view() as view:
+            history = read_history(view, time.time())
+        assert {key: one.name for key, one in history.described.items()} == {SPACE.key.hex()[:16]: "a model"}
+        assert history.max_bytes == 32 * MIB
 
 
 def keys_of(backend):
@@ -594,7 +610,7 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
         assert store.engine.tiers()[1].late == before + 2
         far.hangs = False
         released.set()
-        wait_for(store.engine._overdue.done, "the question is answered")
+        wait_for(lambda: store.engine._overdue.is_there, "the question is answered")
         assert store.match([*LONG, *A]) == len(LONG)
 
 

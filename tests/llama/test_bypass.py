@@ -130,11 +130,11 @@ def test_a_block_is_that_of_its_thread_and_of_its_task(llama, store):
     def elsewhere():
         with store.bypass():
             entered.set()
-            done.wait(20)
+            done.wait(120)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    entered.wait(20)
+    assert entered.wait(120)
     answer(llm, prompt(300), 1)
     done.set()
     thread.join()

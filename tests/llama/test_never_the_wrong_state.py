@@ -250,7 +250,7 @@ def test_the_build_of_llama_cpp_is_its_commit_as_llama_server_shows_it():
     assert re.fullmatch("[0-9a-f]{7,40}", build)
     server = ROOT.parent / "shared" / "bin" / "llama-server"
     if server.exists() and llama_cpp.__version__ == "0.3.36":  # built from the same sources
-        shown = subprocess.run([server, "--version"], capture_output=True, text=True, check=True, timeout=60)
+        shown = subprocess.run([server, "--version"], capture_output=True, text=True, check=True, timeout=180)
         assert f"commit {build}" in shown.stdout + shown.stderr
 
 

@@ -367,7 +367,7 @@ def test_a_state_from_a_lookup_that_is_not_stored_any_more_is_an_error(contexts)
         llm.eval(TEXT)
         store.capture()
         state = store[[*TEXT, 7]]
-        with pytest.raises(MisuseError, match="of another model"):
+        with pytest.raises(MisuseError, match="belongs to another model"):
             other.load_state(state)
         llm.reset()
         llm.eval(OTHER)
@@ -580,9 +580,7 @@ def test_a_closed_store_that_is_still_set_is_a_miss(contexts, options, caplog):
         with caplog.at_level(logging.WARNING, "prefixstore"):
             for _ in range(2):
                 assert answer(llm, TEXT, 4) == answer(plain, TEXT, 4)
-        assert [record.message.split(";")[0] for record in caplog.records] == [
-            "a completion uses a store that is closed"
-        ]
+        assert [record.message.split(";")[0] for record in caplog.records] == ["a completion uses a closed store"]
         with pytest.raises(MisuseError, match="closed"):
             store[TEXT]
     finally:

@@ -45,7 +45,7 @@ def _with_server(
         )
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         try:
-            await asyncio.wait_for(use(reader, writer), 30)
+            await asyncio.wait_for(use(reader, writer), 120)
         finally:
             writer.close()
             server.close()

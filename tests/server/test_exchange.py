@@ -11,6 +11,7 @@ import pytest
 from prefixstore.server.bodies import LARGE, BodiesFullError, BodyBudget, aside
 from prefixstore.server.exchange import BodyTooLargeError, Exchange
 from prefixstore.server.outbox import ClientGoneError, Outbox
+from tests.support import virtual_time
 
 Message = MutableMapping[str, Any]
 
@@ -39,7 +40,7 @@ def test_the_answer_of_a_client_that_does_not_read_is_kept_for_it():
         assert [message["n"] for message in client.taken] == list(range(10))
         await outbox.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_a_message_larger_than_the_room_is_sent_alone():
@@ -53,7 +54,7 @@ def test_a_message_larger_than_the_room_is_sent_alone():
         assert len(client.taken) == 3
         await outbox.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_a_client_that_reads_a_little_now_and_then_does_not_hold_the_answer_for_ever():
@@ -73,7 +74,7 @@ def test_a_client_that_reads_a_little_now_and_then_does_not_hold_the_answer_for_
             await answer()
         await outbox.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    virtual_time.run(scene())
 
 
 def test_a_client_that_takes_nothing_ends_the_task_that_answers_even_while_that_waits_for_the_server():
@@ -88,7 +89,7 @@ def test_a_client_that_takes_nothing_ends_the_task_that_answers_even_while_that_
             await asyncio.create_task(answer())
         await outbox.close()
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    virtual_time.run(scene())
 
 
 def exchange(parts: list[bytes], budget: BodyBudget, *, length: int | None = None, max_body: int = 1000) -> Exchange:
@@ -124,7 +125,7 @@ def test_the_bodies_of_all_requests_have_a_limit_together_and_give_it_back():
         with pytest.raises(BodyTooLargeError):
             await exchange([], budget, length=2000).body()
 
-    asyncio.run(asyncio.wait_for(scene(), 30))
+    asyncio.run(asyncio.wait_for(scene(), 120))
 
 
 def test_others_go_on_while_a_large_body_is_read():
@@ -134,7 +135,7 @@ def test_others_go_on_while_a_large_body_is_read():
 
         def work() -> str:
             loop.call_soon_threadsafe(began.set)
-            asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result(30)
+            asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result(120)
             return "done"
 
         task = asyncio.create_task(aside(LARGE, work))
@@ -143,4 +144,4 @@ def test_others_go_on_while_a_large_body_is_read():
         assert await task == "done"
         assert await aside(1, lambda: "at once") == "at once"
 
-    asyncio.run(asyncio.wait_for(scene(), 60))
+    asyncio.run(asyncio.wait_for(scene(), 120))

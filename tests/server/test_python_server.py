@@ -11,7 +11,8 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.config import load_config
 from prefixstore.maintenance.archive import Archive
-from tests.support.python_server import MODEL_OPTIONS, STOCK, free_port, serving
+from tests.support.ports import free_port
+from tests.support.python_server import MODEL_OPTIONS, STOCK, serving
 
 SYSTEM = "You are an assistant who knows manual pages. " * 20
 
@@ -94,10 +95,10 @@ def test_completions_with_text_and_the_raw_answer(models, location):
         assert (cached(one), cached(two)) == (0, two.usage.prompt_tokens - 1)
         # what is not a completion is untouched
         assert [model.id for model in server.client.models.list()] == [str(models("llama"))]
-        raw = httpx.post(f"{server.url}/extras/tokenize/count", json={"input": prompt})
+        raw = httpx.post(f"{server.url}/extras/tokenize/count", json={"input": prompt}, timeout=60)
         assert raw.json() == {"count": two.usage.prompt_tokens}
         # errors keep their form
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": 1})
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": 1}, timeout=60)
         assert answer.status_code == 500
         assert answer.json()["error"]["type"] == "internal_server_error"
         long = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt * 100}, timeout=60)
@@ -195,7 +196,7 @@ def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, loca
         with server.chat(messages("And now?"), stream=True, max_tokens=1000) as stream:
             next(iter(stream))
             server.process.kill()
-            server.process.wait(60)
+            server.process.wait(120)
     with start(models, location) as server:
         answer = server.chat(given)
         assert text_of(answer) == text_of(first) == text_of(cold(given))
@@ -217,7 +218,7 @@ def test_clients_at_the_same_time(models, location, cold):
 def test_an_api_key_is_asked_for(models, location):
     with start(models, location, "--api-key", "secret") as server:
         assert server.complete("ls " * 30).usage.prompt_tokens > 0
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ls"})
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "ls"}, timeout=60)
         assert refused.status_code == 401
 
 

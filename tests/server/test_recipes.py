@@ -21,7 +21,9 @@ from prefixstore.config import load_config
 from prefixstore.server import child, serving, session
 from tests.support import ROOT
 from tests.support.llama_server import binary
-from tests.support.python_server import START_SECONDS, free_port
+from tests.support.ports import free_port
+from tests.support.python_server import START_SECONDS
+from tests.support.untimed import untimed
 
 MESSAGES = [{"role": "system", "content": "You know manual pages. " * 20}, {"role": "user", "content": "ls?"}]
 TEXT = "The list of files is sorted. " * 20
@@ -88,7 +90,7 @@ def gunicorn(place, *options: str) -> list[dict]:
     found = []
     for _ in range(2):
         port = free_port()
-        command = [sys.executable, "-m", "gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", *options, "app:app"]
+        command = untimed("gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", *options, "app:app")
         environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{place}"}
         with (
             (place / "log").open("a") as log,
@@ -98,7 +100,7 @@ def gunicorn(place, *options: str) -> list[dict]:
                 deadline = time.monotonic() + START_SECONDS
                 while True:
                     try:
-                        answer = httpx.post(f"http://127.0.0.1:{port}/chat", json=MESSAGES, timeout=60)
+                        answer = httpx.post(f"http://127.0.0.1:{port}/chat", json=MESSAGES, timeout=120)
                         break
                     except httpx.TransportError:
                         assert process.poll() is None, (place / "log").read_text()
@@ -106,7 +108,7 @@ def gunicorn(place, *options: str) -> list[dict]:
                         time.sleep(0.05)
                 found.append(answer.json())
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0
+                assert process.wait(120) == 0
             finally:
                 process.kill()
     return found
@@ -172,7 +174,7 @@ def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_pa
         ("8081", str(port)),
         ("/var/cache/kv", "kv"),
         ("llama-server -m", f"{binary()} -t 2 -c 2048 -m"),
-        ("prefixstore s", f"{sys.executable} -m prefixstore s"),
+        ("prefixstore s", f"{sys.executable} -m tests.support.untimed prefixstore s"),
     ):
         start, hooks = ([line.replace(one, other) for line in lines] for lines in (start, hooks))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -188,11 +190,11 @@ def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_pa
             assert process.poll() is None, log.read_text(errors="replace")
             assert time.monotonic() < deadline, log.read_text(errors="replace")
             time.sleep(0.05)
-        answer = httpx.post(f"http://127.0.0.1:{port}/completion", json={"prompt": TEXT, "n_predict": 2}, timeout=60)
+        answer = httpx.post(f"http://127.0.0.1:{port}/completion", json={"prompt": TEXT, "n_predict": 2}, timeout=120)
         assert answer.status_code == 200, answer.text
         for hook in hooks:
-            subprocess.run(["bash", "-ec", hook], cwd=place, env=environment, check=True, timeout=60)
+            subprocess.run(["bash", "-ec", hook], cwd=place, env=environment, check=True, timeout=120)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
+        process.wait(120)

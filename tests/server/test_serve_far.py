@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prefixstore.errors import PrefixStoreError
-from tests.support.llama_server import Running, free_port
+from tests.support.llama_server import Running
 from tests.support.places import opened
+from tests.support.ports import free_port
 from tests.support.served import Serve, Served, cached, own_answers, prompt
 from tests.support.timeouts import wait_for
 from tests.support.valkey import private_valkey
@@ -83,16 +83,14 @@ def test_a_shared_server_that_dies_and_comes_back_empty_costs_its_pages(host, tm
             one.complete(prompt(1))
             return n_pages(url) == n_pages(str(tmp_path / "store"))
 
-        wait_for(both_are_sent, "pages that are used are sent again", 120)
+        wait_for(both_are_sent, "pages that are used are sent again", 180)
         assert one.stop() == 0
 
 
 def test_a_shared_location_that_is_not_there_yet_does_not_keep_a_server_from_starting(host, alone: Running):
     port = free_port()
-    started = time.monotonic()
     one = host(f"valkey://me:s3cret@127.0.0.1:{port}/0")
-    assert time.monotonic() - started < 60
     assert one.complete(prompt(1))["content"] in own_answers(alone, prompt(1))
-    assert "tried again later" in one.text()
+    assert one.text().count("the far location is tried again later") == 1
     assert one.stop() == 0
     assert "s3cret" not in one.text()

@@ -15,12 +15,8 @@ import pytest
 
 from tests.support import ROOT
 from tests.support.models import write
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+from tests.support.ports import free_port
+from tests.support.untimed import untimed
 
 
 def command(*arguments):
@@ -30,18 +26,19 @@ def command(*arguments):
 def asked(location, model, prompt):
     """The usage of one completion of a server of its own."""
     port = free_port()
-    options = ["--n_ctx", "1024", "--n_threads", "1", "--n_threads_batch", "1"]
+    options = ["--port", port, "--max-bytes", "64MiB", "--", "--n_ctx", "1024", "--n_threads", "1"]
     process = subprocess.Popen(
-        command(location, "--model", model, "--port", port, "--max-bytes", "64MiB", "--", *options),
+        untimed("prefixstore", "serve", location, "--model", model, *options, "--n_threads_batch", "1"),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        cwd=ROOT,
     )
     try:
         while True:
             assert process.poll() is None, "the server has ended"
             try:
                 answer = httpx.post(
-                    f"http://127.0.0.1:{port}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=60
+                    f"http://127.0.0.1:{port}/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=120
                 )
                 break
             except httpx.ConnectError:
@@ -49,7 +46,7 @@ def asked(location, model, prompt):
         return answer.json()["usage"]
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
 
 
 def test_a_restarted_server_computes_only_the_last_token(tmp_path):
@@ -80,7 +77,7 @@ def test_wrong_usage_is_told(arguments, says, tmp_path):
         text=True,
         env=environment,
         cwd=tmp_path,
-        timeout=60,
+        timeout=120,
     )
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
@@ -91,7 +88,7 @@ def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert (done.returncode, "pass --model FILE" in done.stderr) == (2, True), done.stderr
 
@@ -102,7 +99,7 @@ def test_a_port_in_use_is_told(tmp_path):
         port = str(taken.getsockname()[1])
         # the last one counts
         arguments = command(tmp_path / "kv", "--model", str(model), "--", "--port", port)
-        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (2, True), done.stderr
 
 
@@ -121,7 +118,7 @@ def test_a_port_or_a_location_that_cannot_be_used_is_told_before_the_model_is_lo
         ):
             settings = {"host": "127.0.0.1", "port": port, "models": [{"model": str(model)}]}
             (tmp_path / "models.json").write_text(json.dumps(settings))
-            done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=120)
             code, says = (2, f"cannot listen on 127.0.0.1:{port}") if wrong == "port" else (3, str(location))
             assert (done.returncode, says in done.stderr) == (code, True), done.stderr
             assert "model" not in done.stderr.lower().replace("m.gguf", "")
@@ -147,6 +144,6 @@ sys.meta_path.insert(0, Hidden())
 )
 def test_a_missing_package_is_told_with_its_extra(package, code, says):
     program = WITHOUT.format(package=package) + code
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode
     assert says in done.stderr

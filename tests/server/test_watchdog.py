@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore.errors import ServerError
+from prefixstore.server import child as child_module
 from prefixstore.server.child import Child
 from prefixstore.server.command import ServerCommand
 from prefixstore.server.process import work_of_session
@@ -141,7 +142,7 @@ def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path
         assert child.process is None
         await child.stop()
         try:
-            await asyncio.wait_for(asyncio.shield(running), 20)
+            await asyncio.wait_for(asyncio.shield(running), 120)
             assert child.process is not None
             assert child.process.returncode == -signal.SIGTERM
         finally:
@@ -150,9 +151,9 @@ def test_a_child_that_is_being_started_is_ended_by_a_stop_as_well(tmp_path: Path
     asyncio.run(scene())
 
 
-# it is healthy, answers one question, and ends as soon as it is asked another one
+# it is healthy, answers one question, and as soon as it is asked another one it hangs up, and ends a while later
 DIES = """
-import socket, sys
+import socket, sys, time
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
 listener.listen()
@@ -160,12 +161,17 @@ one, _ = listener.accept()
 one.recv(65536)
 one.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 2\\r\\nconnection: close\\r\\n\\r\\n{}")
 one.close()
-listener.accept()
+two, _ = listener.accept()
+listener.close()
+two.close()
+time.sleep(0.5)
 sys.exit(7)
 """
 
 
-def test_a_child_that_dies_while_it_is_met_is_started_again(tmp_path: Path):
+def test_a_child_that_dies_while_it_is_met_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(child_module, "DYING_SECONDS", 0.05)
+    monkeypatch.setattr(child_module, "LOST_SECONDS", 120.0)
     path = tmp_path / "socket"
     n_met = 0
 
@@ -179,9 +185,9 @@ def test_a_child_that_dies_while_it_is_met_is_started_again(tmp_path: Path):
                 assert child.process is not None
                 child.process.kill()
             elif n_met == 2:
-                server = Upstream("http://child", timeout=10, socket=path)
+                server = Upstream("http://child", timeout=60, socket=path)
                 try:
-                    await server.ask("/props")
+                    await server.ask("/props", timeout=60)
                 finally:
                     await server.close()
             else:

@@ -10,6 +10,7 @@ import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.format.keys import common_prefix
+from tests.support import seeds
 from tests.support.models import TORTURE, load, logits
 from tests.support.trust import CLOSE
 
@@ -133,7 +134,7 @@ class Conversations:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(2 * TORTURE))
+@pytest.mark.parametrize("seed", seeds(1, 2 * TORTURE))
 def test_sessions_answer_as_separate_contexts_and_compute_no_more(kind, seed, models, tmp_path):
     arch, options = KINDS[kind]
     both = Conversations(models(arch), options, tmp_path / "kv", random.Random(seed))

@@ -38,13 +38,13 @@ def in_thread(work):
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(180)
     assert found, "it waits for ever"
     return found[0]
 
 
 def held(sessions, name):
-    with sessions.admit(name, timeout=30) as session:
+    with sessions.admit(name, timeout=150) as session:
         return session.tokens.tolist(), session.generation
 
 
@@ -81,9 +81,12 @@ def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monk
     original = getattr(owner, name)
 
     def interrupted(*arguments, **options):
-        if when == "after":
+        # the write thread counts, too; Ctrl-C reaches only this one
+        is_main = threading.current_thread() is threading.main_thread()
+        if when == "after" or not is_main:
             original(*arguments, **options)
-        raise KeyboardInterrupt
+        if is_main:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
@@ -255,7 +258,7 @@ def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
     assert threads[1].is_alive()
     go.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive()
     assert said == [expected]
     assert turn(others[0].sessions(), "bob", prompt(50))[0] == "cold"
@@ -306,7 +309,7 @@ def test_a_loop_that_is_closed_inside_of_a_block_gives_the_llama_up_after_the_ca
         raise in_thread(lambda: sessions.admit("bob", timeout=0))
     assert steps == []
     go.set()
-    found = in_thread(lambda: turn(sessions, "bob", prompt(50), 5, timeout=30)[3])
+    found = in_thread(lambda: turn(sessions, "bob", prompt(50), 5, timeout=150)[3])
     assert (found, len(steps)) == (expected, 4)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)
@@ -378,7 +381,7 @@ loop.close()
 print("closed")
 """
     process = python(code, models("llama"), tmp_path / "kv")
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=180)
     assert (said, process.returncode) == ("closed\n", 0)
 
 

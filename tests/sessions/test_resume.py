@@ -265,7 +265,7 @@ def test_a_fork_does_not_take_a_name_that_an_earlier_process_has_saved(llama, op
     held = {name: turn(sessions, name, prompt(n, seed=n))[3] for name, n in (("alice", 60), ("bob", 100))}
     store.close()
     sessions = open_store(llm).sessions()
-    with pytest.raises(InvalidParameterError, match="there is a session 'bob' already"):
+    with pytest.raises(InvalidParameterError, match="session 'bob' already exists"):
         sessions.fork("alice", "bob")
     with sessions.admit("bob") as bob:
         assert bob.tokens.tolist() == held["bob"]

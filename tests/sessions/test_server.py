@@ -8,13 +8,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
 from tests.support import ROOT
+from tests.support.untimed import untimed
 
 SERVER = next(
     block
@@ -28,7 +28,7 @@ def serving(tmp_path, model, end=signal.SIGINT):
     """A running server: its address, and what it says at its start."""
     (tmp_path / "server.py").write_text(SERVER)
     process = subprocess.Popen(
-        [sys.executable, "server.py", model, str(tmp_path / "kv"), "0"],
+        untimed("server.py", model, tmp_path / "kv", 0),
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -39,7 +39,7 @@ def serving(tmp_path, model, end=signal.SIGINT):
         yield line.split(" ")[0], line
     finally:
         process.send_signal(end)
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0
         process.stdout.close()
 
 
@@ -50,7 +50,7 @@ def post(address, **body):
 def send(address, body):
     request = urllib.request.Request(address, body, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -105,7 +105,7 @@ def test_it_loses_nothing_when_it_is_told_to_end(models, tmp_path):
     with serving(tmp_path, model, signal.SIGTERM) as (address, _):
         # the last one is not written yet
         assert post(address, user="bob", messages=said, max_tokens=1)[0] == 200
-        under_way = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        under_way = http.client.HTTPConnection(address.removeprefix("http://"), timeout=180)
         under_way.request("POST", "/", json.dumps({"user": "alice", "messages": said, "max_tokens": 200}))
         # connections are accepted in order
         assert send(address, b"{")[0] == 400

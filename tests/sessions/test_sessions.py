@@ -315,7 +315,7 @@ def test_a_lease_that_its_own_call_ends_lasts_until_the_end_of_the_call(llama, s
     )
     assert found["choices"][0]["text"] == expected
     assert session.is_over
-    others[0].join(30)
+    others[0].join(180)
     assert not others[0].is_alive()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefixstore.backends.base import Backend
 
-__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "python"]
+__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "python", "seeds"]
 
 ROOT = Path(__file__).parents[2]
 # how long a test waits for what must happen: far longer than it takes, also on a machine that is busy
@@ -33,6 +33,13 @@ def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[st
         cwd=ROOT,
         **options,
     )
+
+
+def seeds(n: int, of: int) -> list[Any]:
+    """Values for a random test: the first `n` are tried by every run, the others by that of the attacks."""
+    import pytest  # processes that tests start need none
+
+    return [seed if seed < n else pytest.param(seed, marks=pytest.mark.attack) for seed in range(of)]
 
 
 def keys_of(backend: Backend) -> set[bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 MISSING = "no browser: apt-get install chromium chromium-driver, or set CHROMIUM and CHROMEDRIVER to their paths"
-SECONDS = 60
+SECONDS = 120
 DESKTOP, PHONE = (1280, 900), (390, 844)
 
 

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 KIB, MIB = 1 << 10, 1 << 20
-P = 4  # tokens in a page
+P = 4  # tokens per page
 NS, OTHER = b"n" * 32, b"o" * 32
 # three sequences of three pages, which share nothing
 A, B, C = [1] * 12, [2] * 12, [3] * 12
@@ -217,7 +217,7 @@ def gated(kind, gate):
     class Gated(kind):
         @contextmanager
         def update(self):
-            gate.wait(20)
+            gate.wait(120)
             with super().update() as transaction:
                 yield transaction
 
@@ -230,9 +230,9 @@ def entry(n_tokens=P, size=1000):
 
 
 def wait_for(condition, what="it"):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not condition():
-        assert time.monotonic() < until, f"{what} did not happen within 20 s"
+        assert time.monotonic() < until, f"{what} did not happen within 120 s"
         time.sleep(0.002)
 
 

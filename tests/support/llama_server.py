@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +17,11 @@ import pytest
 
 from prefixstore.server.client import LlamaServer
 from tests.support import ROOT
+from tests.support.ports import free_port
 
 PLACES = (ROOT.parent / "shared" / "bin", Path("/work/shared/bin"))
 SHARED_MODELS = (ROOT.parent / "shared" / "models", Path("/work/shared/models"))
-START_SECONDS = 60
+START_SECONDS = 180
 
 
 def binary() -> Path:
@@ -32,13 +32,6 @@ def binary() -> Path:
         if path.is_file():
             return path
     pytest.fail("these tests need a llama-server: set LLAMA_SERVER= to the path of one")
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -77,7 +70,7 @@ class Running:
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            self.process.wait(30)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -90,12 +83,13 @@ def start(
     environment: dict[str, str] | None = None,
     port: int | None = None,
 ) -> Running:
-    """Start a server and wait until it answers. Two threads; two slots, unless `options` say otherwise."""
+    """Start a server and wait until it answers. One thread; two slots, unless `options` say otherwise."""
     slots_dir.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
     log = slots_dir.with_name(f"{slots_dir.name}.{port}.log")
     argv = [str(binary()), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "--no-warmup"]
-    argv += ["--slot-save-path", str(slots_dir), "-t", "2", "--threads-http", "4", *options]
+    # two threads would wait for each other by spinning, beside other processes for longer than they compute
+    argv += ["--slot-save-path", str(slots_dir), "-t", "1", "--threads-http", "4", *options]
     if not {"-np", "--parallel"} & set(options):
         argv += ["-np", "2"]
     if not {"-c", "--ctx-size"} & set(options):
@@ -104,7 +98,7 @@ def start(
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env={**os.environ, **(environment or {})}
         )
-    running = Running(argv, port, slots_dir, log, process, LlamaServer(f"http://127.0.0.1:{port}", timeout=60))
+    running = Running(argv, port, slots_dir, log, process, LlamaServer(f"http://127.0.0.1:{port}", timeout=120))
     try:
         until = time.monotonic() + START_SECONDS
         while not running.client.health(quiet=True).is_ready:

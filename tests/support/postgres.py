@@ -71,7 +71,7 @@ class Server:
             cwd=self.sockets,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            timeout=60,
+            timeout=180,
             **self._identity(),
         )
 
@@ -90,7 +90,7 @@ class Server:
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
                 **self._identity(),
             )
-        for _ in range(600):
+        for _ in range(3600):
             if (self.seen / "postmaster.pid").exists() and "ready" in (self.seen / "postmaster.pid").read_text():
                 return
             time.sleep(0.05)
@@ -105,7 +105,7 @@ class Server:
             with suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
         self.process.wait(60)
-        for _ in range(600):
+        for _ in range(6000):
             if not any(map(_is_running, family)):
                 return
             time.sleep(0.01)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +13,14 @@ import httpx
 import openai
 
 from tests.support import ROOT
+from tests.support.ports import free_port
+from tests.support.untimed import untimed
 
 STOCK = "llama_cpp.server"
 OURS = "prefixstore.server"
 # as tests.support.models.load
 MODEL_OPTIONS = ["--n_ctx", "2048", "--n_threads", "1", "--n_threads_batch", "1", "--verbose", "false"]
-START_SECONDS = 120
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+START_SECONDS = 180
 
 
 class Served:
@@ -48,7 +42,7 @@ class Served:
     def stop(self) -> int:
         """End it as systemd does."""
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(120)
 
 
 @contextmanager
@@ -56,7 +50,7 @@ def serving(
     *arguments: str, module: str = OURS, log: Path | None = None, listening: int | None = None
 ) -> Iterator[Served]:
     port = listening or free_port()
-    command = [sys.executable, "-m", module, *arguments]
+    command = untimed(module, *arguments)
     if listening is None:
         command += ["--host", "127.0.0.1", "--port", str(port)]
     # a file, since nobody reads a pipe
@@ -76,7 +70,7 @@ def serving(
     finally:
         served.client.close()
         process.kill()
-        process.wait(60)
+        process.wait(120)
 
 
 def wait_until_it_answers(served: Served) -> None:
@@ -84,7 +78,7 @@ def wait_until_it_answers(served: Served) -> None:
     while True:
         assert served.process.poll() is None, "the server has ended"
         try:
-            httpx.get(f"{served.url}/openapi.json", timeout=5)
+            httpx.get(f"{served.url}/openapi.json", timeout=30)
         except httpx.TransportError:
             assert time.monotonic() < deadline, "the server does not answer"
             time.sleep(0.05)

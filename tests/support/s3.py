@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,17 +24,10 @@ from urllib.error import HTTPError
 
 import pytest
 
+from tests.support.ports import free_port
+
 KEY_ID, SECRET = "testkeyid", "testsecretkey"
 BUCKET = "bucket"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
 
 
 class Server:
@@ -64,7 +56,7 @@ class Server:
                 stderr=log,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
             )
-        for _ in range(600):
+        for _ in range(3600):
             assert self.process.poll() is None, (self.directory / "log").read_text()
             if self._answers():
                 return
@@ -73,7 +65,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            urllib.request.urlopen(self.endpoint, timeout=1).close()
+            urllib.request.urlopen(self.endpoint, timeout=10).close()
         except HTTPError as error:
             return error.code < 500
         except OSError:
@@ -90,9 +82,8 @@ class Server:
 class SeaweedFS(Server):
     def command(self) -> list[str]:
         if not self.port:
-            # it adds 10,000 for gRPC, and ports must stay below 65,536
-            self.port, *others = [port % 20_000 + 20_000 for port in free_ports(4)]
-            self.ports = others
+            # it adds 10,000 for gRPC
+            self.port, *self.ports = (free_port(10_000) for _ in range(4))
             (self.directory / "s3.json").write_text(
                 json.dumps(
                     {
@@ -138,14 +129,14 @@ class SeaweedFS(Server):
 class Moto(Server):
     def command(self) -> list[str]:
         if not self.port:
-            (self.port,) = free_ports(1)
+            self.port = free_port()
         return [sys.executable, "-m", "tests.support.s3", str(self.port)]
 
     def start(self) -> None:
         super().start()
         request = urllib.request.Request(f"{self.endpoint}/{BUCKET}", method="PUT")
         request.add_header("Authorization", f"AWS4-HMAC-SHA256 Credential={KEY_ID}/20250101/us-east-1/s3/aws4_request")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()
 
 
 def weed() -> str | None:

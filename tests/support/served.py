@@ -6,10 +6,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
+from prefixstore.server.slot_pool import WORTH_A_SAVE
 from tests.support import ROOT
 from tests.support.llama_server import Running, binary, start
 from tests.support.signals import default_signals
+from tests.support.untimed import untimed
 
-START_SECONDS = 60
+START_SECONDS = 180
+# how long a process may take to end
+END_SECONDS = 120
 TEXT = " ".join((ROOT / "docs" / "design.md").read_text().split())
 ADDRESS = re.compile(r"prefixstore: listening on (http://\S+)")
 
@@ -36,7 +39,9 @@ class Served:
     headers: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(timeout=120, trust_env=False)
+        # the proxy closes connections that nobody has used for 5 s, perhaps just when a request is sent on one
+        limits = httpx.Limits(keepalive_expiry=1.0)
+        self.http = httpx.Client(timeout=120, trust_env=False, limits=limits)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -72,7 +77,8 @@ class Served:
         """The status, once nothing in the slots waits to be stored, and what was captured is written."""
 
         def holds(status: dict[str, Any]) -> bool:
-            waits = any(slot["unsaved_tokens"] or slot["in_use"] for slot in status["slots"])
+            # fewer tokens are saved when the server stops
+            waits = any(slot["unsaved_tokens"] >= WORTH_A_SAVE or slot["in_use"] for slot in status["slots"])
             return (
                 not waits and not status["copies"] and status["store"]["pages_captured"] <= status["store"]["entries"]
             )
@@ -96,11 +102,27 @@ class Served:
             time.sleep(0.02)
         return self.metric(name, **labels) == value
 
+    @contextmanager
+    def endless(self, text: str = "Hello") -> Iterator[Iterator[str]]:
+        """An answer that is not at its end before it is read; its lines.
+
+        The candidates for each token make it longer than what is kept of an answer that its client does not read.
+        """
+        body = {"prompt": text, "n_predict": -1, "temperature": 0, "stream": True, "ignore_eos": True, "n_probs": 200}
+        with self.http.stream("POST", self.url + "/completion", json=body, headers=self.headers) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            yield response.iter_lines()
+
     def child(self) -> int:
         """The process id of llama-server."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         assert len(children) == 1
         return int(children[0])
+
+    def ended(self) -> int:
+        """Wait until it ends by itself; its exit code."""
+        return self.process.wait(END_SECONDS)
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -120,7 +142,7 @@ class Served:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
         try:
-            return self.process.wait(60)
+            return self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -143,7 +165,7 @@ def launch(tmp_path: Path, name: str, arguments: list[str], environment: dict[st
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "prefixstore", "serve", *arguments],
+            untimed("prefixstore", "serve", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -154,9 +176,9 @@ def launch(tmp_path: Path, name: str, arguments: list[str], environment: dict[st
     return Served(process, log)
 
 
-@pytest.fixture
-def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
-    """Starts proxies with children, which end with the test: ``serve("-np", "1")`` with options of llama-server."""
+@contextmanager
+def proxies(directory: Path, docs_model: Path) -> Iterator[Serve]:
+    """Starts proxies with children on a store in `directory`; they end with the block."""
     started: list[Served] = []
 
     def starter(
@@ -167,13 +189,13 @@ def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
         ready: bool = True,
         model: Path = docs_model,
     ) -> Served:
-        argv = [str(binary()), "-m", str(model), "--no-warmup", "-t", "2", "--threads-http", "8", *server_options]
+        argv = [str(binary()), "-m", str(model), "--no-warmup", "-t", "1", "--threads-http", "8", *server_options]
         if not {"-np", "--parallel"} & set(server_options):
             argv += ["-np", "2"]
         if not {"-c", "--ctx-size"} & set(server_options):
             argv += ["-c", "4096"]
-        arguments = [str(tmp_path / "store"), "--port", "0", *options, "--", *argv]
-        served = launch(tmp_path, f"served{len(started)}", arguments, environment)
+        arguments = [str(directory / "store"), "--port", "0", *options, "--", *argv]
+        served = launch(directory, f"served{len(started)}", arguments, environment)
         served.headers = headers or {}
         started.append(served)
         if ready:
@@ -183,6 +205,20 @@ def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
     yield starter
     for served in started:
         served.end()
+
+
+@pytest.fixture
+def serve(tmp_path: Path, docs_model: Path) -> Iterator[Serve]:
+    """Starts proxies with children, which end with the test: ``serve("-np", "1")`` with options of llama-server."""
+    with proxies(tmp_path, docs_model) as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(tmp_path_factory: pytest.TempPathFactory, docs_model: Path) -> Iterator[Served]:
+    """One for the tests that need no empty store, and leave it at work."""
+    with proxies(tmp_path_factory.mktemp("shared"), docs_model) as starter:
+        yield starter()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from prefixstore.engine import breaker
+from prefixstore.engine import breaker, tiers
 from prefixstore.llama import compute_rate
+from prefixstore.server import rates
 
 # the limits from which on something counts as slow, and values that are never reached
 ENDLESS = (
@@ -15,23 +16,25 @@ ENDLESS = (
     (breaker, "FAST_SECONDS", 1000.0),  # a location that fails late
     (compute_rate, "MAX_SLOWDOWN", 1e9),  # a restore that waits for a core, where computing takes a millisecond
     (compute_rate, "MAX_SHARE", 1e9),  # one that is given up, for the same reason
+    (tiers, "UNKNOWN_SECONDS", 1000.0),  # a lookup in a far location, before it is known what computing takes
+    (tiers, "SHARE", 1e3),  # and after that
+    (rates, "MAX_SLOWDOWN", 1e9),  # work of a server on its slots that waited for a core
 )
+# what they are to a user
+_USUAL = {(module, name): getattr(module, name) for module, name, _ in ENDLESS}
 
 
-def disable_timeouts(set_value: Callable[[Any, str, float], None] = setattr, *, but: Any = None) -> None:
-    """Let nothing count as slow, except in `but`; a test undoes it, a process of its own need not.
-
-    Parameters
-    ----------
-    set_value
-        Sets an attribute: ``monkeypatch.setattr`` in a test.
-    but
-        The module that a test is about.
-    """
+def disable_timeouts() -> None:
+    """Let nothing count as slow in this process."""
     for module, name, value in ENDLESS:
-        if module is not but:
-            assert hasattr(module, name)
-            set_value(module, name, value)
+        setattr(module, name, value)
+
+
+def usual_limits(of: Any) -> Iterator[tuple[str, float]]:
+    """The limits of a module as users have them, for the tests that are about it."""
+    for (module, name), value in _USUAL.items():
+        if module is of:
+            yield name, value
 
 
 def wait_for(condition: Callable[[], object], what: str = "it", seconds: float = 120.0) -> float:

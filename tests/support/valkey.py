@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.postgres import _end_with_parent
 from tests.support.signals import suspend
 
@@ -55,8 +56,7 @@ class ValkeyServer:
         self.directory = directory
         self.socket = directory / "s"
         self.options = options
-        with socket.create_server(("127.0.0.1", 0)) as some:
-            self.port = some.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -89,7 +89,7 @@ class ValkeyServer:
                 stderr=log,
                 preexec_fn=_end_with_parent,  # noqa: PLW1509 - no thread runs yet that could hold a lock
             )
-        for _ in range(1000):
+        for _ in range(12_000):
             with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(str(self.socket))
                 probe.sendall(b"PING\r\n")
@@ -166,6 +166,19 @@ def forget_lock(location: str) -> None:
     url, _, name = location.partition("?name=")
     with valkey.Valkey.from_url(url) as client:
         client.delete(f"{{{name or 'prefixstore'}}}:lock")
+
+
+@pytest.fixture(name="url")
+def valkey_url(new_valkey: Callable[..., str]) -> str:
+    """A location in the server; nothing is there yet."""
+    return new_valkey()
+
+
+@pytest.fixture(name="client")
+def valkey_client(valkey_server: ValkeyServer) -> Iterator[Any]:
+    """A client of the server, as another application has one."""
+    with valkey_server.client() as usual:
+        yield usual
 
 
 def remove(url: str, names: list[str]) -> None:

@@ -27,6 +27,10 @@ def job(arguments: str) -> None:
     """Warm prompts given as JSON; a line for each batch, and one for the end."""
     given = json.loads(arguments)
     llm = load(given["model"], n_batch=64)
+    if given.get("waits"):
+        # several jobs begin together, however long each of them has taken to start
+        print(json.dumps({"phase": "loaded"}), flush=True)
+        sys.stdin.readline()
 
     def show(progress: Progress) -> None:
         print(json.dumps({"phase": progress.phase, "evaluated": progress.evaluated_tokens}), flush=True)

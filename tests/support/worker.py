@@ -81,7 +81,7 @@ def in_fork(work: Callable[[], None]) -> None:
             sys.stderr.flush()
         finally:
             os._exit(code)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:

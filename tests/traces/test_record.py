@@ -89,6 +89,8 @@ def test_hashes_and_lengths_are_recorded_and_text_only_on_request(llm, tmp_path)
         llm.set_cache(store)
         with store.trace(tmp_path / "plain"):
             llm(secret, max_tokens=2)
+        (tmp_path / "text").touch()
+        (tmp_path / "text").chmod(0o644)
         with store.trace(tmp_path / "text", text=True):
             llm(secret + "And more.", max_tokens=2)
         llm(secret + "After it.", max_tokens=2)
@@ -107,6 +109,7 @@ def test_hashes_and_lengths_are_recorded_and_text_only_on_request(llm, tmp_path)
     assert set(request) == {"timestamp", "namespace", "hash_ids", "input_length", "hit_length", "page_tokens"}
     assert all({"stored_length", "bytes", "hash_ids"} <= set(line) for line in stored)
     assert "secret" not in plain
+    assert stat.S_IMODE((tmp_path / "text").stat().st_mode) == 0o600
     lines = (tmp_path / "text").read_text().splitlines()
     assert sum("And more." in line for line in lines) == 1
     assert "After it." not in "".join(lines)
@@ -124,7 +127,7 @@ def test_a_sequence_that_goes_on_is_written_once(llm, tmp_path):
     assert len(requests[1]["hash_ids"]) == 10
     assert requests[1]["after"] == requests[0]["hash_ids"][-1]
     one, two = read_trace(tmp_path / "t").requests
-    assert two.blocks[:50] == one.blocks
+    assert two.blocks[:50] == list(one.blocks)
     assert len(two.blocks) == 60
 
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+import tracemalloc
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -105,6 +106,50 @@ def test_the_last_block_of_a_page_may_be_shorter_than_others(tmp_path):
     # not the last token of a prompt
     whole = [request(["a", "b", "c"], 10, page_tokens=10), stored(["a", "b", "c"], 10)] * 2
     assert replay(ours(tmp_path / "t", whole), "lru", 10).hit_tokens == 8
+
+
+def lines_of(n):
+    """A conversation that grows by a page with each request."""
+    for i in range(n):
+        names, after = [f"{i}a", f"{i}b"], {"after": f"{i - 1}b"} if i else {}
+        yield request(names, 8 * i + 9, **after)
+        yield stored(names, 8, **after)
+
+
+def peak(work):
+    """What it returns, and the most memory that it held."""
+    tracemalloc.start()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_grows_with_the_lines_of_a_trace_and_not_with_the_depth_of_its_chains(tmp_path):
+    few, many = 100, 800
+    traces, held = zip(*(peak(lambda n=n: ours(tmp_path / "t", lines_of(n))) for n in (few, many)), strict=True)
+    assert list(traces[1].events[-1].blocks) == list(range(2 * many))
+    # lists of all chains take 64 times as much
+    assert held[1] < 16 * held[0]
+    found, taken = peak(lambda: replay(traces[1], "lru", 10**6))
+    assert found.hit_tokens == sum(8 * i for i in range(many))
+    # what the chains alone would take
+    assert taken < 2 * sum(2 * 8 * i for i in range(many))
+
+
+def test_belady_holds_as_much_as_fits_and_not_what_was_asked():
+    prompts = [list(range(10))] * 2000
+    cache = Belady(10, prompts)
+    _, held = peak(lambda: requests(cache, prompts))
+    assert held < 1 << 20
+    assert cache.written == 10
+
+
+def test_a_block_that_follows_several_others_is_what_each_line_says(tmp_path):
+    trace = ours(tmp_path / "t", [request(["a", "b"], 9), request(["c", "b"], 9), request(["d"], 13, after="b")])
+    assert [list(event.blocks) for event in trace.events] == [[0, 1], [2, 1], [0, 1, 3]]
+    assert list(reversed(trace.events[2].blocks)) == [3, 1, 0]
+    assert (trace.events[2].blocks[1], trace.events[2].blocks[1:], len(trace.events[2].blocks)) == (1, [1, 3], 3)
 
 
 def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
@@ -241,6 +286,7 @@ def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
     out = tmp_path / "t.jsonl"
     code = (
         "import sys; from llama_cpp import Llama; from prefixstore import PrefixStore\n"
+        f"sys.path.insert(0, {str(ROOT)!r}); from tests.support.timeouts import disable_timeouts; disable_timeouts()\n"
         "llm = Llama(sys.argv[1], n_ctx=512, verbose=False, n_threads=1, n_threads_batch=1)\n"
         "with PrefixStore(sys.argv[2], llm, page_tokens=16, max_entries=50) as store:\n"
         "    llm.set_cache(store)\n"
@@ -271,9 +317,16 @@ def test_what_a_command_records_is_readable_by_its_owner_alone(tmp_path, run):
     before = os.umask(0)
     try:
         assert run("record", "--out", tmp_path / "t", "--text", "--", "true")[0] == 0
+        # a trace without text, which others could read
+        (tmp_path / "old").write_text('{"prefixstore_trace":1,"block_tokens":32}\n')
+        assert run("record", "--out", tmp_path / "old", "--text", "--", "true")[0] == 0
+        # not a trace: nothing is changed
+        (tmp_path / "other").write_text("something else\n")
+        assert run("record", "--out", tmp_path / "other", "--text", "--", "true")[0] == 2
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o600
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("t", "old", "other")]
+    assert modes == [0o600, 0o600, 0o666]
 
 
 def test_texts_are_cut_into_blocks_and_sessions_of_an_archive_put_in_order(tmp_path, run):
@@ -299,7 +352,7 @@ def test_texts_are_cut_into_blocks_and_sessions_of_an_archive_put_in_order(tmp_p
 def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
     path = tmp_path / "t"
     path.write_text('{"prefixstore_trace":1,"block_tokens":4}\n{"prefixstore_trace":1,"block_tokens":8}\n')
-    with pytest.raises(InvalidParameterError, match="several lengths"):
+    with pytest.raises(InvalidParameterError, match="different lengths"):
         read_trace(path)
 
 
@@ -308,7 +361,7 @@ def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
         "print('ready', flush=True)\n"
-        "time.sleep(60)"
+        "time.sleep(240)"
     )
     command = [sys.executable, "-m", "prefixstore", "trace", "record", "--out", tmp_path / "t", "--"]
     with subprocess.Popen(
@@ -316,4 +369,4 @@ def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_
     ) as running:
         assert running.stdout.readline() == b"ready\n"
         running.send_signal(signal.SIGTERM)
-        assert running.wait(60) == 9
+        assert running.wait(200) == 9

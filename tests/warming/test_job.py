@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.support.models import answer, logits, prompt
 from tests.support.warming import job_command, shared_prompts, unique_tokens, write_jsonl
 from tests.support.worker import ROOT
 
-PROMPTS = shared_prompts()
+PROMPTS = shared_prompts(32)
 UNIQUE = unique_tokens(PROMPTS)
 
 
@@ -190,12 +191,13 @@ def test_pinned_prompts_are_not_evicted(llama, tmp_path):
         assert holds_all(store, [prompt(900, 1), prompt(900, 2)])
 
 
-def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path):
-    llm = llama()
-    with PrefixStore(tmp_path, llm, ttl=1.5) as store:
+def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path, monkeypatch):
+    llm, real, later = llama(), time.time_ns, [0]
+    monkeypatch.setattr(time, "time_ns", lambda: real() + later[0] * 10**9)
+    with PrefixStore(tmp_path, llm, ttl=1000) as store:
         warm(llm, store, [prompt(600)])
         for _ in range(4):
-            time.sleep(0.7)
+            later[0] += 700
             assert warm(llm, store, [prompt(600)]).evaluated_tokens == 0
 
 
@@ -283,7 +285,7 @@ def test_progress_without_data_has_no_estimate():
 
 def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
     llm = llama()
-    with PrefixStore(tmp_path, llm) as store:
+    with PrefixStore(tmp_path, llm, codec="raw") as store:
         llm.set_cache(store)
         warm(llm, store, PROMPTS[:10])
         before = store.stats().entries
@@ -293,7 +295,7 @@ def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
         assert expected.missing_tokens == report.evaluated_tokens
         assert (expected.prompts, expected.unique_tokens) == (report.prompts, report.unique_tokens)
         assert expected.bytes == pytest.approx(report.stored_bytes, rel=0.1)
-        assert 0 < expected.seconds < 60
+        assert expected.seconds > 0
         assert len(expected.problems) == 1
         nothing = estimate(llm, store, PROMPTS)
         assert (nothing.missing_tokens, nothing.bytes, nothing.seconds) == (0, 0, 0)
@@ -334,7 +336,17 @@ def start(models, tmp_path, prompts=PROMPTS, scheme="lmdb", **more):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in prompts])
     location = location_in(tmp_path, scheme)
     command = job_command(model=str(models("llama")), location=location, prompts=str(file), **more)
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def start_two(*arguments, **more):
+    """Two jobs that have loaded their models, and begin at once."""
+    running = [start(*arguments, waits=True, **more) for _ in range(2)]
+    for process in running:
+        assert json.loads(process.stdout.readline())["phase"] == "loaded"
+    for process in running:
+        print(file=process.stdin, flush=True)
+    return running
 
 
 def location_in(tmp_path, scheme: str) -> str:
@@ -343,7 +355,7 @@ def location_in(tmp_path, scheme: str) -> str:
 
 def told(process) -> list[dict]:
     """All output lines of a job, to its end."""
-    lines = process.communicate(timeout=120)[0].splitlines()
+    lines = process.communicate(timeout=240)[0].splitlines()
     assert process.returncode == 0
     return [json.loads(line) for line in lines]
 
@@ -356,7 +368,7 @@ def one_system_prompt() -> list[list[int]]:
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 @pytest.mark.parametrize("prompts", [PROMPTS, one_system_prompt()], ids=["documents", "one system prompt"])
 def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, scheme):
-    running = [start(models, tmp_path, prompts, scheme, pause=0.01) for _ in range(2)]
+    running = start_two(models, tmp_path, prompts, scheme, pause=0.01)
     ends = [told(process)[-1] for process in running]
     evaluated = [end["evaluated"] for end in ends]
     unique = unique_tokens(prompts)
@@ -370,7 +382,8 @@ def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, 
 
 @pytest.mark.attack
 def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
-    one, other = (start(models, tmp_path, pause=0.02) for _ in range(2))
+    # it does not wait for the lease to expire: the process is known to be dead
+    one, other = start_two(models, tmp_path, pause=0.02, lease_seconds=3600)
     lost = 0
     for line in one.stdout:
         lost = json.loads(line)["evaluated"]
@@ -378,28 +391,31 @@ def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
             one.kill()
             break
     one.communicate()
-    started = time.monotonic()
     rest = told(other)[-1]
-    # it did not wait for the lease to expire: the process is known to be dead
-    assert time.monotonic() - started < 25
     assert rest["unstored"] == []
     assert UNIQUE <= lost + 128 + rest["evaluated"] <= 1.1 * UNIQUE + 128
     with PrefixStore(tmp_path / "kv", llama()) as store:
         assert holds_all(store)
 
 
-def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path):
+def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path, monkeypatch):
     llm = llama()
-    phases = []
+    phases, now = [], [time.time()]
+    monkeypatch.setattr("prefixstore.warming.leases.time", SimpleNamespace(time=lambda: now[0]))
+
+    def tell(progress):
+        phases.append(progress.phase)
+        if phases.count("waiting") == 3:
+            now[0] += 40
+
     with PrefixStore(tmp_path, llm) as store:
         prompts = trie.PromptTrie([(np.array(prompt(600), "<i4"), "here")], 16)
         job = Job(llm, store, prompts, lambda _: None, lambda: False, pin=False)
-        gone = Leases(store.engine, seconds=1.0, owner=Owner(machine="another"))
+        gone = Leases(store.engine, owner=Owner(machine="another"))
         assert gone.acquire(job.name(prompts.parts()[0]))
-        report = warm(llm, store, [prompt(600)], progress=lambda progress: phases.append(progress.phase))
+        report = warm(llm, store, [prompt(600)], progress=tell)
         assert report.evaluated_tokens == 600
-        assert report.seconds > 0.8
-        assert "waiting" in phases
+        assert phases.count("waiting") >= 3
         assert Survey(store, prompts).missing_tokens == 0
 
 

@@ -9,18 +9,44 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from prefixstore import PrefixStore
 from prefixstore.errors import UnavailableError
 from prefixstore.warming.leases import PREFIX, Leases, Owner
+from tests.support.timeouts import wait_for
 
 
 @pytest.fixture
 def notes():
     with PrefixStore("memory:") as store:
         yield store.engine
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of leases, which stands still until a test sets it; renewals come as they do."""
+    now = SimpleNamespace(seconds=time.time())
+    monkeypatch.setattr("prefixstore.warming.leases.time", SimpleNamespace(time=lambda: now.seconds))
+    return now
+
+
+class Counting:
+    """Notes that count their changes, and can be out of reach."""
+
+    def __init__(self, notes):
+        self.notes, self.n_changes, self.is_down = notes, 0, False
+
+    def note(self, name):
+        return self.notes.note(name)
+
+    def change_note(self, name, change):
+        self.n_changes += 1
+        if self.is_down:
+            raise UnavailableError("down")
+        self.notes.change_note(name, change)
 
 
 def elsewhere(pid: int = 1) -> Owner:
@@ -50,20 +76,24 @@ def test_all_leases_are_released_at_the_end(notes):
     assert [notes.note(PREFIX + name) for name in (b"a", b"b")] == [None, None]
 
 
-def test_a_lease_expires_if_it_is_not_renewed(notes):
+def test_a_lease_expires_if_it_is_not_renewed(notes, clock):
     gone = Leases(notes, seconds=0.3, owner=elsewhere())
     assert gone.acquire(b"a")
     with Leases(notes) as other:
         assert not other.acquire(b"a")
-        time.sleep(0.35)
+        clock.seconds += 0.35
         assert other.acquire(b"a")
 
 
-def test_a_lease_is_renewed_while_its_block_runs(notes):
+def test_a_lease_is_renewed_while_its_block_runs(notes, clock):
+    def until():
+        return json.loads(notes.note(PREFIX + b"a"))["until"]
+
     with Leases(notes, seconds=0.3, owner=elsewhere()) as one, Leases(notes) as other:
         one.acquire(b"a")
         for _ in range(8):
-            time.sleep(0.1)
+            clock.seconds += 0.2
+            wait_for(lambda: until() == clock.seconds + 0.3, "a renewal")
             assert not other.is_free(b"a")
 
 
@@ -84,14 +114,15 @@ def test_a_process_on_another_machine_is_never_known_to_be_dead():
     assert not elsewhere(child.pid).is_dead()
 
 
-def test_renewing_or_releasing_does_not_touch_a_lease_that_another_job_took_over(notes):
-    late = Leases(notes, seconds=0.2, owner=elsewhere())
+def test_renewing_or_releasing_does_not_touch_a_lease_that_another_job_took_over(notes, clock):
+    counting = Counting(notes)
+    late = Leases(counting, seconds=0.2, owner=elsewhere())
     late.acquire(b"a")
-    time.sleep(0.25)
+    clock.seconds += 0.25
     with Leases(notes) as other:
         assert other.acquire(b"a")
         with late:
-            time.sleep(0.2)
+            wait_for(lambda: counting.n_changes > 3, "renewals")
         assert json.loads(notes.note(PREFIX + b"a"))["owner"] == other.owner.id
 
 
@@ -135,23 +166,13 @@ def test_a_store_that_keeps_no_notes_grants_every_lease():
         assert other.acquire(b"a")
 
 
-def test_a_store_failure_while_a_lease_is_renewed_or_released_is_harmless(notes):
-    class Failing:
-        down = False
-
-        def note(self, name):
-            return notes.note(name)
-
-        def change_note(self, name, change):
-            if self.down:
-                raise UnavailableError("down")
-            notes.change_note(name, change)
-
-    failing = Failing()
+def test_a_store_failure_while_a_lease_is_renewed_or_released_is_harmless(notes, clock):
+    failing = Counting(notes)
     with Leases(failing, seconds=0.15, owner=elsewhere()) as one:
         one.acquire(b"a")
-        failing.down = True
-        time.sleep(0.2)
+        failing.is_down, n_before = True, failing.n_changes
+        wait_for(lambda: failing.n_changes > n_before + 1, "renewals that fail")
     assert notes.note(PREFIX + b"a") is not None
+    clock.seconds += 0.2
     with Leases(notes) as other:
         assert other.acquire(b"a")

@@ -523,11 +523,11 @@ class LMDBBackend(Backend):
         with environment.begin(write=False) as txn:
             maker = txn.get(REINDEXING, db=environment.databases[b"meta"])
         if maker is not None and not self._read_only and not _is_at_work(bytes(maker)):
-            log.warning("%s: the order of children was left incomplete; it is built again", self._path)
+            log.warning("%s: the index of children is incomplete; rebuilding it", self._path)
             try:
                 self.reindex()
             except FullError as error:
-                log.warning("%s: the order of children cannot be built: %s", self._path, error)
+                log.warning("%s: the index of children cannot be rebuilt: %s", self._path, error)
 
     def _count_sizes(self, environment: Environment) -> None:
         """Add up the sizes of all pages, while others write if possible."""
@@ -567,7 +567,7 @@ class LMDBBackend(Backend):
 
     @contextmanager
     def _alone_with_the_newest(self, environment: Environment) -> Iterator[None]:
-        """Hold the write lock while no one reads a state older than the last committed one, which is durable."""
+        """Hold the write lock while there is no reader of a state older than the last commit, which is durable."""
         deadline = time.monotonic() + READERS_WITHIN
         while True:
             with environment.begin(write=True) as txn:
@@ -580,7 +580,7 @@ class LMDBBackend(Backend):
                     return
             if time.monotonic() > deadline:
                 raise UnavailableError(
-                    f"{self._path}: process {readers[0]} still reads what was deleted; try again, or stop it first"
+                    f"{self._path}: process {readers[0]} still reads deleted pages; try again, or stop it first"
                 )
             time.sleep(0.05)
             environment.env.reader_check()

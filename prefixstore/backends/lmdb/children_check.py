@@ -37,14 +37,14 @@ class ChildrenCheck:
             if not isinstance(entry.record, Record):
                 self._damaged.add(entry.key)
             elif self._row_of(entry) is None:
-                yield entry.key, "it is not in the order of its parent's children"
+                yield entry.key, "it is missing from the index of its parent's children"
         for row, value in self._txn.cursor(self._db):
             target = target_of(value, Target(0, b""))
             if target is None or len(row) <= KEY_BYTES:
-                yield b"", f"the order of children has a row that is none: {bytes(row).hex()}"
+                yield b"", f"the index of children has an invalid row: {bytes(row).hex()}"
             elif target.depth:
                 if self._is_empty(target.key + bytes(row[KEY_BYTES : KEY_BYTES + 1])):
-                    yield b"", f"the order of children leads to nothing after {bytes(row).hex()}"
+                    yield b"", f"the index of children leads nowhere after {bytes(row).hex()}"
             elif problem := self._named_wrongly(target.key, bytes(row)):
                 yield target.key, problem
 
@@ -56,7 +56,7 @@ class ChildrenCheck:
         if named is None:
             # left by a page whose record was damaged: readers ignore it, and a writer in whose way it is replaces it
             return None
-        return "it is in the order of children twice" if self._row_of(named) not in (None, row) else None
+        return "it is in the index of children twice" if self._row_of(named) not in (None, row) else None
 
     def _row_of(self, entry: Entry) -> bytes | None:
         """The row that names a page, if it is where it has to be."""

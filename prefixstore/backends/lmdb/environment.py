@@ -400,9 +400,9 @@ def _not_opened(error: Exception, path: Path, map_size: int, *, read_only: bool)
         )
     if read_only and _is_denied(error, path / LOCK):
         return LocationError(
-            f"{path / LOCK} cannot be written by this user: LMDB notes there who reads, so that no writer "
-            f"overwrites it; run as its owner, have the owner run: chmod g+rw '{path / LOCK}' (to write as well: "
-            f"chmod -R g+rwX '{path}'), or read a copy of the directory"
+            f"{path / LOCK} cannot be written by this user: LMDB registers readers there, so that no writer "
+            f"overwrites their pages; run as its owner, have the owner run: chmod g+rw '{path / LOCK}' (to write as "
+            f"well: chmod -R g+rwX '{path}'), or read a copy of the directory"
         )
     if isinstance(error, lmdb.Error) and type(error) not in (lmdb.Error, lmdb.ReadonlyError):
         return translate(error, path)

@@ -142,8 +142,8 @@ def read_layout(path: Path) -> Layout:
         metas = walk.metas()
         if len(metas) < META_PAGES:
             raise UnavailableError(
-                f"{path} has a layout that this prefixstore does not know (version {walk.version}) and cannot be "
-                "scrubbed; copy what you keep into a new store, and delete data.mdb and lock.mdb"
+                f"{path} has a layout unknown to this prefixstore (version {walk.version}) and cannot be "
+                "scrubbed; copy the pages you need into a new store, and delete data.mdb and lock.mdb"
             )
         return walk.layout(max(metas, key=lambda meta: meta.transaction))
 

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from prefixstore.backends.threads import Signal
+
 __all__ = ["WriteBack"]
 
 # smaller commits are not worth a thread
@@ -51,7 +53,7 @@ class WriteBack:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._ended = threading.Event()
+        self._ended = Signal()
         self._thread: threading.Thread | None = None
 
     def start(self, n_bytes: int) -> None:
@@ -80,4 +82,6 @@ class WriteBack:
         """The commit has ended, or failed."""
         self._ended.set()
         if self._thread is not None and self._thread.ident is not None:
-            self._thread.join()
+            # interrupted while it was started, it ends by itself
+            with suppress(RuntimeError):
+                self._thread.join()

@@ -89,7 +89,7 @@ class Address:
         if not _BUCKET.fullmatch(bucket):
             raise InvalidParameterError(f"location={shown!r}: the name of a bucket has letters, digits, . _ and - only")
         if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
-            raise InvalidParameterError(f"location={shown!r} has an empty part, . or .. in its prefix")
+            raise InvalidParameterError(f"location={shown!r} has an empty segment, . or .. in its prefix")
         options, timeouts = _read_options(scheme, shown, parts.query)
         return cls(scheme, bucket, prefix, shown, options, timeouts)
 

@@ -82,7 +82,7 @@ class ObjectsBackend(Backend):
         except GoneError:
             if self._read_only:
                 raise
-            log.warning("%s was deleted, and is empty now", self.location)
+            log.warning("%s was deleted; starting with an empty store", self.location)
             self._log.open()
 
     @contextmanager
@@ -120,7 +120,7 @@ class ObjectsBackend(Backend):
                 self._client.delete([name_of(*payload) for payload in some])
                 self._removed.update(dict.fromkeys(some))
         except StorageError as error:
-            log.warning("payloads of deleted pages are still there, and are deleted later: %s", error)
+            log.warning("payloads of deleted pages were not deleted yet; trying again later: %s", error)
 
     def sync(self) -> None:
         """Nothing to do: a request is answered when what it has written is safe, as far as the server promises it."""

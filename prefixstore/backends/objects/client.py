@@ -91,7 +91,10 @@ class Client:
         """What to do about a service that cannot be reached; the usual one, if none was named."""
         if not _reason(error).startswith(NO_ANSWER) or self._address.scheme != "s3" or self._endpoint():
             return ""
-        return "; AWS was asked: another server is named by ?endpoint=http://host:port in the URL, or AWS_ENDPOINT_URL"
+        return (
+            "; the request went to AWS: to use another server, set ?endpoint=http://host:port in the URL, "
+            "or AWS_ENDPOINT_URL"
+        )
 
     def _endpoint(self) -> str:
         named = str(self._address.options.get("endpoint", ""))
@@ -146,7 +149,7 @@ class Client:
         except self._library.exceptions.NotModifiedError:
             return None
         if found is None:
-            raise GoneError(f"{self.where}: {name} is gone; the store was deleted")
+            raise GoneError(f"{self.where}: {name} is missing; the store was deleted")
         return found
 
     def _get(self, name: str, options: Mapping[str, object] | None) -> tuple[memoryview, Version] | None:
@@ -178,7 +181,7 @@ class Client:
                     raise
                 return None
             if at < len(whole):
-                raise UnavailableError(f"{self.where}: an answer has ended after {at} of {len(whole)} bytes")
+                raise UnavailableError(f"{self.where}: a response ended after {at} of {len(whole)} bytes")
             return whole
 
     def create(self, name: str, data: Buffer) -> Version | None:

@@ -14,7 +14,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -32,6 +31,7 @@ from prefixstore.backends.objects.manifest import (
     new_segment_name,
 )
 from prefixstore.backends.objects.pages import Pages
+from prefixstore.backends.threads import Job, Threads
 from prefixstore.errors import CorruptError, LocationError, StorageError, UnavailableError
 
 __all__ = ["Log"]
@@ -118,7 +118,7 @@ class Log:
         if not any(self._keeps_conditions() for _ in range(TRIALS)):
             raise LocationError(
                 f"{self._where}: the server ignores conditions of writes (If-None-Match, If-Match), so that processes "
-                "would overwrite each other's pages; choose a server that keeps to them"
+                "would overwrite each other's pages; choose a server that supports them"
             )
 
     def _keeps_conditions(self) -> bool:
@@ -207,8 +207,16 @@ class Log:
 
         if len(parts) < 2:
             return [read(part) for part in parts]
-        with ThreadPoolExecutor(min(AT_ONCE, len(parts)), "prefixstore-objects") as readers:
-            return list(readers.map(read, parts))
+        readers = Threads(AT_ONCE, "prefixstore-objects")
+        jobs = [Job(read, part) for part in parts]
+        try:
+            for job in jobs:
+                readers.submit_or_run(job)
+            return [job.result() for job in jobs]
+        finally:
+            for job in jobs:
+                job.end()
+            readers.close()
 
     # -- committing ---------------------------------------------------------------------------------------------------
 
@@ -259,7 +267,7 @@ class Log:
             if name in self._head.recent:
                 return  # the reply to an earlier attempt was lost
         self._discard(name)
-        raise ConflictError(f"{self._where}: other processes commit all the time; try again")
+        raise ConflictError(f"{self._where}: other processes keep committing; try again")
 
     def _committed(self, segment: Segment, head: Head, version: Version) -> None:
         with self._entering:
@@ -310,7 +318,7 @@ class Log:
         try:
             self._merge(head, begin, end)
         except StorageError as error:
-            log.info("%s: segments are not merged: %s", self._where, error)
+            log.info("%s: segments were not merged: %s", self._where, error)
 
     def fold(self) -> None:
         """Make one segment of all, so that nothing of what was deleted is left in any.
@@ -325,7 +333,7 @@ class Log:
             head = self._head
             if not head.parts or self._merge(head, 0, len(head.parts)):
                 return
-        raise UnavailableError(f"{self._where}: other processes commit all the time; try again")
+        raise UnavailableError(f"{self._where}: other processes keep committing; try again")
 
     def _merge(self, head: Head, begin: int, end: int) -> bool:
         """Replace some segments by one; false if another process has changed the head first."""

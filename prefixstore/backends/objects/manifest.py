@@ -219,13 +219,13 @@ class Segment:
         view = memoryview(stored)
         magic, seal, packed = bytes(view[:8]), bytes(view[8:16]), view[16:]
         if magic[:7] == SEGMENT_MAGIC[:7] and magic[7:] > SEGMENT_MAGIC[7:]:
-            raise IncompatibleError(f"{where} is of a newer prefixstore; upgrade prefixstore")
+            raise IncompatibleError(f"{where} was written by a newer prefixstore; upgrade prefixstore")
         if magic != SEGMENT_MAGIC or xxhash.xxh3_64_digest(packed) != seal:
             raise CorruptError(f"{where} is damaged; delete the store: its pages will be computed again")
         try:
             # a size that is claimed, or none, is not memory that is reserved
             if zstandard.frame_content_size(packed) not in range(LARGEST_SEGMENT + 1):
-                raise CorruptError("its size is not that of a segment")
+                raise CorruptError("its size is not valid for a segment")
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=LARGEST_SEGMENT)
             segment = cls()
             at, spaces = 0, dict[bytes, bytes]()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.read_ahead import AT_ONCE, HELD_BYTES
-from prefixstore.errors import StorageError
+from prefixstore.backends.threads import Job, Threads
 from prefixstore.format.record import Buffer
 
 __all__ = ["Uploads"]
@@ -25,8 +24,8 @@ class Uploads:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._threads: ThreadPoolExecutor | None = None
-        self._running: deque[tuple[int, Future[Any]]] = deque()
+        self._threads: Threads | None = None
+        self._running: deque[tuple[int, Job[Any]]] = deque()
         self._held = 0
         # all that were begun
         self.names: list[str] = []
@@ -36,15 +35,19 @@ class Uploads:
         while self._running and self._held + len(payload) > HELD_BYTES:
             self._finish_one()
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(AT_ONCE, "prefixstore-objects")
+            self._threads = Threads(AT_ONCE, "prefixstore-objects")
+        job = Job(self._client.create, name, payload)
         self._held += len(payload)
         self.names.append(name)
-        self._running.append((len(payload), self._threads.submit(self._client.create, name, payload)))
+        # known before it begins: `close` waits for it
+        self._running.append((len(payload), job))
+        self._threads.submit_or_run(job)
 
     def _finish_one(self) -> None:
-        size, future = self._running.popleft()
+        self._running[0][1].wait()
+        size, job = self._running.popleft()
         self._held -= size
-        future.result()
+        job.result()
 
     def finish(self) -> None:
         """Return when all are written. Raises `StorageError` if one is not."""
@@ -54,10 +57,8 @@ class Uploads:
     def close(self) -> None:
         """Wait for what is on its way, and end the threads."""
         while self._running:
-            try:
-                self._finish_one()
-            except StorageError:
-                continue
+            self._running[0][1].end()
+            self._running.popleft()
         if self._threads is not None:
-            self._threads.shutdown()
+            self._threads.close()
             self._threads = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import Generic, TypeAlias, TypeVar
 
+from prefixstore.backends.threads import Job, Threads
 from prefixstore.errors import UnavailableError
 
 __all__ = ["AT_ONCE", "HELD_BYTES", "Arrived", "Window", "ahead"]
@@ -29,7 +29,7 @@ HELD_BYTES = 64 << 20
 LEAST_BYTES = 1 << 20
 FIRST_BYTES = 256 << 10
 LEARNED_SECONDS = 60.0
-# what comes so soon keeps nobody waiting
+# payloads that arrive this soon delay nothing
 SOON = 0.05
 # A request beside others that is as fast as this share of the fastest one says that more at a time are faster; one that
 # is slower than that share, that they only wait for each other.
@@ -39,7 +39,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Arrived: TypeAlias = Callable[[int], None]
-"""Told how many more bytes of a payload are there; raises if nobody wants the rest."""
+"""Told how many more bytes of a payload are there; raises if the rest is not wanted."""
 
 
 class Window:
@@ -75,7 +75,7 @@ class Window:
         return min(max(self._learned, int(soon)), HELD_BYTES)
 
     def before_first(self, size: int) -> int:
-        """The window while the first payload is on its way: nobody can do anything before that is there."""
+        """The window while the first payload is in transit: no work can start before it arrives."""
         return self.bytes if self.bytes >= 2 * size else FIRST_BYTES
 
     def received(self, size: int, seconds: float, *, is_full: bool = True) -> None:
@@ -119,10 +119,10 @@ def ahead(
     requests = _Requests(items, size_of, read, window, told)
     try:
         while (first := requests.wait_for_first()) is not None:
-            request, future = first
-            found = future.result()
+            request, job = first
+            found = job.result()
             yield request.item, found
-            del first, found, future
+            del first, found, job
     finally:
         requests.close()
 
@@ -141,15 +141,15 @@ class _Requests(Generic[T, R]):
         self._size_of, self._read, self._window, self._told = size_of, read, window, told
         self._left = iter(items)
         self._next: list[T] = []
-        self._waiting: deque[tuple[_Request[T], Future[R]]] = deque()
+        self._waiting: deque[tuple[_Request[T], Job[R]]] = deque()
         self._held = 0
         # from the threads: bytes that have arrived, None at the end. A queue, whose reader may be interrupted any time.
         self._news: SimpleQueue[tuple[_Request[T], int | None]] = SimpleQueue()
         self._is_first, self._is_over, self._is_closed = True, False, False
-        self._readers = ThreadPoolExecutor(AT_ONCE, "prefixstore-objects")
+        self._readers = Threads(AT_ONCE, "prefixstore-objects")
         window.begin()
 
-    def wait_for_first(self) -> tuple[_Request[T], Future[R]] | None:
+    def wait_for_first(self) -> tuple[_Request[T], Job[R]] | None:
         """The next request, when it is done; None if there is none left."""
         self._ask()
         while self._waiting and not (first := self._waiting[0][0]).is_done:
@@ -175,7 +175,9 @@ class _Requests(Generic[T, R]):
                 return
             request = _Request(self._next.pop(), size, size, self._is_first and not self._waiting)
             self._held += size
-            self._waiting.append((request, self._readers.submit(self._work, request)))
+            job = Job(self._work, request)
+            self._waiting.append((request, job))
+            self._readers.submit_or_run(job)
 
     def _may_ask(self, size: int) -> bool:
         if not self._waiting:
@@ -203,4 +205,6 @@ class _Requests(Generic[T, R]):
     def close(self) -> None:
         """Wait for nothing: requests that have begun end with the next bytes that arrive."""
         self._is_closed = True
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for _, job in self._waiting:
+            job.cancel()
+        self._readers.close()

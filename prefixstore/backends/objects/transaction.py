@@ -215,7 +215,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
             return
         self._uploads.finish()
         if self._uploads.names and time.monotonic() - self._begun > GRACE_SECONDS / 2:
-            raise UnavailableError(f"{self._client.where}: a transaction took too long; its pages are not stored")
+            raise UnavailableError(f"{self._client.where}: a transaction took too long; its pages were not stored")
         segment.removed.update(dict.fromkeys(removed))
         try:
             self._log.commit(segment, self._require)
@@ -249,7 +249,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
             if stored is None:
                 # if it was put again, it is the same page with another payload
                 if now is not None and pages.has_children(key, left):
-                    raise self._conflict("stored what follows a page that is deleted here")
+                    raise self._conflict("stored a child of a page that is deleted here")
                 if now is not None and now.usage.pinned and not (before is not None and before.usage.pinned):
                     raise self._conflict("pinned a page that is deleted here")
             elif key in self._put and before is not None and now is None:

@@ -55,7 +55,7 @@ def require_sql(location: str) -> None:
     """Raise `InvalidParameterError` if a location is not the URL of a known database; needs no extra."""
     if scheme_of(location) not in ("sqlite", "postgres", "postgresql"):
         raise InvalidParameterError(
-            "location is not a SQL database, and others need no migration; "
+            "location is not a SQL database, and other locations need no migration; "
             'pass "sqlite:////path" or "postgresql+psycopg://user@host/db"'
         )
 

@@ -114,7 +114,7 @@ def require_head(revision: str | None, where: str) -> None:
         raise LocationError(f'{where} holds no store; create one with: prefixstore migrate "{where}"')
     if revision != schema.HEAD:
         raise IncompatibleError(
-            f"{where} has schema {revision}, this prefixstore needs {schema.HEAD}; stop what writes to it and run: "
+            f"{where} has schema {revision}, this prefixstore needs {schema.HEAD}; stop all writers and run: "
             f'prefixstore migrate "{where}"'
         )
 

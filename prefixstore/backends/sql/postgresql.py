@@ -312,7 +312,7 @@ class PostgreSQL(Database):
             yield row
 
     def _end(self, connection: Connection, rows: Iterator[Row[Any]], *, retry: bool) -> None:
-        """Receive no more rows, or drop them if the transaction has to go on."""
+        """Receive no more rows, or drop them if the transaction must continue."""
         if connection.closed or connection.invalidated or _driver(connection).streamed is None:
             return
         if not retry:
@@ -379,7 +379,7 @@ class PostgreSQL(Database):
     def _vacuum_or_fail(self) -> None:
         if warnings := self._vacuum("VACUUM"):
             raise LocationError(
-                f"{self.location}: no space was given back, since the server says: {warnings[0]}; "
+                f"{self.location}: no space was returned, since the server says: {warnings[0]}; "
                 "compact as the owner of the tables"
             )
 
@@ -397,7 +397,7 @@ class PostgreSQL(Database):
         if warnings:
             # the server skips a table that it must not rewrite, and calls that a success
             raise LocationError(
-                f"{self.location}: what was deleted is still in the files, since the server says: {warnings[0]}; "
+                f"{self.location}: deleted data is still in the files, since the server says: {warnings[0]}; "
                 "scrub as the owner of the tables"
             )
 

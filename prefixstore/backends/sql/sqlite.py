@@ -421,9 +421,7 @@ class SQLite(Database):
             connection.exec_driver_sql("VACUUM")
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
-            raise UnavailableError(
-                f"{self.location}: a reader still sees what was deleted; try again, or stop it first"
-            )
+            raise UnavailableError(f"{self.location}: a reader still sees deleted pages; try again, or stop it first")
 
     def after_fork(self) -> None:
         self._writing = threading.Lock()

@@ -139,7 +139,7 @@ def read_mode(path: Path) -> str:
         return "mode=ro&immutable=1"
     raise LocationError(
         f"{path.parent} cannot be written by this user: to read, SQLite has to create {path.name}-shm there, so that "
-        "no writer changes what is being read; permit that, or read a copy of the file"
+        "no writer changes pages that are being read; allow that, or read a copy of the file"
     )
 
 

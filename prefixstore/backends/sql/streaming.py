@@ -60,7 +60,7 @@ class StreamingConnection(psycopg.Connection[Any]):
     def rollback(self) -> None:
         """End the transaction, if there is one; the pool of SQLAlchemy asks for it when it gets a connection back."""
         if self.streamed is not None:
-            # it would wait for the rows, which nobody takes; an interrupt may have prevented that it was closed before
+            # it would wait for rows that are never read; an interrupt may have prevented closing it before
             self.close()
             return
         super().rollback()
@@ -217,7 +217,7 @@ def payload_of(
     piece: Row[Any] | None = row
     while True:
         if piece is None:
-            raise UnavailableError("the answer of the server has ended in the middle of a payload")
+            raise UnavailableError("the response of the server ended in the middle of a payload")
         payload[at : at + len(piece.data)] = np.frombuffer(piece.data, np.uint8)
         at += len(piece.data)
         arrived(at)

@@ -95,7 +95,7 @@ class ValkeyBackend(Backend):
             try:
                 self._sweep()
             except StorageError as error:
-                log.warning("values of pages that the server has forgotten are still there: %s", error)
+                log.warning("values of pages that the server has evicted were not deleted: %s", error)
 
     @contextmanager
     def _turn(self) -> Iterator[ServerTransaction]:

@@ -97,7 +97,7 @@ class _Way(Enum):
 
     LOST = "the connection was dead"
     MOVED = "another node of the cluster has the keys"
-    REPLACED = "another server has become the primary one"
+    REPLACED = "another server has become the primary"
 
 
 class Connections:

@@ -110,7 +110,7 @@ class Head(NamedTuple):
                 dict(entries_in(pages)) if pages is not None else None,
             )
         except (TypeError, ValueError) as error:
-            raise CorruptError(f"{where}: what it counts cannot be read: {error}") from None
+            raise CorruptError(f"{where}: its counters cannot be read: {error}") from None
 
     def changes_since(self, since: int) -> list[bytes] | None:
         """As `View.changes`; None also if the question did not name so early a generation."""

@@ -38,7 +38,7 @@ Value = tuple[bytes, Buffer]
 
 
 class KeptBuffers:
-    """Memory for what is received. It is used again when nobody refers to it any more, and not before.
+    """Memory for what is received. It is reused only when there are no references to it any more.
 
     Fresh memory costs more than the copy into it. Used by one thread at a time.
     """
@@ -225,7 +225,7 @@ class _Replies:
         while n < size:
             n_more = self._socket.recv_into(into[n:])
             if not n_more:
-                raise LostError("the server has closed the connection in the middle of an answer")
+                raise LostError("the server closed the connection in the middle of a response")
             n += n_more
             self._arrived(n)
         return into

@@ -94,7 +94,7 @@ class ServerTransaction(ServerView, Transaction):
         self._discarded: list[bytes] = []
         # where children were deleted, by parent and form
         self._thinned: dict[tuple[bytes, int], int] = {}
-        # entries that were read: nobody else changes them now
+        # entries that were read: no other process changes them now
         self._read: dict[bytes, bytes | None] = {}
         self._counts = Counts(0, 0, 0, 0)
         # whether the server may have given it the lock
@@ -146,7 +146,7 @@ class ServerTransaction(ServerView, Transaction):
     def _lost(self) -> ConflictError:
         return ConflictError(
             f"{self._connections.location}: the lock of this transaction is lost, since this process was stopped for "
-            "too long or the server was replaced; nothing of it was written"
+            "too long or the server was replaced; nothing was written"
         )
 
     def abort(self) -> None:
@@ -396,7 +396,7 @@ class ServerTransaction(ServerView, Transaction):
         """Raise `UnavailableError` unless the server has committed it, `ConflictError` if it was too late."""
         if answer == b"evicted":
             raise UnavailableError(
-                f"{self._connections.location}: the server has evicted what was just written; give it more memory "
+                f"{self._connections.location}: the server has evicted data that was just written; give it more memory "
                 "(maxmemory), or a smaller max_bytes to the store"
             )
         if answer != b"committed":
@@ -430,7 +430,7 @@ def _with_usage(entry: bytes, usage: Usage) -> bytes:
 def _life(entry: bytes) -> int:
     """After how many milliseconds the server may drop the value; 0 for never.
 
-    Some time after the page has expired: by then nobody finds it. The clock of the server may be another one.
+    Some time after the page has expired: by then it cannot be found any more. The clock of the server may differ.
     """
     try:
         usage = Usage.unpack(entry[USAGE_AT:RECORD_AT])

@@ -108,7 +108,7 @@ class ServerView(View):
         self._all_read: AbstractSet[bytes] | None = None
 
     def close(self) -> None:
-        """Nobody uses a payload any more."""
+        """The payload is not used any more."""
         kept, self._kept = self._kept, None
         if kept is not None:
             self._shared.give_buffers_back(kept)
@@ -332,7 +332,11 @@ class ServerView(View):
         # it was put again meanwhile, in another form
         entry = self._entry(key)
         now = readable(key, entry)[0] if entry is not None else own
-        return (own, value[1]) if now == own else (record, CorruptError(f"page {key.hex()} has the payload of another"))
+        return (
+            (own, value[1])
+            if now == own
+            else (record, CorruptError(f"page {key.hex()} has the payload of another page"))
+        )
 
     def payload_keys(self) -> Iterator[bytes]:
         # a page that was put since all were read is not one without an entry
@@ -366,7 +370,11 @@ class ServerView(View):
         head = self.head()
         if head.n_structures != COMPLETE:
             if head.n_structures:
-                yield "index", b"", "the server has evicted a part of the location; the next write starts it over"
+                yield (
+                    "index",
+                    b"",
+                    "the server has evicted a part of the location; the next write creates an empty store",
+                )
             return
         n_entries = int(self._connections.call("HLEN", self._names.entries)) - 1
         ordered, n_ordered = self._members(self._names.order)
@@ -377,7 +385,7 @@ class ServerView(View):
         if n_entries != len(pages) or n_ordered != len(pages) or ordered != pages.keys():
             yield "index", b"", f"{n_entries} entries, and {n_ordered} keys in their order, for {len(pages)} pages"
         if n_listed != len(listed):
-            yield "index", b"", f"{n_listed - len(listed)} children have another place than that of their tokens"
+            yield "index", b"", f"{n_listed - len(listed)} children are not in the order of their tokens"
         total = sum_of(map(counted, pages.values()))
         if total != head.counts:
             yield "index", b"", f"there are {total}; they were counted as {head.counts}"
@@ -386,7 +394,7 @@ class ServerView(View):
             if member not in listed:
                 yield "index", key, "is not among the children of its parent"
         for member in listed.difference(members.values()):
-            yield "index", member[-KEY_BYTES:], "is among the children of a page, but is not stored as such"
+            yield "index", member[-KEY_BYTES:], "is listed as a child of a page, but is not stored as one"
 
     def _members(self, name: bytes) -> tuple[set[bytes], int]:
         """The members of an order that are in their place there, as none has a score; and how many there are."""

@@ -66,7 +66,7 @@ class PortableHook:
         self._targets: weakref.WeakKeyDictionary[llama_cpp.Llama, PortableTarget] = weakref.WeakKeyDictionary()
         self._nameless = nameless_target(parameters)
         self._last = self._nameless
-        engine.keeper.describe(self._nameless.namespace)
+        engine.describe(self._nameless.namespace)
 
     @property
     def kind(self) -> Kind:
@@ -193,7 +193,7 @@ class PortableHook:
         """
         if not isinstance(state, LlamaState):
             raise InvalidParameterError(
-                f"a store keeps states of llm.save_state(), and cannot store a {type(state).__name__}"
+                f"a store takes states from llm.save_state(), and cannot store a {type(state).__name__}"
             )
         llm = completion.f_locals["self"] if completion is not None else None
         if self._parameters.read_only or self._bypass.is_active:
@@ -213,7 +213,7 @@ class PortableHook:
         if target is None:
             target = self._targets[llm] = target_for(llm, self._parameters)
             for place in (target.namespace, target.whole):
-                self._engine.keeper.describe(place, model_names(llm.metadata, place.settings))
+                self._engine.describe(place, model_names(llm.metadata, place.settings))
         return target
 
     # -- storing ------------------------------------------------------------------------------------------------------

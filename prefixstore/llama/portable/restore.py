@@ -148,7 +148,7 @@ class StateBuilder:
             for page, state in zip(pages, states, strict=False):
                 try:
                     if target.memory is not None and not target.memory.fits(state, page.start, page.n_tokens):
-                        raise CorruptError("its shape is not that of this context's pages")
+                        raise CorruptError("its shape does not match this context's pages")
                     parsed = parse_sequence(state)
                     if not parsed.holds(page.start, page.end):
                         raise CorruptError("its cells are not those of its tokens")
@@ -230,7 +230,7 @@ def _cut(target: PortableTarget, whole: WholeState, n: int, end: int) -> bytearr
     if target.architecture not in (None, parsed.architecture):
         raise CorruptError(f"it is the state of a model of the architecture {parsed.architecture!r}")
     if target.memory is not None and not target.memory.fits_whole(whole.state, parsed, end):
-        raise CorruptError("its shape is not that of this context's states")
+        raise CorruptError("its shape does not match this context's states")
     if parsed.recurrent is not None and parsed.recurrent.position != end - 1:
         raise CorruptError("its recurrent part is that of another position")
     if parsed.recurrent is not None and n < end:
