@@ -205,6 +205,8 @@ from prefixstore.backends import open_backend
 from prefixstore.backends.objects import log
 from prefixstore.errors import StorageError
 from tests.support.engines import Store
+from tests.support.timeouts import disable_timeouts
+disable_timeouts()
 log.MANY_SEGMENTS, log.LEFT_SEGMENTS = 8, 3
 chance = random.Random(int(sys.argv[2]))
 store = Store(open_backend(sys.argv[1], max_bytes=1 << 20), max_bytes=60_000)
