@@ -66,6 +66,31 @@ class TestMoto(_ObjectsContract):
     def _server(self, moto, credentials):
         self.url = lambda: prefix_on(moto)
 
+    # Crowds and random rounds take most of the time of this server, and each run has them with the other one.
+    @pytest.mark.attack
+    def test_many_threads_read_whole_transactions_while_others_write(self, tmp_path):
+        super().test_many_threads_read_whole_transactions_while_others_write(tmp_path)
+
+    @pytest.mark.attack
+    def test_transactions_of_threads_take_turns(self, tmp_path):
+        super().test_transactions_of_threads_take_turns(tmp_path)
+
+    @pytest.mark.attack
+    def test_a_child_forked_while_another_thread_writes_does_not_hang(self, tmp_path):
+        super().test_a_child_forked_while_another_thread_writes_does_not_hang(tmp_path)
+
+    @pytest.mark.attack
+    def test_used_grows_by_no_more_than_the_cost(self, tmp_path):
+        super().test_used_grows_by_no_more_than_the_cost(tmp_path)
+
+    @pytest.mark.attack
+    def test_sizes_are_those_of_all_pages_whatever_was_done_to_them(self, tmp_path):
+        super().test_sizes_are_those_of_all_pages_whatever_was_done_to_them(tmp_path)
+
+    @pytest.mark.attack
+    def test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(self, tmp_path):
+        super().test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(tmp_path)
+
 
 def names(backend):
     """The names of all objects of a location."""

@@ -13,6 +13,7 @@ from prefixstore.backends.sql.database import Database
 from prefixstore.errors import LocationError, UnavailableError
 from prefixstore.maintenance.archive import Archive
 from tests.support.places import MIB, contents, fill, opened, space
+from tests.support.postgres import database, name_of
 
 SIZE = 200_000
 
@@ -24,16 +25,26 @@ def small(monkeypatch):
     monkeypatch.setattr(compaction, "AT_ONCE", 1)
 
 
+@pytest.fixture(scope="module")
+def half_deleted(postgres_template):
+    """A server with a store of 40 pages of which every second one is deleted, and what is in it."""
+    server, template = postgres_template
+    with database(server, template) as url:
+        with opened(url) as backend:
+            fill(backend, space(), [[number, 1, 2, 3] for number in range(40)], size=SIZE)
+            with backend.update() as transaction:
+                for key in sorted(key for key, _, _ in transaction.scan())[::2]:
+                    transaction.delete(key)
+            kept = contents(backend)
+        yield server, url, kept
+
+
 @pytest.fixture
-def churned(new_database):
-    """A store of 40 pages of which every second one is deleted, and what is in it."""
-    url = new_database()
-    with opened(url) as backend:
-        fill(backend, space(), [[number, 1, 2, 3] for number in range(40)], size=SIZE)
-        with backend.update() as transaction:
-            for key in sorted(key for key, _, _ in transaction.scan())[::2]:
-                transaction.delete(key)
-        return url, contents(backend)
+def churned(half_deleted):
+    """A copy of the store, and what is in it."""
+    server, url, kept = half_deleted
+    with database(server, name_of(url)) as copy:
+        yield copy, dict(kept)
 
 
 def between_steps(monkeypatch, work):

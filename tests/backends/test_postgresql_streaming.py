@@ -18,18 +18,30 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Usage
 from tests.backends.test_sql import chain, change, page, put, statements
 from tests.support.places import MIB, opened
+from tests.support.postgres import database, name_of
 from tests.support.proxy import Proxy
 
 # more than the sockets and their buffers hold
 LONG = 3 * MIB + 1
 
 
+@pytest.fixture(scope="module")
+def filled(postgres_template):
+    """A server with a location, its pages and their keys."""
+    server, template = postgres_template
+    with database(server, template) as url:
+        pages = chain(5, LONG)
+        with opened(url) as backend:
+            keys = put(backend, *pages)
+        yield server, url, pages, keys
+
+
 @pytest.fixture
-def stored(new_database):
-    """A location, its pages and their keys."""
-    url, pages = new_database(), chain(5, LONG)
-    with opened(url) as backend:
-        return url, pages, put(backend, *pages)
+def stored(filled):
+    """A copy of the location, its pages and their keys."""
+    server, url, pages, keys = filled
+    with database(server, name_of(url)) as copy:
+        yield copy, list(pages), list(keys)
 
 
 def as_bytes(fetched):

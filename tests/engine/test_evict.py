@@ -20,8 +20,15 @@ from tests.support.places import SCHEMES, contents, fill, opened, place, space
 PAGES = space()
 
 
-@pytest.mark.parametrize("scheme", ["memory", *SCHEMES])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("scheme", "policy"),
+    [
+        # the policy asks no backend: each of both in every run, their product with the attacks
+        pytest.param(scheme, policy, marks=() if scheme == "memory" or policy == "adaptive" else pytest.mark.attack)
+        for scheme in ("memory", *SCHEMES)
+        for policy in POLICIES
+    ],
+)
 def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, policy, tmp_path, request):
     url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     rng = np.random.default_rng(1)

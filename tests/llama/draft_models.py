@@ -60,5 +60,4 @@ def run(model: str, n_batch: int, options: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     disable_timeouts()
-    given = json.loads(sys.argv[1])
-    print(json.dumps({n: run(given["model"], n, given["options"]) for n in given["n_batches"]}))
+    print(json.dumps(run(**json.loads(sys.argv[1]))))

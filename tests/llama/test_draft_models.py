@@ -10,22 +10,28 @@ import pytest
 
 from tests.support import ROOT
 
+MODELS = [
+    ("llama", {}),
+    ("gemma3", {"swa_full": False}),
+    ("gemma3", {"swa_full": True}),
+    ("olmo2", {"swa_full": False}),
+    ("mamba", {}),
+    ("lfm2", {}),
+]
+
 
 @pytest.mark.parametrize(
-    ("arch", "options"),
+    ("arch", "options", "n_batch"),
     [
-        ("llama", {}),
-        ("gemma3", {"swa_full": False}),
-        ("gemma3", {"swa_full": True}),
-        ("olmo2", {"swa_full": False}),
-        ("mamba", {}),
-        ("lfm2", {}),
+        # several batches for a prompt with each model, one with one of them; the others with the attacks
+        pytest.param(arch, options, n, marks=() if n == 128 or arch == "llama" else pytest.mark.attack)
+        for arch, options in MODELS
+        for n in (128, 512)
     ],
     ids=str,
 )
-def test_answers_with_a_draft_model_are_those_without_a_store(models, arch, options):
-    # one process for both, as its start costs more than what it does
-    arguments = {"model": str(models(arch)), "n_batches": [128, 512], "options": options}
+def test_answers_with_a_draft_model_are_those_without_a_store(models, arch, options, n_batch):
+    arguments = {"model": str(models(arch)), "n_batch": n_batch, "options": options}
     done = subprocess.run(
         [sys.executable, "-m", "tests.llama.draft_models", json.dumps(arguments)],
         cwd=ROOT,
@@ -35,11 +41,11 @@ def test_answers_with_a_draft_model_are_those_without_a_store(models, arch, opti
         timeout=300,
     )
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-1000:]}"
-    for n_batch, results in json.loads(done.stdout.splitlines()[-1]).items():
-        assert {name: same for name, (same, _) in results.items()} == dict.fromkeys(results, True), n_batch
-        restored = {name: n for name, (_, n) in results.items()}
-        if arch in ("llama", "gemma3"):
-            assert min(restored.values()) > 0, n_batch
-        elif n_batch == "128" and arch != "olmo2":
-            # snapshots are taken between batches
-            assert restored["Nothing, portable=False"] > 0
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert {name: same for name, (same, _) in results.items()} == dict.fromkeys(results, True)
+    restored = {name: n for name, (_, n) in results.items()}
+    if arch in ("llama", "gemma3"):
+        assert min(restored.values()) > 0
+    elif n_batch == 128 and arch != "olmo2":
+        # snapshots are taken between batches
+        assert restored["Nothing, portable=False"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import nullcontext, suppress
 
@@ -261,8 +262,7 @@ BOMB = 1 << 28
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
 @pytest.mark.parametrize("codec", ["zstd", "planes"])
-@pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(("portable", "known"), [(False, False), (False, True), (True, False)])
 def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
     llama, tmp_path, monkeypatch, arch, codec, portable, known
 ):
@@ -289,7 +289,7 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
     monkeypatch.setattr(readers, "decode_into", watched)
     with PrefixStore(place, None if portable else llm, **SETTINGS) as store:
         llm.set_cache(store)
-        if known and not portable:
+        if known:
             # the shape is known from a page of its own
             answer(llm, OTHER, 1)
         forget(llm)
@@ -298,17 +298,22 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
         assert store.stats().unreadable["shape"] >= 1
         assert set(store.stats().unreadable) == {"shape"}
         assert max(sizes, default=0) < BOMB
-        if known and not portable and arch in ("llama", "gemma3"):
+        if known and arch in ("llama", "gemma3"):
             # they are deleted, and their places are free for what was computed
             assert store.match(tokens).n_tokens >= len(tokens)
             assert store.check() == []
 
 
+@functools.cache
+def zeros(n):
+    """So many zeros, packed."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=16)
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(n))
+
+
 def forge_all(backend, codec):
     """Every state becomes one that unpacks to very many zeros, with a right checksum."""
-    frame = zstandard.ZstdCompressor(
-        compression_params=zstandard.ZstdCompressionParameters.from_level(1, window_log=16)
-    ).compress(bytes(BOMB if codec == "zstd" else BOMB // 2))
+    frame = zeros(BOMB if codec == "zstd" else BOMB // 2)
     payload = frame if codec == "zstd" else len(frame).to_bytes(8, "little") + frame + frame
     with backend.view() as view:
         found = [(key, record, usage) for key, record, usage in view.scan() if record.raw_bytes]

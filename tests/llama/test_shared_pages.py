@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import llama_cpp
@@ -70,19 +71,33 @@ def captured(location, llm):
         return store.namespace, text, pages
 
 
+@pytest.fixture(scope="module")
+def plain_of(models, tmp_path_factory):
+    """A model as it is, the location where it has stored its pages, and these: once for each kind."""
+
+    @functools.cache
+    def one(kind):
+        arch, own = KINDS[kind]
+        llm, location = load(models(arch), **own), tmp_path_factory.mktemp("plain")
+        return llm, location, captured(location, llm)
+
+    return one
+
+
 @pytest.mark.parametrize(("kind", "setting"), CASES, ids=lambda part: part.replace(", ", "-").replace(" ", "_"))
-def test_settings_that_change_no_row_share_pages_that_are_equal_bit_by_bit(tmp_path, opened, kind, setting):
-    plain, changed = opened(kind), opened(kind, setting)
-    expected, got = captured(tmp_path / "plain", plain), captured(tmp_path / "changed", changed)
+def test_settings_that_change_no_row_share_pages_that_are_equal_bit_by_bit(tmp_path, plain_of, opened, kind, setting):
+    plain, location_of_plain, expected = plain_of(kind)
+    changed = opened(kind, setting)
+    got = captured(tmp_path, changed)
     assert got[0].differences(expected[0]) == {}
     # with lfm2, a context for embeddings has no logits to sample from
     assert got[1] == expected[1] or (kind == "hybrid" and setting in ("embedding", "pooling"))
     assert len(expected[2]) > 1
     assert got[2] == expected[2]
     # and each restores what the other has stored
-    for location, llm in (("plain", changed), ("changed", plain)):
+    for location, llm in ((location_of_plain, changed), (tmp_path, plain)):
         forget(llm)
-        with PrefixStore(tmp_path / location, llm) as store:
+        with PrefixStore(location, llm) as store:
             llm.set_cache(store)
             assert answer(llm, TOKENS, 1) == (got[1] if llm is changed else expected[1])
             assert store.stats().tokens_restored == 599

@@ -70,22 +70,31 @@ def test_no_store_is_created_at_a_mistyped_location(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+CHOICES = [
+    ({"namespace": MINE.key.hex()[:10]}, {"yours": 2}),
+    ({"salt": "yours"}, {"mine": 7}),
+    ({"salt": "nobody"}, {"mine": 7, "yours": 2}),
+    ({"everything": True}, {}),
+    # the sequence, and what led only to it
+    ({"tokens": [20, 21]}, {"mine": 5, "yours": 2}),
+    ({"tokens": [1, 2, 3, 4, 9]}, {"mine": 5, "yours": 2}),
+    ({"tokens": [1, 2, 3, 4]}, {"mine": 3}),
+    ({"tokens": [1, 2, 3, 4], "salt": "mine"}, {"mine": 3, "yours": 2}),
+    ({"tokens": [7]}, {"mine": 7, "yours": 2}),
+    ({"older_than": 3600.0}, {"yours": 2}),
+    ({"older_than": 3600.0, "tokens": [30]}, {"mine": 6, "yours": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("choice", "left"),
+    ("archive", "choice", "left"),
     [
-        ({"namespace": MINE.key.hex()[:10]}, {"yours": 2}),
-        ({"salt": "yours"}, {"mine": 7}),
-        ({"salt": "nobody"}, {"mine": 7, "yours": 2}),
-        ({"everything": True}, {}),
-        # the sequence, and what led only to it
-        ({"tokens": [20, 21]}, {"mine": 5, "yours": 2}),
-        ({"tokens": [1, 2, 3, 4, 9]}, {"mine": 5, "yours": 2}),
-        ({"tokens": [1, 2, 3, 4]}, {"mine": 3}),
-        ({"tokens": [1, 2, 3, 4], "salt": "mine"}, {"mine": 3, "yours": 2}),
-        ({"tokens": [7]}, {"mine": 7, "yours": 2}),
-        ({"older_than": 3600.0}, {"yours": 2}),
-        ({"older_than": 3600.0, "tokens": [30]}, {"mine": 6, "yours": 2}),
+        # what is chosen does not depend on the backend: each choice on the first and one other, all with the attacks
+        pytest.param(scheme, *choice, marks=() if at in (0, 1 + i % (len(SCHEMES) - 1)) else pytest.mark.attack)
+        for at, scheme in enumerate(SCHEMES)
+        for i, choice in enumerate(CHOICES)
     ],
+    indirect=["archive"],
 )
 def test_exactly_the_chosen_pages_are_purged(archive, choice, left):
     fill(archive.backend, MINE, SEQUENCES)

@@ -262,7 +262,7 @@ def postgres_template(postgres_url: str) -> Iterator[tuple[str, str]]:
 
     with database(postgres_url, None) as url:
         migrate.upgrade(url)
-        yield postgres_url, url.split("?")[0].rsplit("/", 1)[1]
+        yield postgres_url, name_of(url)
 
 
 @pytest.fixture
@@ -273,6 +273,11 @@ def new_database(postgres_template: tuple[str, str]) -> Iterator[Callable[..., s
     server, template = postgres_template
     with ExitStack() as stack:
         yield lambda *, empty=False: stack.enter_context(database(server, None if empty else template))
+
+
+def name_of(url: str) -> str:
+    """The name of a database."""
+    return url.split("?", maxsplit=1)[0].rsplit("/", 1)[1]
 
 
 @contextmanager
