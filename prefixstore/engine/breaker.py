@@ -6,10 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from prefixstore.backends.threads import Signal
 from prefixstore.engine.index import Page
 from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
 from prefixstore.stats import Counters
@@ -80,9 +79,9 @@ class CircuitBreaker:
         # slow answers in a row, for lookups and for pages: a location may be fast at one and slow at the other
         self._n_slow = {False: 0, True: 0}
         self._lock = threading.Lock()
-        self._closing = Signal()
+        self._closing = threading.Event()
         self._open_until = 0.0
-        self._probing = False
+        self._prober: threading.Thread | None = None
 
     def close(self) -> None:
         """End the probing thread, as soon as the location lets it."""
@@ -137,22 +136,18 @@ class CircuitBreaker:
         open_seconds = seconds * OPEN_FACTOR if seconds > FAST_SECONDS else 0.0
         with self._lock:
             self._open_until = max(self._open_until, self._clock() + open_seconds)
-            starts = open_seconds > SHORT_OPEN and not self._probing and not self._closing.is_set
-            self._probing = self._probing or starts
-        if starts:
-            try:
-                log.warning("the location is not used until a probe succeeds: %s", why)
-                self._counters.count("outages")
-                threading.Thread(
+            # one that a Ctrl-C has kept from being started does not count
+            is_probing = self._prober is not None and self._prober.is_alive()
+            starts = open_seconds > SHORT_OPEN and not is_probing and not self._closing.is_set()
+            if starts:
+                self._prober = threading.Thread(
                     target=self._probe_until_healthy, args=(page,), name="prefixstore-probe", daemon=True
-                ).start()
-            except RuntimeError:
-                # the interpreter is shutting down; there will be no more requests
-                self._probing = False
-            except BaseException:
-                # interrupted: if it was started nevertheless, a second one does no harm
-                self._probing = False
-                raise
+                )
+                with suppress(RuntimeError):  # the interpreter is shutting down; there will be no more requests
+                    self._prober.start()
+        if starts:
+            log.warning("the location is not used until a probe succeeds: %s", why)
+            self._counters.count("outages")
 
     def _probe_until_healthy(self, page: Page | None) -> None:
         """Close the circuit when the location answers in time."""
@@ -168,7 +163,7 @@ class CircuitBreaker:
                 log.exception("the location cannot be probed")
                 healthy = False
             with self._lock:
-                self._probing = not healthy
+                self._prober = None if healthy else self._prober
                 # while it probes, no other thread sends requests
                 self._open_until = 0.0 if healthy else float("inf")
             if healthy:

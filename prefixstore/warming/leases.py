@@ -15,7 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from prefixstore.backends.threads import Signal
 from prefixstore.errors import StorageError
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class Leases:
         self.owner = owner or Owner()
         self._held: set[bytes] = set()
         self._lock = threading.Lock()
-        self._ending = Signal()
+        self._ending = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="prefixstore-leases", daemon=True)
 
     def __enter__(self) -> Self:

@@ -1,19 +1,25 @@
-"""Ctrl-C at every place of a restore: no view is closed while a thread reads it, no thread and no lock is left."""
+"""Ctrl-C at every place where a thread is waited for: no view closes while it is read, no lock or thread is left."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
+from prefixstore.backends.objects.payloads import Uploads
+from prefixstore.backends.objects.read_ahead import Window, ahead
 from prefixstore.engine.readers import ReaderPool
+from prefixstore.engine.relay import Relays
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.fetching import Watcher, store_of
 from tests.support.models import TORTURE
+from tests.support.timeouts import wait_for
 
 SECONDS = 30
+NAMES = ("prefixstore-read", "prefixstore-objects")
 
 # what happens when a generator is interrupted that the garbage collector ends
 pytestmark = pytest.mark.filterwarnings(
@@ -52,14 +58,13 @@ def in_time(work):
 
 
 def left():
-    """Threads of readers that have begun, or that the end of the process waits for."""
+    """Threads that have begun, or that the end of the process waits for."""
     until = time.monotonic() + SECONDS
     while True:
         found = [
             thread
             for thread in threading.enumerate()
-            if thread.name.startswith(("prefixstore-read", "prefixstore-objects"))
-            and (thread.ident or not thread.daemon)
+            if thread.name.startswith(NAMES) and (thread.is_alive() or not thread.daemon)
         ]
         if not found or time.monotonic() > until:
             return found
@@ -93,4 +98,65 @@ def test_a_ctrl_c_at_any_place_of_a_restore(codec, streamed, kept):
                 store.fetcher._pool = ReaderPool()
         store.fetcher.close()
     assert faults == []
+    assert left() == []
+
+
+def test_a_ctrl_c_at_any_place_of_a_relayed_restore():
+    faults = []
+    with store_of(["raw"] * 4, Slow()) as store:
+        relays = Relays(store.fetcher)
+
+        def work():
+            options = dict.fromkeys(("look", "admit", "deadline", "keep"))
+            with relays.fetching(store.pages, streamed=True, **options) as states:
+                return sum(1 for _ in states)
+
+        for at in sample(places_in(work), 50 * TORTURE):
+            where = interrupted(work, at)
+            gc.collect()
+            found = in_time(work)
+            if found != 4 or store.backend.misused:
+                faults.append((where, found, list(store.backend.misused)))
+        # those that were not waited for end when they are told
+        wait_for(lambda: store.backend.open == 0, "all views are closed")
+        relays.close()
+    assert faults == []
+    assert left() == []
+
+
+def read_ahead():
+    def read(number, arrived):
+        time.sleep(0.0005)
+        arrived(1)
+        return number
+
+    return [found for _, found in ahead(range(4), lambda _: 1, read, Window())]
+
+
+class Client:
+    """Of a bucket that takes a moment for each object."""
+
+    def __init__(self):
+        self.made = []
+
+    def create(self, name, payload):
+        time.sleep(0.0005)
+        self.made.append(name)
+
+
+def upload():
+    client = Client()
+    with closing(Uploads(client)) as uploads:
+        for number in range(4):
+            uploads.begin(str(number), b"payload")
+        uploads.finish()
+    return list(map(int, sorted(client.made)))
+
+
+@pytest.mark.parametrize("work", [read_ahead, upload])
+def test_a_ctrl_c_at_any_place_where_objects_are_read_or_written(work):
+    for at in sample(places_in(work), 300 * TORTURE):
+        where = interrupted(work, at)
+        assert in_time(work) == list(range(4)), where
+    gc.collect()
     assert left() == []

@@ -12,13 +12,15 @@ from prefixstore.backends.lmdb.write_back import WriteBack
 from prefixstore.format.record import Usage
 from prefixstore.testing import make_page
 from tests.support import PATIENCE
+from tests.support.ctrl_c import interrupted, places_in
 from tests.support.places import opened
+from tests.support.timeouts import wait_for
 
 LARGE = 4000
 
 
 def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name == "prefixstore-write-back"]
+    return [one.name for one in threading.enumerate() if one.name == "prefixstore-write-back" and one.is_alive()]
 
 
 @pytest.fixture
@@ -105,3 +107,16 @@ def test_what_cannot_help_does_not_harm(tmp_path, asked, monkeypatch, absent):
         early.start(LARGE)
     assert asked == []
     assert threads() == []
+
+
+def test_a_ctrl_c_at_any_place_leaves_no_thread_and_no_other_error(tmp_path, asked):
+    file = tmp_path / "data.mdb"
+    file.touch()
+
+    def work():
+        with closing(WriteBack(str(file))) as early:
+            early.start(LARGE)
+
+    for at in range(1, places_in(work) + 1):
+        interrupted(work, at)
+    wait_for(lambda: not threads(), "the threads have ended")

@@ -12,14 +12,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import follow
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.engine.invariants import violations
+from prefixstore.engine.journal import Journal
 from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import FullError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
+from tests.support import in_thread
+from tests.support.ctrl_c import interrupted, places_in
 from tests.support.engines import (
     MIB,
     NS,
@@ -459,3 +463,19 @@ def test_an_error_after_the_commit_leaves_a_catalog_that_finds_what_was_stored(t
         two.put(B)
         assert (one.match(A), one.match(B)) == (12, 12)
         assert one.engine.check() == []
+
+
+def test_a_lookup_that_is_interrupted_while_it_waits_for_a_transaction_does_not_hold_its_end_up(monkeypatch):
+    monkeypatch.setattr(follow, "LONGEST_END", 0.01)
+    store = Store(MemoryBackend())
+    catalog = store.engine._catalog
+    catalog._contents.journal = Journal()
+    n = places_in(catalog._wait_for_outcome)
+    for at in range(1, n + 1):
+        catalog._contents.journal = journal = Journal()
+        where = interrupted(catalog._wait_for_outcome, at)
+        ending = in_thread(journal.ended.set)
+        ending.join(30)
+        assert not ending.is_alive(), where
+    catalog._contents.journal = None
+    store.engine.close()

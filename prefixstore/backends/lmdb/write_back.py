@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import ref
 
 from prefixstore.backends.threads import Signal
 
@@ -60,28 +61,32 @@ class WriteBack:
         """Begin to help with a commit of so many bytes, if it is large."""
         if begin_writing is None or n_bytes < LARGE_BYTES:
             return
-        thread = threading.Thread(target=self._run, name="prefixstore-write-back", daemon=True)
+        thread = threading.Thread(
+            target=_run, args=(ref(self), self._file, self._ended), name="prefixstore-write-back", daemon=True
+        )
         with suppress(RuntimeError):  # no more threads, or the interpreter is shutting down
             # first: `close` ends it, even if the caller is interrupted here
             self._thread = thread
             thread.start()
 
-    def _run(self) -> None:
-        assert begin_writing is not None
-        try:
-            handle = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return  # only its name is gone
-        try:
-            while not self._ended.wait(SECONDS):
-                begin_writing(handle)
-        finally:
-            os.close(handle)
-
     def close(self) -> None:
         """The commit has ended, or failed."""
         self._ended.set()
         if self._thread is not None and self._thread.ident is not None:
-            # interrupted while it was started, it ends by itself
+            # if that was interrupted, it ends later
             with suppress(RuntimeError):
                 self._thread.join()
+
+
+def _run(owner: ref[WriteBack], file: str, ended: Signal) -> None:
+    assert begin_writing is not None
+    try:
+        handle = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # only its name is gone
+    try:
+        # a Ctrl-C may keep the owner from saying so
+        while owner() is not None and not ended.wait(SECONDS):
+            begin_writing(handle)
+    finally:
+        os.close(handle)
