@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import logging
-import mmap
 import os
 import secrets
 import stat
@@ -14,6 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
 
 from prefixstore.errors import CorruptError, FullError, InvalidParameterError, UnavailableError
 from prefixstore.format.record import Buffer
@@ -96,16 +97,16 @@ class SlotDirectory:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode) or found.st_size != size or not size:
                 raise CorruptError(f"a slot file has {found.st_size} bytes, and the server has written {size}")
-            # nobody else opens it: the name is random, and removed below
-            return memoryview(mmap.mmap(handle, size, prot=mmap.PROT_READ))
+            # copied, not mapped: a file that somebody cuts while it is mapped ends the process that looks at it
+            return _read(handle, size)
         except OSError as error:
             raise UnavailableError(f"a slot file cannot be read: {error.strerror}") from error
         finally:
             os.close(handle)
             self.remove(name)
 
-    def write(self, name: str, data: Buffer) -> None:
-        """Write a file that appears under its name when it is complete.
+    def write(self, name: str, data: Buffer) -> tuple[int, ...]:
+        """Write a file that appears under its name when it is complete; its `mark`.
 
         Raises
         ------
@@ -120,11 +121,20 @@ class SlotDirectory:
                 while left:
                     left = left[file.write(left) :]
             (self.path / (name + PART)).rename(self.path / name)
+            return self.mark(name)
         except OSError as error:
             self.remove(name)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise FullError(f"no space for a slot file of {len(data)} bytes in {self.path}") from error
             raise UnavailableError(f"a slot file cannot be written: {error.strerror}") from error
+
+    def mark(self, name: str) -> tuple[int, ...]:
+        """What is different once a file was replaced, cut or written to; nothing if it is not there."""
+        try:
+            found = (self.path / name).lstat()
+        except FileNotFoundError:
+            return ()
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def remove(self, name: str) -> None:
         """Delete a file, finished or not, if it is there."""
@@ -163,6 +173,17 @@ class SlotDirectory:
         # the group, since the server may be another user's; others have no business with prompts
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return io.FileIO(os.open(self.path / name, flags, 0o640), "w")
+
+
+def _read(handle: int, size: int) -> memoryview:
+    data = np.empty(size, np.uint8).data
+    n = 0
+    while n < size:
+        got = os.readv(handle, [data[n:]])
+        if not got:
+            raise CorruptError(f"a slot file was cut while it was read, after {n} bytes of {size}")
+        n += got
+    return data.toreadonly()
 
 
 def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:

@@ -72,8 +72,12 @@ class SlotFiles:
     def load(self, server: LlamaServer, slot: int, n: int, data: memoryview) -> None:
         """Have the server load a slot's file, which is complete."""
         with self.directory.name() as name:
-            self.directory.write(name, data)
+            written = self.directory.write(name, data)
             action = server.restore(slot, name)
+            is_same = self.directory.mark(name) == written
+        if not is_same:
+            server.erase(slot)
+            raise CorruptError("another process has changed a slot file before the server read it: the slot was erased")
         if (action.n_tokens, action.n_bytes) != (n, len(data)):
             server.erase(slot)
             raise ServerTooOldError(

@@ -1,0 +1,104 @@
+"""The files that a server and the store exchange, when another process has its hands in the directory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixstore.errors import CorruptError
+from prefixstore.server.records import SlotAction
+from prefixstore.server.slot_directory import SlotDirectory
+from prefixstore.server.slot_files import SlotFiles
+from tests.support import ROOT
+
+CUT = """
+import sys
+from prefixstore.server.slot_directory import SlotDirectory
+directory = SlotDirectory(sys.argv[1])
+path = directory.path / "file"
+path.write_bytes(b"x" * 100_000)
+with path.open("r+b") as another:
+    data = directory.read("file", 100_000)
+    another.truncate(0)
+    assert bytes(data) == b"x" * 100_000
+"""
+
+
+def test_a_file_that_is_cut_after_it_was_read_ends_nothing(tmp_path: Path):
+    """As a process of its own, since one that looks at a mapping that was cut gets SIGBUS."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    directory, readv = SlotDirectory(tmp_path), os.readv
+    (tmp_path / "file").write_bytes(b"x" * 1000)
+
+    def cut(handle: int, buffers: Any) -> int:
+        os.truncate(tmp_path / "file", 600)
+        return readv(handle, buffers)
+
+    monkeypatch.setattr(os, "readv", cut)
+    with pytest.raises(CorruptError, match="after 600 bytes of 1000"):
+        directory.read("file", 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _overwrite(path: Path) -> None:
+    before = path.stat().st_mtime_ns
+    # the clock of file systems may tick some milliseconds at a time
+    while path.stat().st_mtime_ns == before:
+        with path.open("r+b") as file:
+            file.write(b"other rows")
+
+
+def _replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"o" * 1000)
+    other.replace(path)
+
+
+class Server:
+    """One that restores what is in a file by then, and says nothing of it but its size."""
+
+    url = "http://server"
+
+    def __init__(self, directory: Path, before: Callable[[Path], object]):
+        self.directory, self.before = directory, before
+        self.erased: list[int] = []
+
+    def restore(self, slot: int, name: str) -> SlotAction:
+        self.before(self.directory / name)
+        return SlotAction(n_tokens=7, n_bytes=1000)
+
+    def erase(self, slot: int) -> None:
+        self.erased.append(slot)
+
+
+@pytest.mark.parametrize("meddle", [_overwrite, _replace, Path.unlink, lambda path: os.truncate(path, 10)])
+def test_a_slot_is_erased_if_its_file_was_changed_before_the_server_read_it(
+    meddle: Callable[[Path], object], tmp_path: Path
+):
+    server: Any = Server(tmp_path, meddle)
+    with pytest.raises(CorruptError, match="another process has changed a slot file"):
+        SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    assert server.erased == [3]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_nobody_has_changed_is_loaded(tmp_path: Path):
+    server: Any = Server(tmp_path, Path.read_bytes)
+    SlotFiles(tmp_path).load(server, 3, 7, memoryview(bytes(1000)))
+    assert server.erased == []
