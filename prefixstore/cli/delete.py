@@ -51,12 +51,12 @@ def purge(
 
     Pages that match all given options are deleted, pinned ones included; afterwards their contents cannot be read from
     the files. Overwriting does not reach copies: backups, file system snapshots, swap, the spare blocks of an SSD,
-    exported files, and what a server keeps: freed memory, logs, old versions, replicas. On a terminal you are asked
-    before.
+    exported files, and data that a server retains: freed memory, logs, old versions, replicas. On a terminal it asks
+    for confirmation.
 
-    Exit code 1: the pages are deleted, but could not be overwritten, since another process is still reading them (run
-    it again), there is no tenant of this name, there are pages of which the tenant is not known, or that a newer
-    version has written, or the answer was no.
+    Exit code 1: the pages are deleted but could not be overwritten, since another process is still reading them (run
+    it again); there is no tenant with this name; there are pages whose tenant is unknown, or that a newer version has
+    written; or the answer was no.
 
     Example: prefixstore purge lmdb:///var/cache/kv --salt tenant-7
     """
@@ -111,8 +111,8 @@ def purge(
 def clear(location: Location, *, dry_run: DryRun = False, yes: Yes = False, as_json: AsJson = False) -> int:
     """Delete all pages, of all tenants and models.
 
-    Their bytes stay in the files until the space is used again; purge --everything overwrites them. On a terminal you
-    are asked before. Exit code 1: the answer was no.
+    Their bytes stay in the files until the space is reused; purge --everything overwrites them. On a terminal it asks
+    for confirmation. Exit code 1: the answer was no.
 
     Example: prefixstore clear lmdb:///var/cache/kv --dry-run
     """

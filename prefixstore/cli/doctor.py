@@ -32,10 +32,10 @@ def doctor(
 ) -> int:
     """Examine the installation and a store, and say what to change.
 
-    Looks at versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
+    Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
     With --config, the model is loaded, and its settings are compared with those of the stored pages. It writes nothing.
 
-    Exit codes: 0 no problems found; 1 something has to be changed.
+    Exit codes: 0 no problems found; 1 something should be changed.
 
     Example: prefixstore doctor lmdb:///var/cache/kv --config warm.toml
     """

@@ -47,14 +47,14 @@ def explain(
 ) -> int:
     """Explain how much of a prompt is stored, and why not more.
 
-    Says where the prompt parts from the nearest stored one, with both texts, and names the usual causes: a timestamp
-    or id, tools in another order, thinking dropped from the history, text that tokenizes differently, BOS twice. Also
-    whether the page was evicted, and which setting differs from those under which it is stored.
+    Shows where the prompt diverges from the nearest stored one, with both texts, and names the usual causes: a
+    timestamp or id, tools in a different order, thinking dropped from the history, text that tokenizes differently,
+    BOS twice. Also shows whether the page was evicted, and which setting differs from those of stored pages.
 
     With --model, only the vocabulary is loaded, and the prompt is looked up under all stored settings of this model.
     With --config, the model is loaded as a server would, and its settings are compared. Nothing is written.
 
-    Exit codes: 0 all of the prompt is stored; 1 not all is.
+    Exit codes: 0 the whole prompt is stored; 1 not all of it.
 
     Example: prefixstore explain lmdb:///var/cache/kv --model m.gguf --messages request.json
     """

@@ -66,7 +66,7 @@ def init(
 ) -> int:
     """Write a file of settings for jobs, servers and commands.
 
-    On a terminal you are asked before a file is replaced; elsewhere that needs --yes. Exit code 1: it was not replaced.
+    On a terminal it asks before it replaces a file; otherwise that needs --yes. Exit code 1: it was not replaced.
 
     Example: prefixstore init --model model.gguf --store lmdb:///var/cache/kv
     """

@@ -67,7 +67,7 @@ def ls(
 ) -> None:
     """List the namespaces, with their models and tenants.
 
-    Uses are those of all their pages together: a prompt of ten stored pages uses ten.
+    Uses count pages: a prompt with ten stored pages counts as ten.
 
     Example: prefixstore ls lmdb:///var/cache/kv --sort stored --limit 10
     """

@@ -47,7 +47,7 @@ def check(
     """Verify every invariant and every checksum of a store.
 
     With --max-bytes, a store larger than that is a problem too. Exit code 1: problems were found; with --repair: some
-    are left.
+    remain.
 
     Example: prefixstore check lmdb:///var/cache/kv --repair
     """
@@ -165,9 +165,9 @@ def evict(
 ) -> int:
     """Evict pages until the store fits SIZE.
 
-    They are evicted in the order of the policy of the store which was the last to begin writing there; if that is not
-    known, the least recently used first. On a terminal you are asked before. Exit code 1: the pinned pages alone are
-    larger, or the answer was no.
+    They are evicted in the order of the policy of the store that was the last to begin writing there; if that is
+    unknown, the least recently used first. On a terminal it asks for confirmation. Exit code 1: the pinned pages alone
+    are larger, or the answer was no.
 
     Example: prefixstore evict lmdb:///var/cache/kv --to 10GiB --dry-run
     """

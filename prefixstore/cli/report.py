@@ -39,10 +39,10 @@ def report(
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page that shows a store: its prefix tree, how it is used, and what another size would give.
+    """Write a page that shows a store: its prefix tree, its use, and the effect of another size.
 
-    The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts part;
-    otherwise token ids, which anyone who has the model can turn into text. Only its owner can read the file.
+    The page is one file that needs no network. With a model or a tokenizer it shows the text where prompts diverge;
+    otherwise token ids, which anyone with the model can turn into text. Only its owner can read the file.
 
     Example: prefixstore report lmdb:///var/cache/kv --out report.html --model m.gguf
     """

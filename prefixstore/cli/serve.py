@@ -130,8 +130,8 @@ def serve(
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 
-    Starts llama-server, or uses one that runs, and listens in front of it. All of its endpoints pass through;
-    completions begin with what the store has of their prompt, and what is new is stored when a slot is idle.
+    Starts llama-server, or uses a running one, and listens in front of it. All of its endpoints pass through;
+    completions start from the stored prefix of their prompt, and new tokens are stored when a slot is idle.
 
     With --model, llama-cpp-python's own server is served instead, in this process; its options follow --.
 

@@ -67,8 +67,8 @@ def status(
 ) -> None:
     """Show what the slots of a server hold, and the memory of its process.
 
-    The bytes of a token are known from a slot's file: with --slots-dir, a slot that is idle is saved, and the file is
-    deleted. All slots wait for that, so not every few seconds.
+    The bytes per token are measured from a slot's file: with --slots-dir, an idle slot is saved, and the file is
+    deleted. All slots wait meanwhile, so do not run this every few seconds.
 
     Example: prefixstore slots status --server http://127.0.0.1:8080
     """
@@ -117,7 +117,7 @@ def save(
     max_bytes: MaxBytes = None,
     as_json: AsJson = False,
 ) -> int:
-    """Store what slots hold and the store lacks.
+    """Store the contents of slots that the store does not have yet.
 
     Exit code 1 if a slot could not be stored. As a hook before a model is unloaded: with --all.
 

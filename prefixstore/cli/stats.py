@@ -43,10 +43,10 @@ def stats(
 ) -> None:
     """Show what a store holds, and how much it helps: hit rate, tokens and time saved, by model and tenant.
 
-    Of the last hour, the last day (the running hour and 24 before it), and since the store was made, at most a year.
-    Processes write what they have counted with their commits, so the last seconds may be missing. What warming jobs
-    and maintenance have done is counted apart. The size limit is that of the process that was the last to begin
-    writing, or --max-bytes.
+    The figures are for the last hour, the last day (the current hour and the 24 before), and since the store was
+    created, at most a year. Processes write them with their commits, so the last seconds may be missing. Warming jobs
+    and maintenance are counted separately. The size limit is that of the process that was the last to begin writing,
+    or --max-bytes.
 
     Example: prefixstore stats lmdb:///var/cache/kv
     """

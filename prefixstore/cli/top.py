@@ -41,8 +41,8 @@ def top(
 ) -> None:
     """Watch how a store is used: requests, hit rate, prompts of the last minutes, the hottest prefixes.
 
-    The figures are those that the processes write with their commits, so they are some seconds old. Press q to quit.
-    The last 1, 10 and 60 minutes are whole ones; the running minute is added to the first two.
+    Processes write the figures with their commits, so they are some seconds old. Press q to quit.
+    The last 1, 10 and 60 minutes are whole minutes; the current minute is added to the first two.
     With --once, or without a terminal, it is printed once; `prefixstore stats --json` has the same figures as JSON.
 
     Example: prefixstore top lmdb:///var/cache/kv

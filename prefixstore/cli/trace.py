@@ -50,10 +50,10 @@ def record(
     out: Annotated[Path, typer.Option("--out", metavar="TRACE", help="The file; it is appended to.")],
     text: Annotated[bool, typer.Option("--text", help="Also record the text of prompts.")] = False,
 ) -> int:
-    """Run a command, and record what its stores are asked.
+    """Run a command, and record the requests to its stores.
 
-    The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. Recorded are hashes of
-    blocks of 32 tokens, and lengths. Recording ends when the file has 64 MiB. The exit code is that of the command.
+    The same as PREFIXSTORE_TRACE=TRACE in its environment, or `store.trace(path)` in Python. It records hashes of
+    blocks of 32 tokens, and lengths. Recording ends at 64 MiB. The exit code is that of the command.
 
     Example: prefixstore trace record --out trace.jsonl -- python server.py
     """
@@ -79,9 +79,9 @@ def replay_(
     requests: Requests = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a trace in the real engine, at one size: how much is found by each policy.
+    """Replay a trace in the real engine, at one size, and show how much each policy finds.
 
-    By default with the budget and the policy that were recorded. The budget counts pages of the mean recorded size.
+    The defaults are the recorded budget and policy. The budget counts pages of the mean recorded size.
 
     Example: prefixstore trace replay trace.jsonl --policy lru --policy adaptive --max-bytes 40GiB
     """

@@ -66,7 +66,7 @@ def export(
 ) -> int:
     """Write pages into one portable file.
 
-    On a terminal you are asked before an export is replaced; a file that is none is never replaced. Exit code 1:
+    On a terminal it asks before it replaces an export; a file that is not an export is never replaced. Exit code 1:
     damaged pages were left out, or the answer was no.
 
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
@@ -170,11 +170,11 @@ def import_(
 ) -> int:
     """Import the pages of a file into a store of any backend.
 
-    The store is created if it does not exist. Pages that are there already are skipped, so an interrupted import is
-    simply run again. With --model or --config, a file without pages for that model and its settings is refused. Without
-    --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is damaged or
-    truncated (everything before that point is imported), or there was no space for all pages; 3: the file does not have
-    this format, or is not for this model.
+    The store is created if it does not exist. Pages that it already has are skipped, so an interrupted import can
+    simply be run again. With --model or --config, a file without pages for that model and its settings is refused.
+    Without --max-bytes the limit is 10 GiB, or the size of the store if that is larger. Exit code 1: the file is
+    damaged or truncated (everything before that point is imported), or there was no space for all pages; 3: the file
+    does not have this format, or is not for this model.
 
     Example: prefixstore import sqlite:////var/cache/kv.db night.pstore --model m.gguf
     """

@@ -74,8 +74,8 @@ def tree(
 ) -> int:
     """Show the stored prefixes as a tree.
 
-    A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ is where the
-    text begins to differ from that of the branches beside it. --limit counts the branches after each page (in json, csv
+    A run of pages without a branch is one line. With a model or a tokenizer its text is shown: the bar │ marks where
+    the text differs from that of the sibling branches. --limit counts the branches after each page (in json, csv
     and tsv: the pages). Exit code 1 with --containing: the text is not stored.
 
     Example: prefixstore tree lmdb:///var/cache/kv --model m.gguf --containing "my secret"

@@ -126,12 +126,12 @@ def warm(
 ) -> int:
     """Compute prompts and store them, each shared prefix once.
 
-    Prompts that are stored already are skipped. Run an interrupted job again to finish it; several jobs on one list
-    divide it. Without --n-ctx, the context is as long as the longest prompt needs, up to the length that the model was
-    trained with. Options override the file given by --config.
+    Prompts that are stored already are skipped. Run an interrupted job again to finish it; several jobs with the same
+    list share the work. Without --n-ctx, the context is as long as the longest prompt needs, up to the length that the
+    model was trained with. Options override the file given by --config.
 
     Exit codes: 0 done; 1 some prompts could not be read or stored, or will not fit (--dry-run); 2 wrong usage; 3 the
-    store cannot be used; 130, 143 interrupted, and what was computed is kept.
+    store cannot be used; 130, 143 interrupted; everything computed so far is kept.
 
     Example: prefixstore warm --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
     """

@@ -429,7 +429,7 @@ def test_a_purge_leaves_nothing_of_a_tenant_whose_record_is_damaged_or_says_what
         txn.put(key, bytes(record), db=records)
     found, out, err = run("purge", location, "--salt", "mine")
     assert (found, f"{counted(pages, 'page')} deleted and overwritten" in out) == (code, True)
-    assert ("left: 1 page of a newer prefixstore" in err) == is_newer
+    assert ("not deleted: 1 page of a newer prefixstore" in err) == is_newer
     with Archive(location) as archive, archive.backend.view() as view:
         assert set(view.payload_keys()) == ({key} if is_newer else set())
 
@@ -488,7 +488,7 @@ def test_an_export_replaces_an_export_and_nothing_else(store, tmp_path, run):
 def test_an_export_neither_replaces_a_device_nor_waits_for_a_pipe(store, tmp_path, run):
     os.mkfifo(tmp_path / "pipe")
     code, _, err = run("export", store, "--out", tmp_path / "pipe", "--yes")
-    assert (code, "is no file" in err) == (3, True)
+    assert (code, "is not a file" in err) == (3, True)
     assert (tmp_path / "pipe").is_fifo()
 
 

@@ -380,7 +380,7 @@ def test_a_missing_store_a_directory_that_is_none_and_one_without_permission_are
     says = {
         tmp_path / "none": "none does not exist, so there is no store (an LMDB directory) yet; check the path",
         f"sqlite:///{tmp_path}/none.db": "none.db does not exist, so there is no store (a SQLite file) yet",
-        tmp_path / "folder": "folder exists, and holds no store yet; choose another location",
+        tmp_path / "folder": "folder exists but has no store yet; choose another location",
     }
     for command in ("ls", "stats", "check", "clear"):
         for location, text in says.items():

@@ -168,7 +168,7 @@ def test_text_that_was_generated_in_other_tokens_is_named(llm, store):
     found = store.explain(chat("Who are you?", answer, "Thank you."))
     assert (found.reason, found.culprit.name) == ("fork", "seam")
     assert len(start) <= found.n_shared < len(start) + 5
-    assert "other tokens" in read(found)
+    assert "tokenized differently" in read(found)
 
 
 def test_a_bos_that_stands_twice_is_named(templated, tmp_path):
