@@ -600,7 +600,7 @@ def test_a_store_that_never_does_anything_says_so_once(contexts, caplog):
             llm.load_state(state)  # before each prompt
             answer(llm, TEXT + prompt(5, seed=i), 1)
         assert len(caplog.records) == 1
-        assert "reason: loaded_state (llm.load_state() brings in" in caplog.records[0].message
+        assert "reason: loaded_state (llm.load_state() loads states" in caplog.records[0].message
         assert store.stats().misses["loaded_state"] == 3 * PROMPTS
 
 
