@@ -20,7 +20,6 @@ from typing import Any
 
 import httpx
 import llama_cpp
-import openai
 import pytest
 
 from prefixstore import PrefixStore
@@ -148,6 +147,8 @@ def _cached_tokens(answer: dict[str, Any]) -> int:
 
 
 def test_the_official_client_streams_and_sees_the_cached_tokens(serve: Serve):
+    import openai  # it takes longer than all else that is imported here
+
     messages = [{"role": "user", "content": prompt(9)}]
     texts = []
     for _ in range(2):

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import openai
 
 from tests.support import ROOT
 from tests.support.ports import free_port
@@ -27,6 +26,8 @@ class Served:
     """A server that answers."""
 
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        import openai  # it takes longer than all else that is imported here
+
         self.process = process
         self.url = url
         self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=120)
