@@ -76,7 +76,7 @@ def write_page(path: Path, text: str, *, replace: bool = False) -> None:
     """
     if path.exists() and not path.is_file():
         # a device, or a pipe
-        raise LocationError(f"cannot write {path}: it exists and is no file; pass another --out")
+        raise LocationError(f"cannot write {path}: it exists and is not a file; pass another --out")
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:

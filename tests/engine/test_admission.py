@@ -190,7 +190,7 @@ def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, 
             raise UnavailableError("the location is down")
 
         monkeypatch.setattr(policy_memory.PolicyMemory, "_write", fails)
-    assert "is not saved" in caplog.text
+    assert "was not saved" in caplog.text
 
 
 class _Kept:

@@ -207,7 +207,7 @@ def test_a_quota_is_one_size_or_sizes_by_name():
 @pytest.mark.parametrize(
     ("quota", "says"),
     [
-        (7, "more than max_bytes=6"),
+        (7, "exceed max_bytes=6"),
         ({"tenant": 5}, "quota has 'tenant'"),
         ({"salt": "much"}, "quota['salt']='much' is not a valid size"),
         (0, "must be positive"),

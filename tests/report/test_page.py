@@ -76,7 +76,7 @@ def test_a_page_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_p
 def test_what_is_no_file_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(LocationError, match="is no file"):
+    with pytest.raises(LocationError, match="is not a file"):
         write_page(pipe, "text", replace=True)
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
