@@ -33,6 +33,7 @@ attack: $(VENV)/.dev
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/llama/test_portable.py
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m 'hypothesis and not attack'
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -16,7 +16,7 @@ from prefixstore.llama import compute_rate
 from prefixstore.server import rates
 from tests.support.browser import browser, chromium  # noqa: F401 - fixtures
 from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - fixtures
-from tests.support.models import load, write
+from tests.support.models import TORTURE, load, write
 from tests.support.postgres import new_database, postgres_server, postgres_template, postgres_url  # noqa: F401 - fixtures
 from tests.support.s3 import credentials, moto, new_prefix, seaweedfs  # noqa: F401 - fixtures
 from tests.support.served import alone, serve, shared_proxy  # noqa: F401 - fixtures
@@ -37,12 +37,14 @@ MEASURES = {
 def pytest_configure() -> None:
     """Signals reach the processes that tests start, also from a background job of a shell, which ignores SIGINT.
 
-    And no example of Hypothesis is too slow.
+    And no example of Hypothesis is too slow. The examples are the same in each run; `make torture` looks for new ones.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")
+    settings.register_profile(
+        "ours", deadline=None, derandomize=TORTURE == 1, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("ours")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
