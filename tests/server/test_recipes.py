@@ -164,7 +164,7 @@ def test_systemd_and_compose_leave_the_time_to_store_what_slots_hold():
 
 def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_path):
     document = (ROOT / "docs" / "servers.md").read_text()
-    section = document.split("\n### A server that runs already\n")[1]
+    section = document.split("\n### A server that is already running\n")[1]
     start = [line.strip() for line in section.strip().split("\n\n")[0].splitlines()]
     hooks = re.findall(r"^    (prefixstore slots .*)$", section, re.MULTILINE)
     assert len(hooks) == 3
