@@ -57,7 +57,7 @@ class LazyBackend(Backend):
                 raise ClosedError("the store is closed; open a new PrefixStore")
             if self._backend is None:
                 self._backend = self._open()
-                log.warning("%s is reachable again", self._location)
+                log.warning("%s is reachable now", self._location)
             return self._backend
         finally:
             self._opening.release()

@@ -119,7 +119,14 @@ class Job(Outcome[T]):
 
     def cancel(self) -> bool:
         """Keep it from being begun; false if it was. A second call answers the same."""
-        return self._fate.setdefault(None, True)
+        is_cancelled = self._fate.setdefault(None, True)
+        if is_cancelled:
+            self._forget_work()
+        return is_cancelled
+
+    def _forget_work(self) -> None:
+        # it often refers to what keeps this job: buffers would live until the next collection of garbage
+        self._work, self._args = _nothing, ()
 
     def end(self) -> None:
         """Return when nothing of it will be done any more: when it has ended, or at once if it has not begun."""
@@ -131,7 +138,10 @@ class Job(Outcome[T]):
         is_there = self._is_there
         try:
             if not self._fate.setdefault(None, False):
-                self._result = self._work(*self._args)
+                try:
+                    self._result = self._work(*self._args)
+                finally:
+                    self._forget_work()
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
             # as in `result`
@@ -140,6 +150,10 @@ class Job(Outcome[T]):
             before_told()
         finally:
             is_there.set()
+
+
+def _nothing(*_: Any) -> Any:
+    """The work of a job that is done, or never will be."""
 
 
 class Threads:

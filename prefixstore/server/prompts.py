@@ -34,6 +34,8 @@ SLOTLESS = frozenset(
         "/v1/responses/input_tokens",
         "/v1/messages/count_tokens",
         "/v1/streams/lookup",
+        "/cors-proxy",
+        "/tools",
     }
 )
 MEDIA = frozenset({"image", "image_url", "input_image", "input_audio", "audio", "audio_url", "video", "video_url"})

@@ -45,6 +45,8 @@ AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
 # Of so many fields it is said that they are not known.
 MAX_TOLD_FIELDS = 100
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+# What uses no slot, and does something for all, or tells of others.
+CLOSED_TO_TENANTS = ("/v1/stream", "/props", "/cors-proxy", "/tools")
 # These only ask. What is done for all others needs a key, if the server has any.
 READS = ("GET", "HEAD", "OPTIONS")
 # What uses slots without reusing anything of them.
@@ -256,7 +258,8 @@ class Proxy:
             content = await exchange.body()
         else:
             exchange.nothing_to_read()
-        if exchange.method in READS or path in SLOTLESS:
+        is_end_of_stream = exchange.method == "DELETE" and path.startswith("/v1/stream")
+        if exchange.method in READS or path in SLOTLESS or is_end_of_stream:
             await self._forward(exchange, content)
         elif path == "/lora-adapters" and not await self._session.has_adapters():
             # there is nothing to change
@@ -278,7 +281,7 @@ class Proxy:
         path = exchange.path
         if exchange.method in READS:
             return not path.startswith(("/slots", "/v1/stream", "/metrics", "/props/"))
-        return path in STATELESS or (path in SLOTLESS and not path.startswith(("/v1/stream", "/props")))
+        return path in STATELESS or (path in SLOTLESS and not path.startswith(CLOSED_TO_TENANTS))
 
     async def _forward(
         self,

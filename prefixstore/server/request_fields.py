@@ -38,17 +38,22 @@ output_format speed stop_sequences thinking
 """
 # Of other servers: samplers, and what belongs to the client.
 OF_CLIENTS = """
-add_bos_token add_special_tokens api_server api_type ban_eos_token banned_strings banned_tokens bos_token chat_id
-custom_token_bans do_sample dynamic_temperature dynatemp_high dynatemp_low early_stopping enable_thinking
-encoder_repetition_penalty epsilon_cutoff eta_cutoff format grammar_string guided_choice guided_decoding_backend
-guided_grammar guided_json guided_regex include_reasoning include_stop_str_in_output keep_alive length_penalty
-max_context_length max_length min_length min_tokens mirostat_mode no_repeat_ngram_size nsigma num_beams num_ctx
-num_predict penalty_alpha prompt_logprobs provider rep_pen rep_pen_range rep_pen_slope repetition_penalty
-repetition_penalty_range request_id sampler_order sampler_priority sampler_seed session_id skew skip_special_tokens
-smoothing_curve smoothing_factor spaces_between_special_tokens stop_sequence stop_token_ids stopping_strings
-temperature_last tfs tfs_z think title top_a transforms truncation_length typical usage
+add_bos_token add_special_tokens allowed_token_ids api_server api_type bad_words ban_eos_token banned_strings
+banned_tokens bos_token chat_id chat_template_args client_metadata custom_token_bans do_sample dynamic_temperature
+dynatemp_high dynatemp_low early_stopping enable_thinking encoder_repetition_penalty epsilon_cutoff eta_cutoff format
+grammar_string guided_choice guided_decoding_backend guided_grammar guided_json guided_regex guided_whitespace_pattern
+include_reasoning include_stop_str_in_output keep_alive legacy_api length_penalty max_context_length max_length
+max_tokens_second min_length min_tokens mirostat_mode models no_repeat_ngram_size nsigma num_batch num_beams num_ctx
+num_gpu num_keep num_predict num_thread options penalize_nl penalty_alpha plugins priority prompt_logprobs provider
+rep_pen rep_pen_range rep_pen_slope repetition_penalty repetition_penalty_range request_id return_token_ids
+return_tokens_as_token_ids route sampler_order sampler_priority sampler_seed session_id skew skip_special_tokens
+slot_id smoothing_curve smoothing_factor spaces_between_special_tokens stop_sequence stop_token_ids stopping_strings
+structured_outputs temperature_last tfs tfs_z think thinking_budget thinking_token_budget title top_a transforms
+truncation_length typ_p typical usage use_beam_search
 """
 KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split())
+# What clients always send, and what a server that has guidance would take for none.
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "negative_prompt": ("",)}
 # These have rules of their own.
 JUDGED = frozenset({"lora", "n_cache_reuse"})
 
@@ -65,6 +70,7 @@ def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) 
     """
     for name, value in request.items():
         # llama-server takes null for absent
-        if value is not None and name not in KNOWN_FIELDS and name not in JUDGED and name not in allowed:
+        is_known = value is None or name in KNOWN_FIELDS or name in JUDGED or name in allowed
+        if not is_known and value not in NEUTRAL_VALUES.get(name, ()):
             return name
     return None

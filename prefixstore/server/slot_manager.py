@@ -39,6 +39,8 @@ MAX_COPIES = 2
 # as long.
 WORTH_WAITING = 8.0
 UNKNOWN_PROMPT_SECONDS = 5.0
+# How long a request waits for slots to be emptied, one after the other.
+EMPTYING_SECONDS = 30.0
 # How long the last saves wait for slots that are still held.
 GIVEN_BACK_SECONDS = 5.0
 
@@ -150,6 +152,7 @@ class SlotManager:
             await asyncio.wait({saving})
             await self.pool.wait_for_slot()
         unusable: set[int] = set()
+        until = asyncio.get_running_loop().time() + EMPTYING_SECONDS
         while (choice := self.pool.choose(prompt, owner, wanted=wanted, trusts=trusts, without=unusable)) is not None:
             held = HeldSlot(choice.slot, prompt, owner)
             preparing = asyncio.ensure_future(
@@ -162,6 +165,8 @@ class SlotManager:
             except SlotUnusableError:
                 unusable.add(held.slot.id)
                 self.pool.release(held.slot)
+                if asyncio.get_running_loop().time() > until:
+                    break
             except asyncio.CancelledError:
                 # what a thread does to the slot cannot be interrupted
                 preparing.add_done_callback(partial(self._give_back, held))
@@ -175,7 +180,8 @@ class SlotManager:
         assert choice is not None, "a slot was idle"
         slot = choice.slot
         # it stays tainted: it is emptied before its next use, and not saved
-        slot.is_tainted, slot.owner, slot.request = True, owner, None
+        slot.doubt()
+        slot.owner, slot.request = owner, None
         return HeldSlot(slot, prompt, owner, reason="error", must_compute=True)
 
     def _give_back(self, held: HeldSlot, prepared: asyncio.Future[None]) -> None:
@@ -240,12 +246,16 @@ class SlotManager:
             if wanted is None:
                 held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes, without=without)
         choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes, trusts=trusts)
-        if n_found > choice.n_usable and self.rates.tries(is_faster=choice.restore) and not choice.restore:
+        # Restoring may be slower only since the slot holds nearly as much: then there is nothing to learn from a try.
+        is_slow = not self.rates.is_faster(self.rates.restoring(n_bytes), n_found)
+        may_try = n_found > choice.n_usable and (choice.restore or is_slow)
+        if may_try and self.rates.tries(is_faster=choice.restore) and not choice.restore:
             choice = self.pool.weigh(held.slot, held.tokens, held.owner, n_found, n_bytes, trusts=trusts, tries=True)
         slot = held.slot
         if choice.save_first:
             await self._save(slot)
-        if choice.erase_first:
+        # also if its rows have come into doubt while it was saved
+        if choice.erase_first or slot.must_empty(trusts=trusts):
             await self._empty(slot)
         if choice.restore:
             await self._restore(held)
@@ -291,7 +301,7 @@ class SlotManager:
         done = await self._quietly("erase", lambda: (self._erase(slot.id), True)[1])
         if done and self.pool.is_current(slot):
             slot.forget()
-            slot.is_tainted = False
+            slot.is_tainted = slot.is_unknown = False
         elif not done:
             slot.is_tainted = True
             raise SlotUnusableError
@@ -335,6 +345,9 @@ class SlotManager:
             slot.failures = 0
             slot.n_unsaved += WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
             self._dirty_since.setdefault(slot.id, now)
+        elif began:
+            # it may have been computed in the server that was started meanwhile
+            slot.doubt()
         self._idle_since[slot.id] = now
         self.answering(held)
         self.pool.release(slot)

@@ -65,6 +65,8 @@ class PoolSlot:
         How many tokens entered it since it was saved.
     is_tainted
         Whether its rows may be other than those of its tokens alone: it is not saved, and emptied before its next use.
+    is_unknown
+        Whether its rows may be those of anyone: it is tainted, and emptied also before those who would trust it.
     is_held
         Whether a request or a save has it.
     generation
@@ -83,6 +85,7 @@ class PoolSlot:
     owner: str | None = None
     n_unsaved: int = 0
     is_tainted: bool = False
+    is_unknown: bool = False
     is_held: bool = False
     generation: int = 0
     used: float = 0.0
@@ -93,6 +96,14 @@ class PoolSlot:
         """It is empty, or what it holds is unknown."""
         self.tokens, self.owner, self.request = NOTHING, None, None
         self.n_unsaved = self.failures = 0
+
+    def doubt(self) -> None:
+        """Nothing is known of its rows, nor whose they are."""
+        self.is_tainted = self.is_unknown = True
+
+    def must_empty(self, *, trusts: bool) -> bool:
+        """Whether it is emptied before its next use, which may be by one who trusts what it has left there itself."""
+        return self.is_unknown or (self.is_tainted and not trusts)
 
     @property
     def is_worth_saving(self) -> bool:
@@ -340,7 +351,7 @@ class SlotPool:
         is_foreign = self._separated and slot.owner not in (None, owner)
         # the end of an answer is lost, too, but the tokens of that are not known
         save_first = n_lost > 0 and self.is_worth_a_wait(slot)
-        must_erase = is_foreign or (slot.is_tainted and not trusts)
+        must_erase = is_foreign or slot.must_empty(trusts=trusts)
         return Choice(slot, n_live, n_usable, restore, save_first, must_erase)
 
     def _cost(
@@ -363,7 +374,7 @@ class SlotPool:
         return self.slots if wanted is None else [self.slots[wanted % len(self.slots)]]
 
     def _live(self, slot: PoolSlot, tokens: Tokens, owner: str | None, *, trusts: bool = False) -> int:
-        if (slot.is_tainted and not trusts) or slot.owner != owner:
+        if slot.must_empty(trusts=trusts) or slot.owner != owner:
             return 0
         return common_prefix(slot.tokens, tokens)
 
@@ -378,7 +389,7 @@ class SlotPool:
         self._clock += 1
         slot.used = self._clock
         if self.n_foreign:
-            slot.is_tainted = True
+            self._taint(slot)
         self._next()
         self.when_free()
 
@@ -399,7 +410,7 @@ class SlotPool:
         self.generation += 1
         for slot in self.slots:
             slot.forget()
-            slot.is_tainted = not are_empty
+            slot.is_tainted = slot.is_unknown = not are_empty
 
     @contextlib.contextmanager
     def tainting(self) -> Iterator[Foreign]:
@@ -415,9 +426,14 @@ class SlotPool:
                 # one that is held here may be idle there already
                 self.forget_requests()
                 for slot in self.slots:
-                    slot.is_tainted = True
+                    self._taint(slot)
             # meanwhile nothing was saved
             self.when_free()
+
+    def _taint(self, slot: PoolSlot) -> None:
+        slot.is_tainted = True
+        # they may be those of another tenant
+        slot.is_unknown |= self._separated
 
     def _is_idle(self, wanted: int | None) -> bool:
         return any(not slot.is_held for slot in self.slots if wanted is None or slot.id == wanted)

@@ -323,7 +323,8 @@ class _Reader:
             numbers.append(number)
             length += 1
             is_chain &= self._before.setdefault(number, last) == last
-            self._lengths.setdefault(number, length)
+            # of the chain that `_before` leads along, which may be another one than this line's
+            self._lengths.setdefault(number, self._lengths.get(self._before[number], 0) + 1)
             last = number
         # in a trace that is not consistent, a block may follow several others
         return Chain(self._before, last, length) if is_chain else [*start, *numbers]

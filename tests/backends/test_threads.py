@@ -282,3 +282,31 @@ def test_an_outcome_is_there_after_an_interrupt_before_any_bytecode_of_a_wait():
 
     for step in range(1, 80):
         at(step)
+
+
+class Holder:
+    """Keeps a job that is one of its own methods, as readers do."""
+
+    def __init__(self):
+        self.job = Job(self.work, bytearray(1))
+
+    def work(self, data):
+        return len(data)
+
+
+@pytest.mark.parametrize("ends", ["it is done", "it is cancelled"])
+def test_a_job_that_is_over_keeps_nothing_of_what_it_was_to_do(ends, pool):
+    """Buffers would live until the next collection of garbage."""
+    holder = Holder()
+    if ends == "it is done":
+        pool.submit(holder.job)
+        assert holder.job.result() == 1
+    else:
+        assert holder.job.cancel()
+    gc.disable()
+    try:
+        is_there = weakref.ref(holder)
+        del holder
+        wait_for(lambda: is_there() is None, "the end of what has kept the job")
+    finally:
+        gc.enable()

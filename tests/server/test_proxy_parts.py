@@ -14,6 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
+from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.bodies import BodyBudget
 from prefixstore.server.command import ServerCommand, drafts
@@ -80,6 +81,11 @@ def test_the_fields_of_llama_server_and_of_official_clients_are_known():
     assert unknown_field({"prompt": "a", "steering": 0}) == "steering"
     assert unknown_field({"prompt": "a", "steering": 0}, {"steering"}) is None
     assert parse("/completion", b'{"prompt": "a", "steering": 1}', {"steering"}).reason is None
+    # what SillyTavern always sends, and what a server that has guidance would do
+    assert unknown_field({"prompt": "a", "guidance_scale": 1, "negative_prompt": ""}) is None
+    assert unknown_field({"prompt": "a", "guidance_scale": 1.5, "negative_prompt": ""}) == "guidance_scale"
+    assert unknown_field({"prompt": "a", "negative_prompt": "b"}) == "negative_prompt"
+    assert unknown_field({"prompt": "a", "typ_p": 1, "max_tokens_second": 0, "client_metadata": {}}) is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"a": 1}'.decode().encode("utf-16"), b"[" * 100_000])
@@ -445,10 +451,103 @@ def test_requests_that_go_past_the_store_keep_their_own_slot():
     asyncio.run(run())
 
 
+def test_a_request_gets_no_rows_that_may_be_those_of_another_tenant_even_if_it_would_trust_its_own():
+    """A slot that could not be emptied, and that its next request has not computed anything in."""
+
+    async def run() -> None:
+        pool, erase = SlotPool([(0, 100)], Rates(), separated=True), Emptying(0)
+        manager = SlotManager(pool, None, erase)
+        prompt = tokens(*range(60))
+        manager.release(await manager.acquire(prompt, "ann"), Usage(0, 60), began=True)
+        held = await manager.acquire(prompt, "bob")
+        assert held.must_compute
+        # the server has refused it
+        manager.release(held, None, began=False)
+        erase.stuck.clear()
+        held = await manager.acquire(prompt, "bob", ask=False, trusts=True)
+        assert (held.must_compute, erase.asked[-1], len(erase.asked)) == (False, 0, 2)
+        assert (held.slot.is_tainted, held.slot.is_unknown) == (False, False)
+        manager.release(held, None, began=False)
+        # a request that may use any slot, as of embeddings, has left the rows of anyone
+        with pool.tainting():
+            pass
+        await manager.acquire(prompt, "bob", ask=False, trusts=True)
+        assert len(erase.asked) == 3
+        manager.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_goes_on_across_a_restart_leaves_rows_that_nobody_trusts():
+    async def run() -> None:
+        pool, erase = SlotPool([(0, 100)], Rates()), Emptying()
+        manager = SlotManager(pool, None, erase)
+        held = await manager.acquire(tokens(*range(60)), None)
+        pool.restarted()
+        manager.release(held, Usage(0, 60), began=True)
+        await manager.acquire(tokens(*range(60)), None, ask=False, trusts=True)
+        assert erase.asked == [0]
+        manager.close()
+
+    asyncio.run(run())
+
+
+def test_a_slot_whose_rows_come_into_doubt_while_it_is_saved_is_emptied():
+    """Another request may run in it then: for the server it is idle."""
+
+    async def run() -> None:
+        pool, erase, store = SlotPool([(0, 200)], Rates(token_seconds=1.0)), Emptying(), Copying()
+        manager = SlotManager(pool, store, erase, Timing(soon=0.0))
+        manager.release(await manager.acquire(tokens(*range(60)), None), Usage(0, 60), began=True)
+        acquiring = asyncio.ensure_future(manager.acquire(tokens(*range(100, 160)), None))
+        assert await asyncio.to_thread(store.begun.wait, 60)
+        with pool.tainting():
+            pass
+        store.may_end.set()
+        held = await acquiring
+        assert (erase.asked, held.slot.is_tainted) == ([0], False)
+        manager.close()
+
+    asyncio.run(run())
+
+
+def test_a_restore_that_is_slower_since_the_slot_holds_nearly_as_much_is_not_tried():
+    store = Copying()
+    store.n_tokens, store.n_bytes = 150, 1000
+
+    async def run() -> None:
+        # restoring takes 0.1 s, computing all of it 0.15
+        pool = SlotPool([(0, 400)], Rates(token_seconds=1e-3, restore_seconds=1e-4))
+        manager = SlotManager(pool, store, lambda _: None, Timing(soon=100.0))
+        for _ in range(3 * RETRY_EVERY):
+            pool.slots[0].tokens = tokens(*range(100))
+            manager.release(await manager.acquire(tokens(*range(300)), None), None, began=False)
+        manager.close()
+
+    asyncio.run(run())
+    assert store.n_restores == 0
+
+
+def test_a_request_does_not_wait_for_every_slot_to_be_emptied(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slot_manager_module, "EMPTYING_SECONDS", -1.0)
+
+    async def run() -> None:
+        pool, erase = SlotPool([(i, 100) for i in range(3)], Rates()), Emptying(0, 1, 2)
+        manager = SlotManager(pool, None, erase)
+        for slot in pool.slots:
+            slot.is_tainted = True
+        held = await manager.acquire(tokens(*range(60)), None)
+        assert (held.must_compute, len(erase.asked)) == (True, 1)
+        manager.close()
+
+    asyncio.run(run())
+
+
 def test_the_slots_of_a_server_that_is_not_our_child_are_emptied_before_their_first_use():
     pool = SlotPool([(0, 100), (1, 100)], Rates())
     pool.restarted(are_empty=False)
     assert all(pool.weigh(slot, tokens(1), None, 0, 0).erase_first for slot in pool.slots)
+    assert all(pool.weigh(slot, tokens(1), None, 0, 0, trusts=True).erase_first for slot in pool.slots)
     pool.restarted()
     assert not any(pool.weigh(slot, tokens(1), None, 0, 0).erase_first for slot in pool.slots)
 

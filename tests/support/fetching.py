@@ -34,12 +34,13 @@ class WatchedView:
     def __init__(self, view, watcher):
         self.view = view
         self.watcher = watcher
+        self.in_use = threading.Lock()
 
     def fetch(self, keys):
         inner = self.view.fetch(keys)
         try:
             for i, _ in enumerate(keys):
-                with self.watcher.alone():
+                with self.alone():
                     found = next(inner, None)
                     self.watcher.before(i)
                 if found is None:
@@ -47,6 +48,15 @@ class WatchedView:
                 yield self.watcher.change(i, *found)
         finally:
             self.watcher.fetches_closed += 1
+
+    @contextmanager
+    def alone(self):
+        assert self.in_use.acquire(blocking=False), "two threads use one view"
+        try:
+            assert self.watcher.open, "the view is closed"
+            yield
+        finally:
+            self.in_use.release()
 
     def __getattr__(self, name):
         return getattr(self.view, name)
@@ -59,18 +69,8 @@ class Watcher(MemoryBackend):
         super().__init__()
         self.open = 0
         self.fetches_closed = 0
-        self.in_use = threading.Lock()
         self.before = lambda i: None
         self.change = lambda i, record, payload: (record, payload)
-
-    @contextmanager
-    def alone(self):
-        assert self.in_use.acquire(blocking=False), "two threads use one view"
-        try:
-            assert self.open, "the view is closed"
-            yield
-        finally:
-            self.in_use.release()
 
     @contextmanager
     def view(self):

@@ -149,6 +149,20 @@ def test_a_block_that_follows_several_others_is_what_each_line_says(tmp_path):
     assert (trace.events[2].blocks[1], trace.events[2].blocks[1:], len(trace.events[2].blocks)) == (1, [1, 3], 3)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [("ax", "bcdxe", [0, 1, 5]), ("abcx", "dxe", [0, 1, 2, 3, 5])],
+    ids=["longer", "shorter"],
+)
+def test_what_follows_a_block_with_two_paths_to_it_goes_on_from_the_first_one(first, second, expected, tmp_path):
+    """In files that were joined or edited; the path that is longer or shorter is not taken for the other."""
+    lines = [request(first, 100), request(second, 100), request("f", 100, after="e")]
+    ours(tmp_path / "t", lines)
+    found = read_trace(tmp_path / "t").events[-1].blocks
+    assert list(found)[:-1] == expected
+    assert len(found) == len(list(found))
+
+
 def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
     prompts = [[1], [2], [3], [2], [1]]
     assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
