@@ -334,6 +334,10 @@ def section(found: dict[str, Any]) -> list[str]:
         transaction. LMCache's client of object storage needs the bucket in the host's name, so it has a server of the
         same kind to itself; it remembers which objects there are, and looks up without asking."""
     )
+    if "beside" in found:
+        lines += paragraph(
+            f"""Measured in a run of its own, beside {found["beside"]}: compare the clients with each other."""
+        )
     lines += table(["line", "server", "client", "lookup", "lookup and values", "GB/s", "tokens", "written"], rows)
     for reason, names in reasons.items():
         lines += paragraph(f"Not run: {'; '.join(names)}. Reason: {reason}.")
