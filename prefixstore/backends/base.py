@@ -24,6 +24,7 @@ also those that would send one query for each page.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ __all__ = [
     "Transaction",
     "Used",
     "View",
+    "facts_after",
     "facts_of",
     "retried",
 ]
@@ -350,6 +352,19 @@ class View(ABC):
 def _tokens_of(entry: Entry) -> bytes:
     assert isinstance(entry.record, Record)
     return entry.record.tokens
+
+
+def facts_after(
+    keys: Sequence[bytes], entries: Callable[[Sequence[bytes]], Sequence[Entry]], after: bytes, at_most: int
+) -> npt.NDArray[np.void]:
+    """`View.facts` of a backend that has all keys in order, and `entries` for those of some that are still there."""
+    at = bisect_right(keys, after)
+    while at < len(keys):
+        found = entries(keys[at : at + at_most])
+        if found:
+            return np.array([facts_of(each) for each in found], FACTS)
+        at += at_most  # all of these were deleted since
+    return np.empty(0, FACTS)
 
 
 def facts_of(entry: Entry) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, facts_of
+from prefixstore.backends.base import CHANGES_KEPT, Backend, Entry, Transaction, Used, View, facts_after
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import without_password
@@ -129,14 +129,7 @@ class _View(View):
         return {key for key in keys if any(self._siblings(key, form) for form in (PAGE, SNAPSHOT))}
 
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        keys = self._keys()
-        at = bisect_right(keys, after)
-        while at < len(keys):
-            found = self._entries(keys[at : at + at_most])
-            if found:
-                return np.array([facts_of(each) for each in found], FACTS)
-            at += at_most  # all of these were deleted since
-        return np.empty(0, FACTS)
+        return facts_after(self._keys(), self._entries, after, at_most)
 
     def record(self, key: bytes) -> Record | None:
         entry = self._entry(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from contextlib import closing, contextmanager, suppress
 
@@ -19,7 +18,7 @@ from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
 from tests.support.places import refusal
 from tests.support.postgres import Standby, private_server, server_program, small_disk_server, store_on
-from tests.support.proxy import Proxy
+from tests.support.proxy import Line
 from tests.support.timeouts import wait_for
 
 READ_ONLY = {"read_only": True}
@@ -154,41 +153,6 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
             assert store.fetch(C) == 3
             assert store.engine.check() == []
         is_intact(url, C)
-
-
-class Line(Proxy):
-    """Fails in the middle of an answer.
-
-    Attributes
-    ----------
-    left
-        Bytes of answers that still pass; None for all.
-    stalls
-        Whether what is left over is swallowed, or the line cut.
-    """
-
-    def __init__(self, path):
-        self.left: int | None = None
-        self.stalls = False
-        self.passed = 0
-        super().__init__(path)
-
-    def forward(self, source, target, answers):
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if answers:
-                    self.passed += len(data)
-                    if self.left is not None:
-                        data, rest = data[: self.left], data[self.left :]
-                        self.left -= len(data)
-                        if rest and not self.stalls:
-                            target.sendall(data)
-                            break
-                target.sendall(data)
-        # the client sees the end, and the server too
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

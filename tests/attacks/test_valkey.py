@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from contextlib import closing, contextmanager, suppress
 
 import pytest
@@ -16,7 +15,7 @@ from prefixstore.errors import FullError, LocationError, StorageError, Unavailab
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE
-from tests.support.proxy import Proxy
+from tests.support.proxy import Line
 from tests.support.timeouts import wait_for
 from tests.support.valkey import forget_lock, private_valkey
 
@@ -128,41 +127,6 @@ def test_connections_that_are_ended_at_any_command_cost_nothing(new_valkey, valk
                 break
             k += 1
     assert k > 0
-
-
-class Line(Proxy):
-    """Fails in the middle of an answer.
-
-    Attributes
-    ----------
-    left
-        Bytes of answers that still pass; None for all.
-    stalls
-        Whether what is left over is swallowed, or the line cut.
-    """
-
-    def __init__(self, path):
-        self.left: int | None = None
-        self.stalls = False
-        self.passed = 0
-        super().__init__(path)
-
-    def forward(self, source, target, answers):
-        with suppress(OSError):
-            while data := source.recv(1 << 16):
-                if answers:
-                    self.passed += len(data)
-                    if self.left is not None:
-                        data, rest = data[: self.left], data[self.left :]
-                        self.left -= len(data)
-                        if rest and not self.stalls:
-                            target.sendall(data)
-                            break
-                target.sendall(data)
-        # the client sees the end, and the server too
-        for end in (source, target):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.fixture

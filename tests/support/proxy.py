@@ -6,7 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 
-__all__ = ["Proxy"]
+__all__ = ["Line", "Proxy"]
 
 
 class Proxy:
@@ -57,3 +57,39 @@ class Proxy:
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+
+class Line(Proxy):
+    """Fails in the middle of an answer.
+
+    Attributes
+    ----------
+    left
+        Bytes of answers that still pass; None for all.
+    stalls
+        Whether what is left over is swallowed, or the line cut.
+    """
+
+    def __init__(self, path: str | tuple[str, int]) -> None:
+        self.left: int | None = None
+        self.stalls = False
+        self.passed = 0
+        super().__init__(path)
+
+    def forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        """Pass on as many bytes of answers as are left, then cut the line or swallow the rest."""
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answers:
+                    self.passed += len(data)
+                    if self.left is not None:
+                        data, rest = data[: self.left], data[self.left :]
+                        self.left -= len(data)
+                        if rest and not self.stalls:
+                            target.sendall(data)
+                            break
+                target.sendall(data)
+        # the client sees the end, and the server too
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

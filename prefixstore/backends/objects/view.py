@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.backends.base import FACTS, Entry, Used, View, facts_of
+from prefixstore.backends.base import Entry, Used, View, facts_after
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.log import Log
 from prefixstore.backends.objects.manifest import Stored, name_of
@@ -113,14 +113,7 @@ class ObjectsView(View):
             return {key for key in keys if any(self._siblings(key, form) for form in (PAGE, SNAPSHOT))}
 
     def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        keys = self._keys()
-        at = bisect_right(keys, after)
-        while at < len(keys):
-            found = self._entries(keys[at : at + at_most])
-            if found:
-                return np.array([facts_of(each) for each in found], FACTS)
-            at += at_most  # all of these were deleted since
-        return np.empty(0, FACTS)
+        return facts_after(self._keys(), self._entries, after, at_most)
 
     def namespaces(self) -> Mapping[bytes, bytes]:
         pages = self._log.pages
