@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,8 @@ __all__ = ["trace"]
 DEFAULTS = ("adaptive", "lru")
 # removes what a terminal has in the line
 CLEAR = "\r\x1b[K"
+# how often a recorded command is looked at
+LOOK_SECONDS = 0.05
 
 TraceFile = Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids, plain or gzip.")]
 PolicyNames = Annotated[
@@ -62,10 +65,9 @@ def record(
     if text:
         environment["PREFIXSTORE_TRACE_TEXT"] = "1"
     try:
-        child = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own command
+        code = _run(command, environment)
     except OSError as error:
         raise InvalidParameterError(f"{command[0]} cannot be run: {error.strerror}") from None
-    code = _wait(child)
     say(f"recorded to {out}")
     return code if code >= 0 else 128 - code
 
@@ -170,14 +172,25 @@ def simulate_(
         _say_gain(read, found, name, is_known=budget is not None)
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command to end by itself: it gets Ctrl-C from the terminal, and SIGTERM from here."""
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Run a command until it ends by itself: it gets Ctrl-C from the terminal, and SIGTERM from here.
+
+    A signal may arrive before there is a child, or just before a system call that waits for it and does not return
+    before it ends. So it is noted, and looked for.
+    """
+    asked: list[int] = []
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        handlers[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
-        return child.wait()
+        child = subprocess.Popen(command, env=environment)  # noqa: S603 - the user's own command
+        while (code := child.poll()) is None:
+            if asked:
+                asked.pop()
+                child.terminate()
+            time.sleep(LOOK_SECONDS)
+        return code
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
