@@ -1,6 +1,7 @@
 # make demo    computes a prompt in one process and restores it in another
-# make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2)
-# make attack  crashes, power loss, damage, crowds, outages, hostile bytes: what the store has to survive, bounded
+# make test    ruff, mypy, and the tests of what each part does, in two processes (JOBS=2): minutes
+# make attack  the slow tests (whole servers, many cases), then what the store has to survive, bounded: crashes, power
+#              loss, damage, crowds, outages, hostile bytes: half an hour
 # make torture the same attacks at length: hours
 # make docs    the documents as a site, in site/: every link checked, every snippet compiled or run
 # make bench   our figures beside the peers', into benchmarks/results/ and docs/benchmarks.md
@@ -19,15 +20,16 @@ demo: $(VENV)/.demo
 	$(BIN)/prefixstore demo $(if $(MODEL),--model "$(MODEL)")
 
 test: lint
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'not attack'
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'not attack and not slow'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
 
-# one test at a time: many of them are crowds of processes
+# attacks one at a time: many of them are crowds of processes
 attack: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal --ignore tests/attacks -m 'slow and not attack'
 	$(BIN)/python -m pytest -m attack
 
 torture: $(VENV)/.dev

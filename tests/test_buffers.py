@@ -7,6 +7,8 @@ import random
 import sys
 import threading
 
+import pytest
+
 from prefixstore import buffers
 from prefixstore.buffers import BufferPool
 from tests.support import ctrl_c
@@ -64,6 +66,7 @@ def test_a_buffer_that_was_lost_is_not_in_use_and_its_memory_is_not_given_out_ag
     assert bytes(view) == bytes(60)
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_step_of_acquiring_leaves_nothing_in_use_and_reports_nothing(monkeypatch):
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", lambda report: reported.append(report.exc_value))

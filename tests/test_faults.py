@@ -136,6 +136,7 @@ with PrefixStore(sys.argv[2], llm, max_bytes="1GiB") as store:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
     small = tmp_path / "disk"
     small.mkdir()
@@ -155,6 +156,7 @@ def test_a_full_disk_is_an_eviction_or_a_counted_drop(models, tmp_path):
         shutil.rmtree(small)
 
 
+@pytest.mark.slow
 def test_a_full_map_is_an_eviction(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="3MB") as store:

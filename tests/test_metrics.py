@@ -372,6 +372,7 @@ def test_the_metrics_are_served_by_prometheus_client_too_in_both_formats():
 # -- threads, forks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scrapes_while_threads_work_never_fail_nor_see_a_counter_fall(tmp_path):
     n_threads, n_rounds = 4, 40
     with store_of(LMDBBackend(tmp_path, 8 * MIB), max_entries=40, options={"write_behind": True}) as store:

@@ -62,6 +62,7 @@ def sent(port, data, host="127.0.0.1"):
         return found, time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_line_passes_all_bytes_on_and_is_no_faster_than_it_says(echo):
     data = bytes(range(256)) * 2000
     with throttled(echo, Line(16e6, 0.1)) as port:

@@ -88,6 +88,7 @@ def test_belady_drops_the_block_needed_last():
     assert requests(Belady(2, prompts), prompts) == [0, 0, 0, 1, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4))
 def test_nothing_is_better_than_belady(seed):
     prompts = conversations(seed)

@@ -33,6 +33,7 @@ def used(backend):
         return view.used.entries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "n_pages", "processes"), [(["benchmarks/scale.py"], N, 0), (["-m", "benchmarks.scale"], 10 * N, 1)]
 )
@@ -69,6 +70,7 @@ def test_what_is_filled_in_is_found_by_its_number(tmp_path, backend):
         assert store.check() == []
 
 
+@pytest.mark.slow
 def test_a_location_that_is_used_up_is_filled_from_the_start(tmp_path, backend):
     filled.fill(backend, SPACE, N)
     with scale.opened(backend.location) as store:

@@ -144,6 +144,7 @@ def test_commands_in_the_documents_exist_with_their_options(document):
         command.make_parser(context).parse_args(list(given))  # raises for an unknown option
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("document", HOW_TO, ids=lambda path: path.name)
 def test_the_how_to_pages_do_what_they_say(document, tmp_path, models):

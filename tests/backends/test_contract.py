@@ -498,6 +498,7 @@ for number in range(base, base + 10_000):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_an_intact_store(tmp_path):
     for attempt in range(3):
         process = python(KILLED, tmp_path, attempt + 1)

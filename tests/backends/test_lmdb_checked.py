@@ -247,6 +247,7 @@ def test_a_file_that_was_written_after_the_last_note_is_walked(kv, monkeypatch):
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
+@pytest.mark.slow
 def test_processes_that_write_in_turn_leave_a_note_of_the_last_state(kv, monkeypatch):
     with closing(LMDBBackend(kv, 16 * MIB)) as backend:
         with writer(kv, "idle") as process:

@@ -87,6 +87,7 @@ def check(backend):
         return violations(view, Budget(1 << 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4))
 def test_a_scrub_leaves_nothing_of_deleted_pages_and_all_others_unchanged(tmp_path, seed):
     rng = random.Random(seed)

@@ -24,6 +24,7 @@ def size_of_file(path):
     return (path / "data.mdb").stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "n_pages"), [(1000, 64), (100_000, 4), (700_000, 1)])
 def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n_pages):
     with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
@@ -97,6 +98,7 @@ def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(t
         assert store.engine.used()[0].bytes <= MIB // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["put", "evict_to", "clear", "compact"])
 @pytest.mark.parametrize("budget", [MIB, 5 * MIB])
 def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows(tmp_path, first, budget):

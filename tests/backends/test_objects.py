@@ -55,6 +55,7 @@ class _ObjectsContract(PersistentBackendContract):
         return open_backend(place.read_text(), max_bytes=64 * MIB)
 
 
+@pytest.mark.slow
 class TestSeaweedFS(_ObjectsContract):
     @pytest.fixture(autouse=True)
     def _server(self, new_prefix):
@@ -303,6 +304,7 @@ def test_a_lookup_is_one_small_request_when_nothing_was_committed(new_prefix):
         assert backend.client.n_requests == before + 1
 
 
+@pytest.mark.slow
 def test_many_commits_become_few_segments_and_followers_read_only_what_is_new(new_prefix, monkeypatch):
     monkeypatch.setattr(log_module, "MANY_SEGMENTS", 12)
     monkeypatch.setattr(log_module, "LEFT_SEGMENTS", 4)
@@ -423,6 +425,7 @@ def test_a_store_that_was_restored_from_a_backup_is_read_from_the_beginning(new_
             assert len(view.changes(view.generation - 1)) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_news_are_entered_leaves_nothing_half_known(new_prefix, monkeypatch):
     url = new_prefix()
     with opened(url) as one, opened(url) as two:
@@ -621,6 +624,7 @@ def test_a_page_that_is_deleted_or_put_again_while_it_is_read_is_missing_or_new(
         assert bytes(found[0][1]) == contents(one)[path[0]][2]
 
 
+@pytest.mark.slow
 def test_no_payload_is_sent_twice(seaweedfs, credentials):
     """Neither by another process that has computed the same, nor when a commit has to come after another one."""
     with closing(HTTPProxy(seaweedfs.endpoint)) as proxy:

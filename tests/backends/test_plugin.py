@@ -45,6 +45,7 @@ def test_the_example_has_fewer_than_eighty_lines_of_code():
     assert 40 < len(lines) < 80
 
 
+@pytest.mark.slow
 def test_an_installed_package_brings_a_scheme(installed, tmp_path):
     _, environment = installed
     command = [sys.executable, "-c", USE.format(path=tmp_path / "store")]

@@ -66,6 +66,7 @@ def between_steps(monkeypatch, work):
     monkeypatch.setattr(compaction.Compaction, "_step", step_and_work)
 
 
+@pytest.mark.slow
 def test_most_of_the_free_space_is_given_back_and_nothing_else_changes(churned):
     url, kept = churned
     with opened(url) as backend:

@@ -617,6 +617,7 @@ def explained(backend, statement, parameters):
             return "\n".join(str(row[-1]) for row in cursor.fetchall())
 
 
+@pytest.mark.slow
 def test_every_query_of_a_lookup_or_an_eviction_uses_an_index(url):
     with opened(url) as backend:
         # as long as pages are: a few short rows are read faster than an index
@@ -816,6 +817,7 @@ def test_a_pause_of_this_process_is_no_silence_of_the_server(monkeypatch):
         poll(waiting, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["sqlite", "postgresql"])
 def test_writers_give_up_when_the_lock_is_held_for_too_long(where, request, tmp_path, monkeypatch):
     monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.2)
@@ -927,6 +929,7 @@ def test_two_processes_keep_the_budget_together(url):
         assert engine.check() == []
 
 
+@pytest.mark.slow
 def test_used_is_at_least_what_postgresql_reports(new_database):
     sizes = "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relname LIKE 'prefixstore%'"
     chance = np.random.default_rng(5)
@@ -963,6 +966,7 @@ def test_used_is_the_size_of_the_sqlite_file(tmp_path):
         assert (tmp_path / "kv.db").stat().st_size <= before + MIB
 
 
+@pytest.mark.slow
 def test_many_threads_evict_and_fetch_at_once(url):
     engine, counters = new_engine(open_backend(url, max_bytes=8 * MIB), 8 * MIB)
     buffers = BufferPool(64 * MIB)

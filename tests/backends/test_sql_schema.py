@@ -442,6 +442,7 @@ def test_a_store_is_read_while_its_directory_cannot_be_written(tmp_path):
             assert keys_of(reader) == {key}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "module", "extra"),
     [

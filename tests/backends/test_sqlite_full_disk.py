@@ -35,6 +35,7 @@ def fill_the_disk(location, size):
     raise AssertionError("the disk is not full")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [50_000, 300_000, 3_000_000])
 def test_a_store_on_a_full_disk_evicts_and_goes_on(small_disk, size):
     location = f"sqlite:///{small_disk}/kv.db"

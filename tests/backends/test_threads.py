@@ -227,6 +227,7 @@ def used(pool):
     first.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_warm", [True, False])
 def test_after_an_interrupt_before_any_bytecode_all_threads_do_their_work(is_warm):
     @in_own_thread

@@ -81,6 +81,7 @@ def test_a_directory_that_everyone_can_write_to_is_refused(folder, scheme, owner
     assert list((folder / "kv").iterdir()) == []
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("planted", ["a file of everyone", "a file of another user", "a link"])
 def test_planted_files_are_refused_and_links_are_not_followed(folder, scheme, planted):

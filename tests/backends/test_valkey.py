@@ -64,6 +64,7 @@ class TestUnixSocket(ValkeyContract):
     pass
 
 
+@pytest.mark.slow
 class TestTCP(ValkeyContract):
     tcp = True
 
@@ -677,6 +678,7 @@ def test_what_is_counted_is_about_what_the_server_uses(url, client):
 # -- replicas ----
 
 
+@pytest.mark.slow
 def test_a_replica_is_read_and_may_take_the_place_of_its_server():
     with private_valkey() as one, opened(one.url) as backend:
         (key,) = put(backend, 1)
@@ -699,6 +701,7 @@ def test_a_replica_is_read_and_may_take_the_place_of_its_server():
 # -- clusters ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_location_in_a_cluster_is_found_through_any_node():
     options = {"cluster-enabled": "yes", "cluster-announce-ip": "127.0.0.1"}
     with private_valkey(**options) as one, private_valkey(**options) as two:

@@ -159,6 +159,7 @@ def test_help_loads_no_slow_package():
     assert set(done.stderr.split()) <= drawing | {"typing_extensions"}
 
 
+@pytest.mark.slow
 def test_commands_that_only_read_do_not_import_llama_cpp(store):
     code = (
         "import sys; from prefixstore.cli import main\n"
@@ -175,6 +176,7 @@ def test_without_typer_the_message_names_the_extra():
     assert 'pip install "prefixstore[cli]"' in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store, tmp_path, number, code):
     # a pipe that is not read keeps it busy
@@ -503,6 +505,7 @@ def test_an_export_is_not_written_to_what_another_user_has_put_there(store, tmp_
     assert sorted(path.name for path in tmp_path.glob("*pages.pstore*")) == ["pages.pstore", "pages.pstore.part"]
 
 
+@pytest.mark.slow
 def test_export_and_import_work_through_a_pipe(store, tmp_path, as_json):
     with process("export", store, "--out", "-") as one:
         command = [sys.executable, "-m", "prefixstore", "import", str(tmp_path / "other"), "-", "--json"]
@@ -549,6 +552,7 @@ def test_a_directory_without_a_store_is_said_to_hold_none(tmp_path, run):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None; from prefixstore.cli import main; sys.exit(main(sys.argv[1:]))"

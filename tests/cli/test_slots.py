@@ -29,6 +29,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]
     return call
 
 
+@pytest.mark.slow
 def test_hooks_before_unload_and_after_load(
     run: Callable[..., tuple[int, str, str]], docs_model: Path, llama_server: Callable[..., Running], tmp_path: Path
 ):
@@ -106,6 +107,7 @@ def test_the_key_of_the_server_may_come_from_the_environment(
     assert run("status", "--server", running.url)[0] == 0
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said(
     run: Callable[..., tuple[int, str, str]],
     models: Callable[..., Path],

@@ -178,6 +178,7 @@ def test_the_location_is_that_of_the_environment_then_of_the_config_then_the_cac
     assert run("check")[1].startswith(f"{configured}: ")
 
 
+@pytest.mark.slow
 def test_every_command_takes_the_config_and_does_without_a_location(tmp_path, run, as_json, models):
     filled(tmp_path / "configured")
     config = tmp_path / "prefixstore.toml"
@@ -313,6 +314,7 @@ def test_init_writes_valid_settings_whatever_is_in_a_path(run):
     assert str(load_config(file).path).endswith(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["purge", "--everything"], ["purge", "--salt", "mine"], ["evict", "--to", "1"], ["clear"]]
 )
@@ -404,6 +406,7 @@ def as_nobody(path, *commands):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_inspecting_needs_no_permission_to_write_to_the_directory(tmp_path):
     place = tmp_path / "kv"
     filled(place)
@@ -575,6 +578,7 @@ def test_equal_problems_are_one_line(tmp_path, run, models):
     assert re.search(rf"location +lmdb://{tmp_path}/kv", out)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path, run, models):
     file = write_jsonl(tmp_path / "p.jsonl", [{"tokens": prompt(900, i)} for i in range(8)])
     given = ["warm", "--model", models("llama"), "--store", tmp_path / "kv", file]
@@ -592,6 +596,7 @@ def test_a_budget_that_is_too_small_is_told_before_anything_is_computed(tmp_path
     assert "other pages will be evicted" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "lfm2"])
 @pytest.mark.parametrize("n", [24, 3])
 def test_a_dry_run_is_near_the_truth_on_prompts_that_share_much(tmp_path, models, kind, n):
@@ -608,6 +613,7 @@ def test_a_dry_run_is_near_the_truth_on_prompts_that_share_much(tmp_path, models
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_import_into_a_small_budget_warns_first_and_its_figures_add_up(tmp_path, run, as_json):
     source = filled(tmp_path / "source", [list(np.arange(40) + 100 * i) for i in range(60)])
     file = tmp_path / "f.pstore"
@@ -658,6 +664,7 @@ def test_no_message_is_said_twice(tmp_path, run, caplog):
     assert (err.count("c.toml"), err.count("config")) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_word_of_a_table_is_split_in_a_narrow_terminal(store, width):
     code = (

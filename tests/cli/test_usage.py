@@ -112,6 +112,7 @@ def test_a_portable_store_keeps_figures_too(models, tmp_path):
     assert history.describe(history.days[0].namespace).label == "any"
 
 
+@pytest.mark.slow
 def test_warming_and_verifying_are_no_hits(used, models, tmp_path):
     location = str(tmp_path / "kv")
     llm = load(models("llama"))
@@ -235,6 +236,7 @@ def test_top_is_printed_once_without_a_terminal(used, run, columns, monkeypatch)
             assert words in out, words
 
 
+@pytest.mark.slow
 def test_top_in_a_terminal_refreshes_itself_until_q_is_pressed(used):
     location, llm = used
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONUTF8": "1"}
@@ -389,6 +391,7 @@ def test_a_location_that_is_not_valid_utf8_is_refused(tmp_path, run):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_their_place(tmp_path, streams):
@@ -413,6 +416,7 @@ def test_streams_that_are_closed_are_no_fault_and_no_file_of_the_store_takes_the
     assert "data.mdb" not in seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")  # noqa: PTH110 - a device
 @pytest.mark.parametrize("more", [[], ["--json"], ["--prometheus"]])
 def test_an_output_without_space_is_told(tmp_path, more):

@@ -58,6 +58,7 @@ def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
 
 
+@pytest.mark.slow
 def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     result = warm(file, "--store", f"lmdb://{tmp_path / 'far'}", "--json")
     assert result.exit_code == 0, result.output
@@ -70,6 +71,7 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     assert told["missing_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
     far = f"lmdb://{tmp_path / 'far'}"
     result = warm(file, "--far", far, "--far-max-bytes", "1MiB", "--max-bytes", "1GiB", "--json")
@@ -84,6 +86,7 @@ def test_a_far_location_is_given_as_to_a_server(warm, file, tmp_path, models):
     assert warm(file, "--store", far, "--far", far).exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file, tmp_path):
     given = [file, "--store", f"lmdb://{tmp_path / 'far'}"]
     assert warm(*given).exit_code == 0
@@ -159,6 +162,7 @@ def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(wa
     assert "n_ctx=" not in warm(*given, "--n-ctx", 2048, file, defaults=False).stderr
 
 
+@pytest.mark.slow
 def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(300)}])
     # llama.cpp warns about a context longer than the training context, and about one without weights
@@ -187,6 +191,7 @@ def test_the_log_of_llama_cpp_does_not_reach_the_terminal(models, tmp_path):
         ]
 
 
+@pytest.mark.slow
 def test_every_summary_names_the_location(warm, file, tmp_path):
     location = f"lmdb://{tmp_path / 'kv'}"
     for more in (["--dry-run"], [], ["--check"]):
@@ -199,12 +204,14 @@ def test_lines_may_come_from_standard_input(warm):
     assert json.loads(result.stdout)["evaluated_tokens"] == 300
 
 
+@pytest.mark.slow
 def test_prompts_that_do_not_fit_are_reported(warm, file):
     result = warm(file, "--max-bytes", "4MB")
     assert result.exit_code == 1
     assert "not completely stored" in result.stderr
 
 
+@pytest.mark.slow
 def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models):
     config = tmp_path / "warm.toml"
     config.write_text(
@@ -221,6 +228,7 @@ def test_options_and_a_file_give_the_same_namespace(warm, file, tmp_path, models
     assert "note: the store has no pages for these settings yet: type_k is f16 here, q8_0 in the store" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_check_explains_why_a_namespace_differs(warm, file):
     empty = warm("--check")
     assert (empty.exit_code, "no pages at all" in empty.stdout) == (1, True)
@@ -235,6 +243,7 @@ def test_a_check_explains_why_a_namespace_differs(warm, file):
     assert (told["stored"], told["differences"]) == (False, ["salt is t here, not set in the store"])
 
 
+@pytest.mark.slow
 def test_a_dry_run_estimates_the_cost_and_stores_nothing(warm, file, tmp_path):
     told = json.loads(warm(file, "--dry-run", "--json").stdout)
     assert not (tmp_path / "kv").exists()
@@ -268,6 +277,7 @@ def test_a_location_that_cannot_be_used_ends_with_3(warm, file, tmp_path):
     assert warm(file).exit_code == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(3000, seed)} for seed in range(120)])

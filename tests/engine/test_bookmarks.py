@@ -102,6 +102,7 @@ def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
     assert list(store.engine.bookmarks(NS)) == [str(i) for i in range(7, 12)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [30_000, 100_000, 1_000_000])
 def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
     store = Store(MemoryBackend(), max_bytes=max_bytes)

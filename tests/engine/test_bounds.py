@@ -124,6 +124,7 @@ def clock(monkeypatch):
     return now
 
 
+@pytest.mark.slow
 def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
     """Neither once nor with each page that it steps back; a chain of this length was too deep for a recursion."""
     n_pages = 3000
@@ -151,6 +152,7 @@ def calls_in(act):
     return pstats.Stats(profile).total_calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ttl", [None, 3600.0])
 def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
     """Also if the page before them would expire, but for them."""

@@ -83,6 +83,7 @@ def test_after_a_fast_failure_the_circuit_is_open_only_briefly(breaker, clock):
     assert not breaker.is_open
 
 
+@pytest.mark.slow
 def test_after_a_ctrl_c_at_any_place_of_a_failure_the_next_one_has_the_location_probed():
     now, probed = [100.0], []
 

@@ -332,6 +332,7 @@ def test_priority_and_expiry_are_stored_with_the_page(backend, clock):
         assert view.usage(key).hits == 1
 
 
+@pytest.mark.slow
 def test_a_tail_stays_if_the_page_that_continues_it_is_refused_at_any_budget(tmp_path):
     refused = 0
     for kib in range(120, 260, 4):

@@ -160,6 +160,7 @@ def by_what_was_learned():
 # -- the policy that learns --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_learns_that_the_pages_of_a_scan_are_not_used_again():
     adaptive, by_use = (Cache(POLICIES[name_of](), capacity=120) for name_of in ("adaptive", "lru"))
     hits = {adaptive: 0, by_use: 0}
@@ -174,6 +175,7 @@ def test_it_learns_that_the_pages_of_a_scan_are_not_used_again():
     assert adaptive.written < by_use.written / 4
 
 
+@pytest.mark.slow
 def test_it_keeps_a_part_of_a_loop_that_does_not_fit():
     adaptive, by_use = (Cache(POLICIES[name_of](), capacity=50) for name_of in ("adaptive", "lru"))
     hits = {adaptive: 0, by_use: 0}
@@ -184,6 +186,7 @@ def test_it_keeps_a_part_of_a_loop_that_does_not_fit():
     assert hits[adaptive] > 3000 * 5 * 0.3
 
 
+@pytest.mark.slow
 def test_where_learning_does_not_help_it_goes_by_last_use():
     adaptive, by_use = (Cache(POLICIES[name_of](), capacity=100) for name_of in ("adaptive", "lru"))
     hits = {adaptive: 0, by_use: 0}
@@ -268,6 +271,7 @@ def test_its_memory_is_bounded():
         assert sum(len(each._classes) for each in policy._duel._caches) <= 3 * max(1024, pages // 256)
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_taken_over():
     chance, cache = random.Random(5), Cache(Adaptive(), capacity=120)
     for i in range(1000):
@@ -343,6 +347,7 @@ def test_ghosts_survive_the_growth_of_their_table_and_a_dump():
     assert sum(ghosts.recall(name("never", i), now) is not None for i in range(1000)) < 20
 
 
+@pytest.mark.slow
 def test_a_full_table_of_ghosts_dumps_its_newest_entries():
     ghosts, now = GhostTable(), 1 << 24
     ghosts.grow(100_000)

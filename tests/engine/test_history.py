@@ -136,6 +136,7 @@ store.engine.close()
 """
 
 
+@pytest.mark.slow
 def test_processes_lose_nothing_of_each_other(tmp_path):
     command = [sys.executable, "-c", WORKER, str(tmp_path / "kv")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -291,6 +292,7 @@ def test_the_minutes_of_a_machine_whose_clock_is_a_little_ahead_are_kept(clock):
 # -- bounded ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_tenants_fit_into_a_bounded_space(clock):
     with store_of(max_bytes=10 << 30) as store:
         clock.told(store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -259,6 +260,7 @@ def test_the_pages_that_were_looked_up_last_stay():
     assert kept <= {page.key for page in index}
 
 
+@pytest.mark.slow
 def test_forgetting_takes_no_longer_for_each_page_that_stays():
     def times():
         """What forgetting takes of a core, in units of what adding takes."""

@@ -133,6 +133,7 @@ def test_a_location_beyond_its_budget_is_found(backend):
     assert [rule for rule, _, _ in found(backend, Budget(1 << 40, 4))] == ["budget"]
 
 
+@pytest.mark.slow
 def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(invariants, "AT_ONCE", 256)
     monkeypatch.setattr(trees, "PAGES_AT_ONCE", 64)

@@ -82,6 +82,7 @@ def test_a_page_in_the_slot_of_one_that_was_kept_is_an_ordinary_one():
     assert order(candidates, table) == [key(1), key(2), key(0)]
 
 
+@pytest.mark.slow
 def test_in_a_table_of_several_blocks():
     table = PageTable()
     candidates = Candidates(table, POLICIES["lru"]())

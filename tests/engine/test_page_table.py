@@ -187,6 +187,7 @@ def test_filled_in_slices_it_has_what_single_pages_make(seed, size):
     assert_equal(table, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_what_changes_while_it_is_filled_is_not_lost(seed):
     chance, table, model = random.Random(seed), PageTable(), Model()

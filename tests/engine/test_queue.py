@@ -420,6 +420,7 @@ def test_idle_work_that_fails_does_not_end_the_thread(caplog):
         wait_for(lambda: "the location is gone" in caplog.text, "the warning")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_ctrl_c_while_the_caller_commits_leaves_no_page_behind():
     class Work:

@@ -160,6 +160,7 @@ def test_many_threads_keep_and_read_states_and_the_size_stays_correct():
     assert tier.used == sum(state.bytes for state in tier._states.values()) <= 20 * (104 + ENTRY_BYTES)
 
 
+@pytest.mark.slow
 def test_pages_are_in_ram_after_a_capture_and_after_a_hit(llama, tmp_path):
     tokens = prompt(700)
     with PrefixStore(tmp_path / "kv", llm := llama(), ram_bytes="64MiB") as store:

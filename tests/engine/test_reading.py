@@ -28,6 +28,7 @@ def shared(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [4, 10_000])
 @pytest.mark.parametrize("scheme", ["memory", "lmdb", "sqlite"])
 @settings(

@@ -36,6 +36,7 @@ def test_the_settings_of_an_evicted_namespace_are_deleted():
         assert settings_of(store) == {NS}
 
 
+@pytest.mark.slow
 def test_a_small_location_serves_any_number_of_tenants_one_after_another(tmp_path):
     with closing(Store(LMDBBackend(tmp_path, 256 << 10), max_bytes=256 << 10)) as store:
         for number in range(400):

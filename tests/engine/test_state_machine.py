@@ -244,8 +244,8 @@ def bounded(machine, examples, steps=25):
     return case
 
 
-TestMemoryWithoutLimit = bounded(Machine, 50)
+TestMemoryWithoutLimit = pytest.mark.slow(bounded(Machine, 50))
 TestMemoryWithinABudget = bounded(SmallMemory, 50)
-TestLMDBWithoutLimit = bounded(LMDB, 25)
+TestLMDBWithoutLimit = pytest.mark.slow(bounded(LMDB, 25))
 TestTwoEnginesOnOneLocation = pytest.mark.attack(bounded(TwoOnLMDB, 25))
 TestTwoEnginesWithinABudget = pytest.mark.attack(bounded(TwoSmallOnLMDB, 25))

@@ -15,6 +15,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floats(a
 settings = st.dictionaries(st.text(max_size=5), scalars, max_size=5)
 
 
+@pytest.mark.slow
 @given(settings)
 def test_a_namespace_can_be_read_from_its_canonical_form(values):
     namespace = Namespace(values)

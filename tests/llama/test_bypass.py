@@ -204,6 +204,7 @@ def test_requests_past_the_store_raise_no_warning_that_nothing_is_stored(llama, 
     assert caplog.text == ""
 
 
+@pytest.mark.slow
 def test_a_request_that_needs_the_logits_of_its_prompt_has_them_in_a_block(llama, store):
     llm = attached(store, llama(logits_all=True))
     text = "What does the module shutil do with a directory tree? " * 20

@@ -301,6 +301,7 @@ def test_restore_always_waits(llama, monkeypatch):
         opening.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["valkey", "s3"])
 def test_a_server_that_stops_in_the_middle_of_an_answer_does_not_stop_a_completion(
     llama, request, scheme, monkeypatch, tmp_path

@@ -468,6 +468,7 @@ PROMPT_LOGITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "lfm2"])
 @pytest.mark.parametrize("then", PROMPT_LOGITS.values(), ids=PROMPT_LOGITS)
 def test_logprobs_of_a_prompt_never_come_from_rows_that_were_not_computed(llama, arch, then):

@@ -27,6 +27,7 @@ def test_what_follows_an_interrupt_is_right(context_of, kind, operation):
         attempt(context, operation, step)
 
 
+@pytest.mark.slow
 def test_the_tags_of_a_window_are_put_back_wherever_a_capture_is_interrupted(context_of):
     # each page is taken with all cells of the context tagged as another sequence
     context = context_of("gemma3, window cache")

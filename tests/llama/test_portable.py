@@ -280,6 +280,7 @@ def workload(rng: random.Random, conversations: list[list[int]]) -> tuple[list[i
     return (history + user)[:1500], history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "gemma3" not in kind])
 @pytest.mark.parametrize("seed", seeds(1, 2 * TORTURE))
 def test_random_conversations_are_answered_as_by_the_stock_cache_with_as_much_reused(llm_of, kind, seed):
@@ -342,6 +343,7 @@ def test_random_conversations_of_a_model_with_a_window_are_answered_as_without_a
     assert store.stats().unreadable == {}
 
 
+@pytest.mark.slow
 def test_logprobs_and_echo_after_a_restore_are_those_of_the_stock_cache(llm_of, store):
     def complete(llm, tokens):
         return llm(tokens, max_tokens=4, temperature=0, logprobs=3, echo=True)["choices"][0]
@@ -526,6 +528,7 @@ def test_a_read_only_store_restores(llm_of, tmp_path):
         assert store.stats().pages_captured == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 @pytest.mark.parametrize("operation", ["view", "record", "payload", "update", "put", "commit"])
 def test_a_backend_that_fails_causes_misses_until_it_recovers(llm_of, monkeypatch, kind, operation):

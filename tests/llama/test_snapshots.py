@@ -136,6 +136,7 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     assert say(llm, other) == expected
 
 
+@pytest.mark.slow
 def test_two_processes_go_through_edits_forks_and_regenerations_as_without_a_cache(models, arch, tmp_path):
     common = prompt(900, seed=1)
     turns = [

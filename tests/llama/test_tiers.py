@@ -21,6 +21,7 @@ def opened(tmp_path, name, far, llm, **options):
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["lmdb", "valkey", "s3", "postgresql", "sqlite"])
 def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once(llama, tmp_path, request, scheme):
     far = place(scheme, tmp_path, request, "far")

@@ -75,6 +75,7 @@ def test_the_next_logits_are_those_of_a_cold_evaluation_wherever_a_restore_ends(
         assert store.check() == []
 
 
+@pytest.mark.slow
 def test_pages_captured_after_a_restore_are_complete(llama, arch, swa_full):
     llm, cold = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)
     with PrefixStore("memory:", llm, page_tokens=100) as store:
@@ -97,6 +98,7 @@ def test_pages_captured_after_a_restore_are_complete(llama, arch, swa_full):
         assert store.check() == []
 
 
+@pytest.mark.slow
 def test_conversations_with_edits_forks_and_regenerations_are_answered_as_without_a_store(llama, arch, swa_full):
     common = prompt(900, seed=1)
     turns = [
@@ -123,6 +125,7 @@ def test_conversations_with_edits_forks_and_regenerations_are_answered_as_withou
         assert store.check() == []
 
 
+@pytest.mark.slow
 def test_a_store_that_was_attached_late_stores_no_page_with_missing_rows(llama, arch, swa_full):
     llm, tokens = llama(arch, swa_full=swa_full), prompt(1600)
     llm.eval(tokens)

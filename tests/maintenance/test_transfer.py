@@ -200,6 +200,7 @@ def test_a_batch_is_one_transaction(source, tmp_path):
             assert view.generation == 1
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_detected_anywhere_and_nothing_wrong_is_stored(source, tmp_path):
     data = packed(source)
     good = contents(source.backend)
@@ -246,6 +247,7 @@ def test_an_import_respects_the_budget_and_never_evicts_the_parents_of_its_pages
         assert len(contents(target.backend)) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "sizes"), [((2, 770), (32, 853)), ((3, 770), (64, 770))])
 def test_large_pages_into_a_small_store_that_is_full_are_stored_or_left_out(tmp_path, before, sizes):
     """In one transaction nothing that it frees can be used again: so only a few fit at a time, or one."""
@@ -321,6 +323,7 @@ def test_pages_that_are_deleted_meanwhile_are_left_out_with_their_descendants(so
     assert moved.damaged == 0
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_transfer_does_not_grow_with_the_store(tmp_path):
     import tracemalloc
 

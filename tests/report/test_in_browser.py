@@ -124,6 +124,7 @@ def test_the_wheel_zooms_and_gives_the_page_back_when_it_is_out(browser, page):
     assert not wheel(300)
 
 
+@pytest.mark.slow
 def test_keys_move_zoom_and_search(browser, page):
     browser.open(page)
     browser.press("/")
@@ -308,6 +309,7 @@ def test_an_empty_store_says_so(browser, tmp_path):
     assert browser.text("#message") == "Nothing is stored yet."
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_pages_are_drawn_searched_and_zoomed(browser, tmp_path):
     content, n = written(tmp_path, lambda backend: wide(backend, 100_000))
     assert n == 100_000

@@ -52,6 +52,7 @@ def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alon
     assert served.counts(cached(warm), "prefixstore_request_restored_tokens_total", endpoint="/completion")
 
 
+@pytest.mark.slow
 def test_what_is_new_is_stored_when_the_slot_is_idle_and_survives_a_crash_of_both(serve: Serve, alone: Running):
     served = serve()
     served.complete(prompt(2))
@@ -73,6 +74,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_conversations_side_by_side_get_their_own_slots(serve: Serve, alone: Running):
     served = serve()
     for i in (3, 4):
@@ -84,6 +86,7 @@ def test_conversations_side_by_side_get_their_own_slots(serve: Serve, alone: Run
     assert served.counts(2, "prefixstore_requests_total", source="live")
 
 
+@pytest.mark.slow
 def test_more_conversations_than_slots_come_from_the_store(serve: Serve, alone: Running):
     served = serve("-np", "1")
     for i in (5, 6, 7):
@@ -117,6 +120,7 @@ def _text(answer: dict[str, Any]) -> str:
     return str([part["text"] for item in answer["output"] for part in item.get("content", [])])
 
 
+@pytest.mark.slow
 def test_each_endpoint_gains_the_store(serve: Serve, alone: Running):
     bodies = {path: make(prompt(i)) | {"temperature": 0} for i, (path, make) in enumerate(ENDPOINTS.items())}
     right = {}
@@ -146,6 +150,7 @@ def _cached_tokens(answer: dict[str, Any]) -> int:
     return int((usage.get("prompt_tokens_details") or usage["input_tokens_details"])["cached_tokens"])
 
 
+@pytest.mark.slow
 def test_the_official_client_streams_and_sees_the_cached_tokens(serve: Serve):
     import openai  # it takes longer than all else that is imported here
 
@@ -185,6 +190,7 @@ def test_a_stream_is_passed_on_as_it_comes(serve: Serve):
     assert events[-1]["stop"] is True
 
 
+@pytest.mark.slow
 def test_a_disconnect_in_mid_stream_ends_the_work_and_frees_the_slot(serve: Serve, alone: Running):
     served = serve("-np", "1")
     with served.endless(prompt(11)) as lines:
@@ -195,6 +201,7 @@ def test_a_disconnect_in_mid_stream_ends_the_work_and_frees_the_slot(serve: Serv
     assert answer["content"] in own_answers(alone, prompt(12))
 
 
+@pytest.mark.slow
 def test_a_disconnect_while_a_request_waits_for_a_slot_frees_its_place(serve: Serve):
     served = serve("-np", "1")
     with served.endless(prompt(11)) as lines:
@@ -210,6 +217,7 @@ def test_a_disconnect_while_a_request_waits_for_a_slot_frees_its_place(serve: Se
     assert served.complete("Hello")["content"]
 
 
+@pytest.mark.slow
 def test_eight_clients_at_once_get_the_answers_that_they_would_get_alone(serve: Serve, alone: Running):
     served = serve()
     right = {i: own_answers(alone, prompt(i)) for i in range(8)}
@@ -238,6 +246,7 @@ def test_other_endpoints_pass_through(shared_proxy: Served, alone: Running):
     assert len(shared_proxy.get("/slots").json()) == 2
 
 
+@pytest.mark.slow
 def test_embeddings_pass_through(serve: Serve):
     served = serve("--embeddings", "--pooling", "mean")
     answer = served.post("/v1/embeddings", json={"input": "Hello there"})
@@ -245,6 +254,7 @@ def test_embeddings_pass_through(serve: Serve):
     assert len(answer.json()["data"][0]["embedding"]) > 1
 
 
+@pytest.mark.slow
 def test_errors_of_the_server_are_passed_on(shared_proxy: Served, alone: Running):
     for body in (b"{", b"[]", b'{"prompt": 1}', b'{"messages": 3}'):
         for path in ("/completion", "/v1/chat/completions"):
@@ -254,6 +264,7 @@ def test_errors_of_the_server_are_passed_on(shared_proxy: Served, alone: Running
     assert shared_proxy.complete("Hello")["content"] in own_answers(alone, "Hello")
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context_gets_the_error_of_the_server_and_harms_nothing(
     shared_proxy: Served, alone: Running
 ):
@@ -283,6 +294,7 @@ def test_what_the_store_cannot_serve_is_passed_on_and_counted(
     assert shared_proxy.counts(before + 1, metric, **labels)
 
 
+@pytest.mark.slow
 def test_a_server_that_drafts_is_passed_through(serve: Serve, docs_model: Path):
     served = serve("--spec-type", "ngram-simple")
     assert served.status()["passed_through"] == "draft"
@@ -292,6 +304,7 @@ def test_a_server_that_drafts_is_passed_through(serve: Serve, docs_model: Path):
     assert served.counts(2, "prefixstore_requests_passed_total", reason="draft")
 
 
+@pytest.mark.slow
 def test_rows_of_a_lora_adapter_are_never_stored_and_their_slot_is_emptied(serve: Serve, alone: Running):
     served = serve("-np", "1")
     body = {"prompt": prompt(16), "n_predict": 4, "temperature": 0, "lora": [{"id": 0, "scale": 0.5}]}
@@ -314,6 +327,7 @@ def test_a_slot_that_the_client_wants_is_used(shared_proxy: Served):
     assert [shared_proxy.complete(prompt(17), id_slot=i)["id_slot"] for i in (1, 0, 1)] == [1, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_large_body_is_refused_and_the_server_lives(serve: Serve):
     served = serve(options=("--max-body", "10KiB"))
     for path in ("/completion", "/tokenize"):
@@ -322,6 +336,7 @@ def test_a_large_body_is_refused_and_the_server_lives(serve: Serve):
     assert served.complete("Hello")["content"]
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_full_answers_at_once(serve: Serve):
     served = serve("-np", "1", options=("--max-waiting", "0"))
     with served.endless() as lines:
@@ -341,6 +356,7 @@ def test_it_relays_to_no_other_server(shared_proxy: Served):
     assert answer.startswith(b"HTTP/1.1 4")
 
 
+@pytest.mark.slow
 def test_images_pass_through_and_are_counted(serve: Serve, alone: Running):
     served = serve()
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
@@ -356,6 +372,7 @@ def test_images_pass_through_and_are_counted(serve: Serve, alone: Running):
     assert served.complete("Hello")["content"]
 
 
+@pytest.mark.slow
 def test_a_server_that_sleeps_wakes_up_warm(serve: Serve, alone: Running):
     served = serve("--sleep-idle-seconds", "1")
     served.complete(prompt(27))
@@ -369,6 +386,7 @@ def test_a_server_that_sleeps_wakes_up_warm(serve: Serve, alone: Running):
     assert served.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gemma3", "mamba", "lfm2"])
 def test_memory_that_cannot_be_cut_goes_on_after_a_restart(arch: str, serve: Serve, models: Callable[..., Path]):
     tokens = numbers(700)
@@ -390,6 +408,7 @@ def test_memory_that_cannot_be_cut_goes_on_after_a_restart(arch: str, serve: Ser
     assert served.status()["failures"] == {}
 
 
+@pytest.mark.slow
 def test_two_proxies_and_a_llama_share_a_store(serve: Serve, alone: Running, docs_model: Path, tmp_path: Path):
     one, two = serve(), serve()
     one.complete(prompt(28))
@@ -409,6 +428,7 @@ def test_two_proxies_and_a_llama_share_a_store(serve: Serve, alone: Running, doc
     llm.close()
 
 
+@pytest.mark.slow
 def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Running, tmp_path: Path):
     served = serve("-np", "1")
     right = {i: own_answers(alone, prompt(i)) for i in (2, 3)}
@@ -430,6 +450,7 @@ def test_a_location_that_others_lock_delays_no_answer(serve: Serve, alone: Runni
 # -- keys and tenants -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_api_keys_are_those_of_the_server(serve: Serve):
     served = serve("--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
     for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -462,6 +483,7 @@ def test_the_child_listens_to_us_only(shared_proxy: Served):
         assert client.get("http://any/slots").status_code == 401
 
 
+@pytest.mark.slow
 def test_no_prompt_reaches_the_log(serve: Serve):
     served = serve()
     served.complete("A most peculiar sentence. " + prompt(19))
@@ -489,6 +511,7 @@ def test_tenants_find_nothing_of_each_other(serve: Serve, alone: Running):
     assert served.get("/prefixstore/status", headers={"X-Tenant": "ann"}).status_code == 401
 
 
+@pytest.mark.slow
 def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: Path):
     served = serve("-np", "1", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
     served.headers = {"Authorization": "Bearer admin"}
@@ -513,6 +536,7 @@ def test_the_store_keeps_what_each_tenant_has_asked_for(serve: Serve, tmp_path: 
     assert history.describe(known["x-tenant:ann"]).quantization is not None
 
 
+@pytest.mark.slow
 def test_tenants_find_nothing_of_each_other_after_requests_that_choose_their_slots(serve: Serve):
     served = serve("-np", "2", options=("--salt-from", "api-key", "--admin-key", "admin"))
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
@@ -536,6 +560,7 @@ def test_what_would_mix_tenants_is_refused(tmp_path: Path, docs_model: Path, cap
 # -- the child --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_crashed_child_is_started_again_and_is_warm(serve: Serve, alone: Running):
     served = serve()
     served.complete(prompt(22))
@@ -553,6 +578,7 @@ def test_a_crashed_child_is_started_again_and_is_warm(serve: Serve, alone: Runni
     assert cached(answer.json()) > 200
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_ends_the_command(serve: Serve, tmp_path: Path):
     served = serve(model=tmp_path / "missing.gguf", ready=False)
     assert served.ended() == 1
@@ -570,6 +596,7 @@ def test_options_that_work_against_the_store_are_refused(
     assert option[0] in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_clean_stop_stores_the_slots_ends_the_child_and_leaves_nothing(number: int, serve: Serve):
     served = serve()
@@ -583,6 +610,7 @@ def test_a_clean_stop_stores_the_slots_ends_the_child_and_leaves_nothing(number:
     assert cached(served.complete(prompt(23))) > 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     served = serve()
@@ -608,6 +636,7 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     assert (at_once in served.text()) == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: Path):
     read, write = os.pipe()
     command = [sys.executable, "-m", "prefixstore", "serve", str(tmp_path / "store"), "--port", "0", "--"]
@@ -627,6 +656,7 @@ def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: P
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_location_that_cannot_be_opened_ends_the_command(serve: Serve, tmp_path: Path):
     (tmp_path / "store").write_text("not a directory")
     served = serve(ready=False)
@@ -634,6 +664,7 @@ def test_a_location_that_cannot_be_opened_ends_the_command(serve: Serve, tmp_pat
     assert "load_model" not in served.text()
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_said_before_the_model_is_loaded(serve: Serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -668,6 +699,7 @@ def test_the_hooks_say_that_the_proxy_needs_none(
     assert "saves and restores slots itself" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_router_is_refused_by_its_name(tmp_path: Path):
     served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--", str(binary())])
     assert served.ended() == 1
@@ -675,6 +707,7 @@ def test_a_router_is_refused_by_its_name(tmp_path: Path):
     assert "is a router" in served.text()
 
 
+@pytest.mark.slow
 def test_it_says_what_the_store_has_and_that_it_stops(serve: Serve):
     served = serve()
     assert "llama-server is ready" in served.text()
@@ -685,6 +718,7 @@ def test_it_says_what_the_store_has_and_that_it_stops(serve: Serve):
     assert re.search(r"is ready; store lmdb://\S+: \d+ pages, \d", serve().text())
 
 
+@pytest.mark.slow
 def test_lookups_that_find_nothing_are_counted_in_the_store_too(serve: Serve):
     served = serve()
     served.complete(prompt(3))
@@ -700,6 +734,7 @@ def test_lookups_that_find_nothing_are_counted_in_the_store_too(serve: Serve):
         assert served.counts(n, "prefixstore_lookups_total", source=source)
 
 
+@pytest.mark.slow
 def test_a_request_has_saved_what_its_restore_has_saved(serve: Serve, tmp_path: Path):
     served = serve()
     served.complete(prompt(4, 4500))
@@ -725,6 +760,7 @@ def _in_front_of(running: Running, tmp_path: Path, *options: str) -> Served:
     return launch(tmp_path, "in_front", [*arguments, "--slots-dir", str(running.slots_dir), *options])
 
 
+@pytest.mark.slow
 def test_in_front_of_a_server_that_runs_already(
     llama_server: Callable[..., Running], tmp_path: Path, docs_model: Path, alone: Running
 ):
@@ -744,6 +780,7 @@ def test_in_front_of_a_server_that_runs_already(
     assert cached(answer) > 200
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_waited_for_and_that_is_said_once(tmp_path: Path):
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
@@ -758,6 +795,7 @@ def test_a_server_that_does_not_answer_is_waited_for_and_that_is_said_once(tmp_p
     assert served.text().count(f"prefixstore: waiting for {url}: it does not answer") == 1
 
 
+@pytest.mark.slow
 def test_tenants_need_a_server_of_our_own(alone: Running, tmp_path: Path):
     served = _in_front_of(alone, tmp_path, "--salt-from", "api-key")
     assert served.ended() == 2
@@ -777,6 +815,7 @@ def _meanwhile(served: Served, text: Any) -> str | None:
     return str(answer.json()["content"]) if answer.is_success else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [(), ("--namespace", "mine")])
 def test_a_server_that_was_replaced_between_two_requests_is_learned_anew(
     name: tuple[str, ...],

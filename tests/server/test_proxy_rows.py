@@ -37,6 +37,7 @@ def test_a_request_with_an_unknown_field_goes_past_the_store_and_keeps_its_slot(
     assert served.text().count("steering") == 2, "the name of the field, and no more of the request"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slot", [{}, {"id_slot": 0}])
 def test_the_rows_of_a_request_with_an_unknown_field_are_neither_used_nor_stored(
     slot: dict[str, int], serve: Serve, alone: Running
@@ -51,6 +52,7 @@ def test_the_rows_of_a_request_with_an_unknown_field_are_neither_used_nor_stored
     assert cached(served.complete(prompt(2), **slot)) > 200
 
 
+@pytest.mark.slow
 def test_a_field_that_the_operator_allows_changes_nothing(serve: Serve):
     served = serve(options=("--allow-field", "steering", "--allow-field", "other"))
     assert [cached(_passed(served, prompt(3))) > 200 for _ in range(2)] == [False, True]
@@ -59,6 +61,7 @@ def test_a_field_that_the_operator_allows_changes_nothing(serve: Serve):
     assert served.metric("prefixstore_requests_passed_total") == 0
 
 
+@pytest.mark.slow
 def test_an_unknown_field_where_no_slot_can_be_named_empties_all(serve: Serve):
     served = serve()
     for i in (4, 5):
@@ -97,6 +100,7 @@ def _moves_rows(running: Running) -> bool:
     return cached(running.complete(end, **MOVED)) > 100
 
 
+@pytest.mark.slow
 def test_no_request_moves_rows(serve: Serve, alone: Running):
     assert _moves_rows(alone)
     served = serve("-np", "2", "-c", "8192")
@@ -113,6 +117,7 @@ def test_no_request_moves_rows(serve: Serve, alone: Running):
                 assert one["content"] in own
 
 
+@pytest.mark.slow
 def test_rows_that_were_moved_before_the_proxy_came_are_not_used(
     llama_server: Callable[..., Running], docs_model: Path, tmp_path: Path
 ):
@@ -154,6 +159,7 @@ def _stuck(tmp_path: Path, *slots: int) -> dict[str, str]:
     return {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stuck", [(0,), (1,), (0, 1)])
 def test_a_slot_that_cannot_be_emptied_breaks_no_completion(
     stuck: tuple[int, ...], serve: Serve, alone: Running, tmp_path: Path
@@ -171,6 +177,7 @@ def test_a_slot_that_cannot_be_emptied_breaks_no_completion(
     assert served.post("/v1/messages", json=message).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_tenant_is_answered_if_the_slot_of_another_cannot_be_emptied_and_finds_nothing_in_it(
     serve: Serve, alone: Running, tmp_path: Path
 ):

@@ -119,6 +119,7 @@ def test_a_fault_of_the_store_or_of_the_metrics_does_not_reach_an_answer(client,
     assert "could not be counted" in caplog.text
 
 
+@pytest.mark.slow
 def test_metrics_are_told_where_each_prompt_came_from(client, settings):
     told = Told()
     made = client([settings(0), settings(1)], metrics=told)

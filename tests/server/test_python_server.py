@@ -54,6 +54,7 @@ def start(models, location, *more, **options):
     return serving(location, "--model", str(models("llama")), *MODEL_OPTIONS, *more, **options)
 
 
+@pytest.mark.slow
 def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     ask = [messages("What is ls?"), messages("What is cat?"), messages("What is ls?")]
     with start(models, location) as server:
@@ -73,6 +74,7 @@ def test_a_restarted_server_is_warm_and_answers_as_cold(models, location, cold):
     assert [cached(one) for one in second] == [n - 1, first[1].usage.prompt_tokens - 1, n - 1]
 
 
+@pytest.mark.slow
 def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models, location, cold):
     given = messages("Stream this.")
     with start(models, location) as server:
@@ -107,6 +109,7 @@ def test_completions_with_text_and_the_raw_answer(models, location):
         assert server.complete(prompt).choices[0].text == one.choices[0].text
 
 
+@pytest.mark.slow
 def test_logprobs_are_those_of_the_server(models, location, cold):
     given = messages("Tell me the probabilities.")
     asked = {"logprobs": True, "top_logprobs": 2}
@@ -130,6 +133,7 @@ def config_file(tmp_path, models, **more):
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_store_follows_when_the_server_switches_models(models, location, tmp_path):
     given = [messages("What is ls?"), messages("What is cat?")]
     # without a store, in two servers
@@ -169,6 +173,7 @@ def ours(tmp_path, models, location, log=None):
     return serving(location, "--config_file", file, log=log, listening=port)
 
 
+@pytest.mark.slow
 def test_a_disconnect_in_mid_stream_leaves_a_sound_server(models, location, cold):
     given = messages("Talk for a long time.")
     with start(models, location) as server:
@@ -206,6 +211,7 @@ def test_a_server_that_is_killed_in_mid_stream_leaves_a_sound_store(models, loca
         assert archive.check() == []
 
 
+@pytest.mark.slow
 def test_clients_at_the_same_time(models, location, cold):
     given = [messages(f"Question {i}?") for i in range(8)]
     with start(models, location, "--interrupt-requests", "false") as server:
@@ -215,6 +221,7 @@ def test_clients_at_the_same_time(models, location, cold):
         assert sorted(cached(answer) > 0 for answer in answers) == [False] + [True] * 7
 
 
+@pytest.mark.slow
 def test_an_api_key_is_asked_for(models, location):
     with start(models, location, "--api-key", "secret") as server:
         assert server.complete("ls " * 30).usage.prompt_tokens > 0
@@ -222,6 +229,7 @@ def test_an_api_key_is_asked_for(models, location):
         assert refused.status_code == 401
 
 
+@pytest.mark.slow
 def test_a_configuration_file_shared_with_warming_jobs(models, tmp_path, cold):
     file = tmp_path / "server.toml"
     file.write_text(

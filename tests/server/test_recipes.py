@@ -114,6 +114,7 @@ def gunicorn(place, *options: str) -> list[dict]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("title", "options"),
     [
@@ -128,11 +129,13 @@ def test_gunicorn_workers(place, title, options):
     assert stored(place) == first["usage"]["prompt_tokens"] - 1
 
 
+@pytest.mark.slow
 def test_langchain(place):
     names = run(recipe("langchain"))
     answers_twice(names["store"], names["llm"].invoke)
 
 
+@pytest.mark.slow
 def test_llama_index(place):
     names = run(recipe("llama-index"))
     answers_twice(names["store"], lambda text: names["llm"].complete(text).text)
@@ -162,6 +165,7 @@ def test_systemd_and_compose_leave_the_time_to_store_what_slots_hold():
     assert int(minutes) * 60 > longest
 
 
+@pytest.mark.slow
 def test_the_commands_for_a_server_that_runs_already_and_its_hooks(place, tmp_path):
     document = (ROOT / "docs" / "servers.md").read_text()
     section = document.split("\n### A server that is already running\n")[1]

@@ -18,6 +18,7 @@ def content_of(served, **options):
     return answer.json()
 
 
+@pytest.mark.slow
 def test_the_page_is_public_and_says_nothing_and_the_content_needs_the_key(serve: Serve, browser):
     served = serve("--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
     served.complete(prompt(31))
@@ -59,6 +60,7 @@ def test_the_page_is_public_and_says_nothing_and_the_content_needs_the_key(serve
     assert all("401" in message and "report.json" in message for message in browser.messages())
 
 
+@pytest.mark.slow
 def test_without_a_key_nothing_of_prompts_is_shown(serve: Serve, browser):
     served = serve()
     served.complete(prompt(32))
@@ -73,6 +75,7 @@ def test_without_a_key_nothing_of_prompts_is_shown(serve: Serve, browser):
     assert "nothing of the prompts" in browser.text("#footer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "status"), [(("--admin-key", "admin"), 401), ((), 403)])
 def test_where_tenants_are_separated_only_the_admin_sees_them(serve: Serve, options, status):
     served = serve("-np", "2", options=("--salt-from", "header:X-Tenant", *options))

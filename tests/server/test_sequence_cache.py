@@ -55,6 +55,7 @@ def cold_answers(example, prompts, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("flash_attn", [True, False])
 def test_a_restarted_server_restores_to_the_token_and_answers_as_cold(example, store, unified, flash_attn):

@@ -39,6 +39,7 @@ def host(serve: Serve, tmp_path: Path) -> Callable[..., Served]:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["lmdb", "valkey"])
 def test_what_one_host_has_computed_another_one_restores(host, tmp_path, scheme, new_valkey, alone: Running):
     far = f"lmdb://{tmp_path / 'far'}" if scheme == "lmdb" else new_valkey(tcp=True)
@@ -60,6 +61,7 @@ def test_what_one_host_has_computed_another_one_restores(host, tmp_path, scheme,
     assert "refused" not in two.text()
 
 
+@pytest.mark.slow
 def test_a_shared_server_that_dies_and_comes_back_empty_costs_its_pages(host, tmp_path, alone: Running):
     right = [own_answers(alone, prompt(i)) for i in (1, 2)]
     with private_valkey() as server:
@@ -87,6 +89,7 @@ def test_a_shared_server_that_dies_and_comes_back_empty_costs_its_pages(host, tm
         assert one.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_shared_location_that_is_not_there_yet_does_not_keep_a_server_from_starting(host, alone: Running):
     port = free_port()
     one = host(f"valkey://me:s3cret@127.0.0.1:{port}/0")

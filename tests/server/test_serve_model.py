@@ -49,6 +49,7 @@ def asked(location, model, prompt):
         assert process.wait(120) == 0
 
 
+@pytest.mark.slow
 def test_a_restarted_server_computes_only_the_last_token(tmp_path):
     model, prompt = write(tmp_path, "llama"), "the value of a name is bound in a block " * 20
     first, second = (asked(tmp_path / "kv", model, prompt) for _ in range(2))
@@ -56,6 +57,7 @@ def test_a_restarted_server_computes_only_the_last_token(tmp_path):
     assert second["prompt_tokens_details"]["cached_tokens"] == second["prompt_tokens"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -82,6 +84,7 @@ def test_wrong_usage_is_told(arguments, says, tmp_path):
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "prefixstore.server", str(tmp_path / "kv")],
@@ -93,6 +96,7 @@ def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
     assert (done.returncode, "pass --model FILE" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told(tmp_path):
     model = write(tmp_path, "llama")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -103,6 +107,7 @@ def test_a_port_in_use_is_told(tmp_path):
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (2, True), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", ["port", "location"])
 def test_a_port_or_a_location_that_cannot_be_used_is_told_before_the_model_is_loaded(wrong, tmp_path):
     """A file that is not a model would be the error otherwise."""

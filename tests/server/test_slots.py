@@ -62,6 +62,7 @@ def states(store: PrefixStore | SlotStore, namespace: bytes, tokens: list[int], 
         return [bytes(state) for state, page in zip(fetched, pages, strict=True) if page.n_tokens == step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FULL)
 def test_pages_of_a_slot_are_those_of_a_llama_and_both_answer_as_cold(
     case: str, models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
@@ -203,6 +204,7 @@ def test_rows_that_a_window_has_left_are_never_missing(
     assert (again["timings"]["cache_n"], again["content"]) == (450, cold)
 
 
+@pytest.mark.slow
 def test_a_window_that_was_restored_can_be_left_and_stored_again(
     models: Callable[..., Path], llama_server: Callable[..., Running]
 ):

@@ -63,6 +63,7 @@ def test_the_work_of_a_session_grows_only_if_something_is_done():
     assert work_of_session(1 << 30) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL, None])
 def test_a_child_that_hangs_is_started_again(number: int | None, docs_model: Path, tmp_path: Path):
     argv = [str(binary()), "-m", str(docs_model), "--no-warmup", "-t", "1", "-np", "1", "-c", "512"]
@@ -169,6 +170,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_while_it_is_met_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(child_module, "DYING_SECONDS", 0.05)
     monkeypatch.setattr(child_module, "LOST_SECONDS", 120.0)

@@ -133,6 +133,7 @@ class Conversations:
         self.add(new, self.said[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(1, 2 * TORTURE))
 def test_sessions_answer_as_separate_contexts_and_compute_no_more(kind, seed, models, tmp_path):

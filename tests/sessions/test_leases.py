@@ -70,6 +70,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monkeypatch):

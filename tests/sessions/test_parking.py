@@ -308,6 +308,7 @@ def test_one_that_is_evicted_while_it_is_parked_does_not_wait(sessions, monkeypa
     assert parked(sessions) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_fault_at_any_call_of_llama_cpp_leaves_no_wrong_rows(after, alone, store):
     sessions = store.sessions(max_sessions=8, max_resident=2)
@@ -467,6 +468,7 @@ def test_a_store_is_closed_while_a_session_computes(llm, store, sessions):
 # -- many at once -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_threads_have_their_own_conversations_while_others_evict_and_fork(alone, store):
     sessions = store.sessions(max_sessions=12, max_resident=4)
     said, failures, is_over = {}, [], threading.Event()

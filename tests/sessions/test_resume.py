@@ -38,6 +38,7 @@ def note_of(store):
         return view.note(note_name(store.namespace.key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store, models, tmp_path):
     arch, options = KINDS[kind]

@@ -13,6 +13,8 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
+import pytest
+
 from tests.support import ROOT
 from tests.support.untimed import untimed
 
@@ -56,6 +58,7 @@ def send(address, body):
         return error.code, json.load(error)
 
 
+@pytest.mark.slow
 def test_the_server_of_the_documentation(models, tmp_path):
     assert len([line for line in SERVER.splitlines() if line.strip()]) <= 40
     model = str(models("llama"))
@@ -99,6 +102,7 @@ def test_the_server_of_the_documentation(models, tmp_path):
         assert tokens[0] < tokens[1] < tokens[2]
 
 
+@pytest.mark.slow
 def test_it_loses_nothing_when_it_is_told_to_end(models, tmp_path):
     model = str(models("llama"))
     said = [{"role": "user", "content": "Tell me more. " * 20}]

@@ -400,6 +400,7 @@ def test_a_leased_one_is_never_evicted(store):
     assert sessions.names() == ["bob"]
 
 
+@pytest.mark.slow
 def test_their_pages_are_evicted_last(llm, open_store):
     """A stream of other prompts pushes out one another, and no session."""
     held = {}
@@ -685,6 +686,7 @@ def test_counts_read_as_english(sessions):
     assert "1 fork, 0 discarded, 0 evicted, 0 timeouts, 0 stale calls" in str(sessions.stats())
 
 
+@pytest.mark.slow
 def test_thousands_of_sessions_are_forgotten_at_once(store):
     sessions = store.sessions(max_sessions=3000)
     turn(sessions, "alice", prompt(40))

@@ -60,6 +60,7 @@ def live(llm, location, trace, policy, max_entries, *, block_tokens, write_behin
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "longest_first"])
 @pytest.mark.parametrize("max_entries", [12, 30])
 def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_entries):
@@ -76,6 +77,7 @@ def test_a_replay_finds_what_the_live_store_found(llm, tmp_path, policy, max_ent
     assert replayed.hit_tokens <= replay(trace, "belady", max_entries).hit_tokens
 
 
+@pytest.mark.slow
 def test_blocks_of_more_tokens_lose_no_more_than_a_block_for_each_request(llm, tmp_path):
     path = tmp_path / "trace.jsonl"
     found = live(llm, tmp_path / "kv", path, "lru", 1000, block_tokens=4)

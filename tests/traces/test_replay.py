@@ -125,6 +125,7 @@ def peak(work):
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_lines_of_a_trace_and_not_with_the_depth_of_its_chains(tmp_path):
     few, many = 100, 800
     traces, held = zip(*(peak(lambda n=n: ours(tmp_path / "t", lines_of(n))) for n in (few, many)), strict=True)
@@ -168,6 +169,7 @@ def test_belady_keeps_what_is_asked_for_and_not_what_is_only_stored():
     assert requests(Belady(1, prompts, [True, False, False, False, True]), prompts) == [0, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_other_traces_are_replayed_as_in_the_benchmarks(trace):
     from benchmarks.replay import cache_of, hit_rate, read
 
@@ -176,6 +178,7 @@ def test_other_traces_are_replayed_as_in_the_benchmarks(trace):
         assert replay(found, policy, 20).rate == hit_rate(cache_of(policy, 20, prompts), prompts)
 
 
+@pytest.mark.slow
 def test_more_room_finds_more_and_belady_most(trace):
     found = simulate(read_trace(trace), ["lru", "adaptive"], 20)
     assert found.budget == 20
@@ -190,6 +193,7 @@ def test_more_room_finds_more_and_belady_most(trace):
     assert lru == sorted(lru)
 
 
+@pytest.mark.slow
 def test_without_a_budget_sizes_are_shares_of_all_pages(trace):
     read = read_trace(trace)
     for budget in (None, 10**9):
@@ -199,6 +203,7 @@ def test_without_a_budget_sizes_are_shares_of_all_pages(trace):
     assert simulate(Trace(read.events[:1]), ["lru"]).found["belady"]
 
 
+@pytest.mark.slow
 def test_the_plot_is_valid_and_has_a_line_for_each_policy(trace):
     drawn = svg(simulate(read_trace(trace), ["lru"], 20), "Hit rate of <a> & b")
     root = ET.fromstring(drawn)
@@ -210,6 +215,7 @@ def test_the_plot_is_valid_and_has_a_line_for_each_policy(trace):
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
     code, out, err = run("replay", trace, "--pages", 20)
     assert (code, err) == (0, "")
@@ -233,6 +239,7 @@ def test_replay_and_simulate_print_tables_and_json(trace, tmp_path, run):
     assert found["twice_the_budget_wins"]["lru"] >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

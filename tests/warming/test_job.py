@@ -41,6 +41,7 @@ def holds_all(store, prompts=PROMPTS):
 # -- once -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
@@ -143,6 +144,7 @@ def test_it_restores_even_if_computing_is_faster(llama, tmp_path):
         assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
 @pytest.mark.usefixtures("small_parts")
 def test_snapshots_are_taken_where_prompts_branch_and_end(llama, tmp_path, arch):
@@ -156,6 +158,7 @@ def test_snapshots_are_taken_where_prompts_branch_and_end(llama, tmp_path, arch)
         assert warm(llm, store, prompts).evaluated_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"arch": "gemma3", "swa_full": False}])
 def test_a_full_queue_loses_nothing(llama, tmp_path, options):
     llm = llama(**options)
@@ -182,6 +185,7 @@ def test_prompts_too_short_to_store_are_counted(llama, tmp_path):
         assert (report.short, report.unique_tokens, report.evaluated_tokens, report.unstored) == (1, 16, 16, ())
 
 
+@pytest.mark.slow
 def test_pinned_prompts_are_not_evicted(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
@@ -204,6 +208,7 @@ def test_warming_a_prompt_again_extends_its_time_to_live(llama, tmp_path, monkey
 # -- stopped and started again ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 def test_a_job_stopped_many_times_computes_nothing_twice(llama, tmp_path):
     total, runs = 0, 0
@@ -221,6 +226,7 @@ def test_a_job_stopped_many_times_computes_nothing_twice(llama, tmp_path):
     assert total == UNIQUE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("after", [130, 2000])
 def test_an_exception_keeps_what_was_computed_and_leaves_no_lease(llama, tmp_path, error, after):
@@ -257,6 +263,7 @@ def test_it_can_be_stopped_while_it_reads(llama, tmp_path):
 # -- how far ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_parts")
 def test_progress_only_grows_and_reaches_the_end(llama, tmp_path):
     llm = llama()
@@ -283,6 +290,7 @@ def test_progress_without_data_has_no_estimate():
     assert (Progress().rate, Progress().hit_share) == (0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_an_estimate_predicts_the_job_and_stores_nothing(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, codec="raw") as store:
