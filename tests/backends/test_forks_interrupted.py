@@ -115,7 +115,8 @@ def test_after_an_interrupt_at_any_step_of_a_hook_everything_was_held_and_is_rel
     assert step > 100
 
 
-@pytest.mark.parametrize("every", [67, pytest.param(17, marks=pytest.mark.attack)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [67, 17])
 @in_own_thread
 def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_store_that_works(
     tmp_path, monkeypatch, every

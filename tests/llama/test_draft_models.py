@@ -23,8 +23,8 @@ MODELS = [
 @pytest.mark.parametrize(
     ("arch", "options", "n_batch"),
     [
-        # several batches for a prompt with each model, one with one of them; the others with the attacks
-        pytest.param(arch, options, n, marks=() if n == 128 or arch == "llama" else pytest.mark.attack)
+        # several batches for a prompt; each process takes a second
+        pytest.param(arch, options, n, marks=() if n == 128 and arch in ("llama", "lfm2") else pytest.mark.slow)
         for arch, options in MODELS
         for n in (128, 512)
     ],
