@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from prefixstore.backends.base import Backend, Transaction
+from prefixstore.backends.base import Backend, Transaction, retried
 from prefixstore.engine.bookmark import Bookmark, BookmarkChange, Unset, end_of, is_whole, merged, note_name, parse
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.format.keys import Tokens
@@ -159,6 +159,7 @@ class Bookmarks:
                 key, end = record.parent, record.start
         return np.frombuffer(b"".join(reversed(pieces)), "<i4") if end == 0 else None
 
+    @retried
     def prune(self) -> None:
         """Remove the bookmarks of sequences that are not stored any more, as after a deletion. Raises `StorageError`.
 

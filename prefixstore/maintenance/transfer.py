@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from prefixstore.engine.engine import Imported
 from prefixstore.engine.index import is_same
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError
 from prefixstore.format.export import ExportReader, ExportWriter
 from prefixstore.format.keys import KEY_BYTES
 from prefixstore.format.record import Record, StoredPage, checksum
@@ -93,7 +93,8 @@ class _Source:
                         else:
                             size += len(payload)
                             yield StoredPage(page.key, record, usage, payload)
-                    except StorageError:
+                    except (CorruptError, IncompatibleError):
+                        # not an error of the location: an outage says nothing about its pages
                         lost.add(page.key)
                         self.damaged += 1
                     page = next(waiting, None)
@@ -204,6 +205,11 @@ def copy_store(
         Two locations.
     namespaces, keys
         Copy only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+
+    Raises
+    ------
+    StorageError
+        If one of the locations fails. What was copied until then stays.
     """
     pages = _Source(source, namespaces, keys)
     into = _Target(target, pages.settings)
@@ -230,6 +236,11 @@ def export_store(
         A binary file, open for writing; need not be seekable.
     namespaces, keys
         Export only pages of these namespaces, and with these keys; see `Archive.with_ancestors`.
+
+    Raises
+    ------
+    StorageError
+        If the location fails. The file is not complete then.
     """
     pages = _Source(archive, namespaces, keys)
     writer = ExportWriter(file, pages.settings)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -77,9 +77,12 @@ class LlamaServer:
         *,
         socket: str | os.PathLike[str] | None = None,
     ) -> None:
-        parts = urlsplit(url) if isinstance(url, str) else None
+        parts = _parts_of(url)
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidParameterError(f'url={shown(url)} must be a URL such as "http://127.0.0.1:8080"')
+        if api_key and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip()):
+            # the errors of the client would repeat it
+            raise InvalidParameterError("api_key has characters, or space around it, that a header cannot have")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise InvalidParameterError(f"timeout={shown(timeout)} must be a number of seconds above 0")
         self.url = url.rstrip("/")
@@ -289,7 +292,8 @@ class LlamaServer:
             raise ServerUnreachableError(f"no server answers at {self.url}: {error}") from error
         except httpx.TimeoutException as error:
             raise ServerBusyError(f"{url} has not answered in time") from error
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, UnicodeError) as error:
+            # a name of a host may be none that can be encoded
             raise ServerUnreachableError(f"the connection to {self.url} has broken: {error}") from error
         if response.status_code >= httpx.codes.BAD_REQUEST:
             raise _refused(url, response.status_code, _parsed(bytes(data)))
@@ -297,6 +301,19 @@ class LlamaServer:
         if answer is None:
             raise ServerTooOldError(f"{url} has not answered with JSON: is it a llama-server?")
         return answer
+
+
+def _parts_of(url: object) -> SplitResult | None:
+    """A URL, taken apart; None if it is none, or has a port or characters that none can have."""
+    if not isinstance(url, str):
+        return None
+    try:
+        httpx.URL(url)
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - it is parsed when it is asked for
+    except (ValueError, httpx.InvalidURL):
+        return None
+    return parts
 
 
 def _parsed(data: bytes) -> Any:

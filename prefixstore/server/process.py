@@ -112,12 +112,8 @@ def path_of(pid: int, path: str) -> Path | None:
 
 def start_ticks(pid: int) -> int | None:
     """When a process was started, in ticks since the system was; None if there is none. The same at each call."""
-    try:
-        # after the name, which may have blanks and brackets
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    fields = _fields(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
 
 
 def started_at(pid: int) -> float | None:
@@ -135,15 +131,21 @@ def work_of_session(leader: int) -> int | None:
 
 
 def _work_in(leader: int, pid: int) -> int | None:
-    try:
-        # after the name, which may have blanks and brackets: state, parent, group, session, ...
-        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if int(fields[3]) != leader:
+    fields = _fields(pid)
+    if fields is None or int(fields[3]) != leader:
         return None
     major_faults, user, system = fields[9], fields[11], fields[12]
     return int(major_faults) + int(user) + int(system)
+
+
+def _fields(pid: int) -> list[str] | None:
+    """What the system says of a process: state, parent, group, session, ...; None if there is none."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    # after the name, which may have blanks, brackets, and bytes that are no text: it is cut after fifteen
+    return stat.rpartition(b")")[2].decode().split()
 
 
 def _processes() -> list[int]:

@@ -18,6 +18,7 @@ from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, rend
 from prefixstore.opening import Locations
 from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
+from prefixstore.server.client import LlamaServer
 from prefixstore.server.client_protocol import ClientProtocol
 from prefixstore.server.command import ServerCommand, check_program, drafts
 from prefixstore.server.lifetime import OwnServer, RunningServer
@@ -149,6 +150,8 @@ def serve_running(
     settings: ServeSettings, url: str, slots_dir: Path, *, namespace: str | None = None, api_key: str | None = None
 ) -> None:
     """Serve a llama-server that runs already until SIGINT or SIGTERM. Raises as `serve_child`."""
+    # raises if that is no URL, or no key
+    LlamaServer(url, api_key=api_key).close()
     models: list[str] = []
 
     def identify(props: Props) -> ServerIdentity:

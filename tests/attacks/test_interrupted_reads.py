@@ -13,6 +13,7 @@ from prefixstore.backends.objects.payloads import Uploads
 from prefixstore.backends.objects.read_ahead import Window, ahead
 from prefixstore.engine.readers import ReaderPool
 from prefixstore.engine.relay import Relays
+from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.fetching import Watcher, store_of
 from tests.support.models import TORTURE
@@ -39,22 +40,6 @@ class Slow(Watcher):
         time.sleep(0.0005)
         if not self.open:
             self.misused.append(i)
-
-
-def in_time(work):
-    """What `work` returns in another thread; None if it hangs."""
-    results = []
-
-    def run():
-        try:
-            results.append(work())
-        except Exception as error:  # noqa: BLE001 - reported by the test
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    return results[0] if results else None
 
 
 def left():
@@ -91,7 +76,7 @@ def test_a_ctrl_c_at_any_place_of_a_restore(codec, streamed, kept):
             except Exception as error:  # noqa: BLE001 - reported below
                 other = error
             gc.collect()
-            found = in_time(work)
+            found = outcome(work, where)
             if found != 4 or other is not None or store.backend.misused:
                 faults.append((where, found, other, list(store.backend.misused)))
                 store.backend.misused.clear()
@@ -114,7 +99,7 @@ def test_a_ctrl_c_at_any_place_of_a_relayed_restore():
         for at in sample(places_in(work), 50 * TORTURE):
             where = interrupted(work, at)
             gc.collect()
-            found = in_time(work)
+            found = outcome(work, where)
             if found != 4 or store.backend.misused:
                 faults.append((where, found, list(store.backend.misused)))
         # those that were not waited for end when they are told
@@ -157,6 +142,6 @@ def upload():
 def test_a_ctrl_c_at_any_place_where_objects_are_read_or_written(work):
     for at in sample(places_in(work), 300 * TORTURE):
         where = interrupted(work, at)
-        assert in_time(work) == list(range(4)), where
+        assert outcome(work, where) == list(range(4)), where
     gc.collect()
     assert left() == []

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 
 from prefixstore import PrefixStore
-from tests.support import PATIENCE
+from tests.support import PATIENCE, outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.models import TORTURE, answer, load, prompt
 
 SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
 KINDS = {"attention": ("llama", 0), "parked": ("llama", 2), "recurrent": ("mamba", 0)}
-
-
-def in_thread(work):
-    """What `work` returns in another thread."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(PATIENCE)
-    assert results, "it waits for ever"
-    return results[0]
 
 
 # what is raised in a finalizer, Python ignores
@@ -57,7 +46,8 @@ def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
             # what an exception keeps alive, such as frames
             gc.collect()
             name = ("alice", "bob")[at % 2]
-            found = in_thread(lambda name=name, at=at: turn(name, at % 2, timeout=PATIENCE / 2))
+            found = outcome(lambda name=name, at=at: turn(name, at % 2, timeout=PATIENCE / 2), where)
+            assert isinstance(found, dict), (where, found)
             assert found["choices"][0]["text"] == texts[at % 2], where
             assert len(sessions._queue) == 0, where
             assert llm.cache is None, where

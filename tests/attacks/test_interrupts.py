@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from contextlib import closing, suppress
 from unittest.mock import patch
 
@@ -17,7 +16,7 @@ from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from tests.support import PATIENCE
+from tests.support import outcome
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, C, P, Store
 from tests.support.models import TORTURE_OF_LONG
@@ -98,22 +97,11 @@ WORK = {
 
 
 def in_time(what, work):
-    """Run `work` in another thread; it must end."""
-    result = []
-
-    def run():
-        try:
-            result.append(work())
-        except BaseException as error:  # noqa: BLE001 - reported by the test
-            result.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    assert not thread.is_alive(), f"{what} hangs"
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
+    """What `work` returns in another thread; it must end, and without an error."""
+    found = outcome(work, what)
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
 
 def new_store(location, **options):

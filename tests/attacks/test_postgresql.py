@@ -320,6 +320,10 @@ def test_a_role_that_cannot_rewrite_the_tables_is_told_that_nothing_was_scrubbed
         assert store.engine.clear(NS) == 3
         with pytest.raises(LocationError, match="scrub as the owner of the tables"):
             store.engine.scrub()
+        # nor if that takes a new connection
+        session.execute(TERMINATE)
+        with pytest.raises(LocationError, match="scrub as the owner of the tables"):
+            store.engine.scrub()
         assert store.put(B) == 3
     with stored(url) as store:
         store.engine.scrub()

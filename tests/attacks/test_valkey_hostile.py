@@ -62,6 +62,12 @@ def test_a_server_that_repeats_the_arguments_of_auth_shows_no_password():
     assert secret not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize("answer", [b"-MOVED 1 nowhere\r\n", b"-MOVED 1 127.0.0.1:\r\n", b":x\r\n", b"*x\r\n"])
+def test_what_should_be_a_number_and_is_none_is_an_error_of_ours(answer):
+    with answering(answer) as port, pytest.raises(UnavailableError):
+        open_backend(f"valkey://127.0.0.1:{port}", max_bytes=MIB)
+
+
 def test_a_host_whose_name_cannot_be_encoded_is_an_error_of_ours():
     with pytest.raises(UnavailableError):
         open_backend(f"valkey://{'a' * 70}.b", max_bytes=MIB)

@@ -48,6 +48,15 @@ def test_opening_waits_for_the_writer_for_a_while_and_names_it(tmp_path, monkeyp
         other.stdin.write("go\n")
 
 
+def test_a_writer_whose_name_is_no_text_is_known(tmp_path):
+    # as one is whose fifteenth byte is in the middle of a letter
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'prozess \\xc3', 0, 0, 0)"
+    with python(rename + HOLDING, tmp_path) as other:
+        assert other.stdout.readline() == "held\n"
+        assert writer_of(tmp_path / "lock.mdb") == other.pid
+        other.kill()
+
+
 def test_a_writer_that_was_killed_does_not_delay_opening(tmp_path):
     with python(HOLDING, tmp_path) as other:
         assert other.stdout.readline() == "held\n"

@@ -1026,6 +1026,27 @@ def test_after_a_scrub_nothing_of_a_deleted_page_is_in_the_files(tmp_path):
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_a_scrub_waits_for_another_writer_also_on_a_connection_that_has_read(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(sqlite, "wait_for_locks", lambda _, seconds: waited.append(seconds))
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        assert keys_of(backend) == set()
+        waited.clear()
+        backend.scrub()
+    # for writers; then for readers, for which those would wait
+    assert waited == [sqlite.BUSY_SECONDS, sqlite.READ_SECONDS]
+
+
+def test_a_file_that_is_gone_is_compacted_as_a_new_one(tmp_path):
+    path = tmp_path / "kv.db"
+    with opened(f"sqlite:///{path}") as backend:
+        path.unlink()
+        assert backend.compact() == 0
+        assert path.exists()
+    with pytest.raises(UnavailableError, match="closed"):
+        backend.compact()
+
+
 # -- the index of children ---------------------------------------------------------------------------------------------
 
 

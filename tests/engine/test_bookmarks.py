@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixstore.backends.base import ConflictError
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import bookmarks as module
 from prefixstore.engine.bookmark import Bookmark, merged, note_name, parse
+from prefixstore.engine.delete import subtree
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
 from prefixstore.format.saved_state import pack_state
@@ -150,6 +153,24 @@ def test_they_go_with_their_pages(store):
     store.engine.clear(NS)
     with store.engine.view() as view:
         assert view.note(note_name(NS)) is None
+
+
+def test_a_deletion_does_not_fail_because_another_process_commits_at_the_same_time(store, monkeypatch):
+    for tokens in (A, B):
+        put(store, tokens)
+    store.engine.set_bookmark(NS, "a", bookmark_of(A))
+    store.engine.flush()
+    update, n_calls = store.backend.update, count()
+
+    def conflicting():
+        if next(n_calls) % 2 == 0:
+            raise ConflictError("another process was faster")
+        return update()
+
+    monkeypatch.setattr(store.backend, "update", conflicting)
+    removed = store.engine.delete([lambda index: subtree(index, page_keys(NS, as_tokens(A), P)[0])])
+    assert removed.pages == 3
+    assert store.engine.bookmarks(NS) == {}
 
 
 def test_a_process_that_still_has_a_name_does_not_bring_it_back_after_a_purge(store):

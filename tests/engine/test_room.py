@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from prefixstore.backends.base import ConflictError
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.room import PAGES_AT_ONCE, PAUSE
@@ -159,6 +160,21 @@ def test_an_engine_without_a_background_thread_of_its_own_makes_no_room(options)
 def test_an_archive_makes_no_room(tmp_path):
     with Archive(tmp_path / "kv", max_bytes=MIB, create=True) as archive:
         assert not archive.engine._room._is_active
+
+
+def test_a_store_is_closed_without_an_error_if_only_its_lease_cannot_be_given_back(monkeypatch):
+    store = filled(20)
+    rest(store.engine)
+    assert store.engine._room._lease.may_be_held
+    synced = []
+    monkeypatch.setattr(store.backend, "sync", lambda: synced.append(True))
+
+    def conflicting():
+        raise ConflictError("another process was faster")
+
+    monkeypatch.setattr(store.backend, "update", conflicting)
+    store.engine.close()
+    assert synced == [True]
 
 
 # -- packing before evicting -------------------------------------------------------------------------------------------

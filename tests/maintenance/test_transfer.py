@@ -17,13 +17,14 @@ import pytest
 import xxhash
 
 from prefixstore.engine.engine import Engine
-from prefixstore.errors import CorruptError, FullError, IncompatibleError
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import export
 from prefixstore.format.export import ExportReader
 from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
+from prefixstore.testing import FaultyBackend
 from tests.support import PATIENCE
 from tests.support.places import SCHEMES, contents, fill, place, space
 
@@ -306,6 +307,14 @@ def test_damaged_pages_are_left_out_with_their_descendants(source, tmp_path):
     with Archive(tmp_path / "target", create=True) as target:
         assert import_store(ExportReader(io.BytesIO(file.getvalue()), "f"), target).pages == 5
         assert target.check() == []
+
+
+def test_a_location_that_fails_in_the_middle_is_an_error_and_its_pages_are_not_called_damaged(source, tmp_path):
+    source.backend = FaultyBackend(source.backend, "payload", at=3, times=None)
+    with pytest.raises(UnavailableError, match="on purpose"):
+        export_store(source, io.BytesIO())
+    with Archive(tmp_path / "target", create=True) as target, pytest.raises(UnavailableError, match="on purpose"):
+        copy_store(source, target)
 
 
 def test_pages_that_are_deleted_meanwhile_are_left_out_with_their_descendants(source, monkeypatch):

@@ -141,12 +141,37 @@ def test_nobody_there():
         assert client.process() is None
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://here", None, "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:80",
+        "ftp://here",
+        None,
+        "http://",
+        "http://here:99999",
+        "http://here:http",
+        "http://[::1",
+        "http://he\0re",
+    ],
+)
 def test_a_url_that_is_none(url: str):
     with pytest.raises(InvalidParameterError, match="url="):
         LlamaServer(url)
     with pytest.raises(InvalidParameterError, match="timeout="):
         LlamaServer("http://here", timeout=0)
+
+
+def test_a_host_whose_name_cannot_be_encoded_is_not_reached():
+    with LlamaServer(f"http://{'a' * 70}.b") as client, pytest.raises(ServerUnreachableError):
+        client.health()
+
+
+@pytest.mark.parametrize("key", ["from a file\n", " spaced", "schlüssel", "a\rb"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key: str):
+    with pytest.raises(InvalidParameterError) as raised:
+        LlamaServer("http://here", api_key=key)
+    assert key.strip() not in str(raised.value)
 
 
 def test_a_key_is_in_no_message():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from prefixstore.errors import ServerError
 from prefixstore.server import child as child_module
 from prefixstore.server.child import Child
 from prefixstore.server.command import ServerCommand
-from prefixstore.server.process import work_of_session
+from prefixstore.server.process import start_ticks, work_of_session
 from prefixstore.server.upstream import Upstream
 from prefixstore.server.watchdog import Patience, hangs
 from tests.support.llama_server import binary
@@ -61,6 +62,19 @@ def test_the_work_of_a_session_grows_only_if_something_is_done():
     while work_of_session(os.getsid(0)) == before:
         n += sum(range(1000))
     assert work_of_session(1 << 30) is None
+
+
+def test_the_names_of_processes_need_not_be_text():
+    # as one is whose fifteenth byte is in the middle of a letter
+    name_it = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'prozess \\xc3', 0, 0, 0);"
+    command = [sys.executable, "-c", name_it + "print(flush=True); sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert b"\xc3" in Path(f"/proc/{named.pid}/comm").read_bytes()
+        assert work_of_session(os.getsid(0)) is not None
+        assert start_ticks(named.pid) is not None
+        named.communicate()
 
 
 @pytest.mark.slow

@@ -19,28 +19,11 @@ from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import SessionTable
 from prefixstore.stats import Counters
 from tests.sessions.test_sessions import turn
-from tests.support import python
+from tests.support import outcome, python
 from tests.support.models import answer, forget, prompt
 from tests.support.worker import in_fork
 
 SMALL = {"n_ctx": 512, "n_batch": 64, "n_ubatch": 64}
-
-
-def in_thread(work):
-    """What `work` returns, or raises, in another thread."""
-    found = []
-
-    def run():
-        try:
-            found.append(work())
-        except Exception as error:  # noqa: BLE001 - it is returned
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(180)
-    assert found, "it waits for ever"
-    return found[0]
 
 
 def held(sessions, name):
@@ -116,7 +99,7 @@ def test_a_second_ctrl_c_while_the_first_is_handled_changes_no_session_either(ll
         with pytest.raises(KeyboardInterrupt):
             sessions.admit("alice")
     gc.collect()
-    assert in_thread(lambda: held(sessions, "alice")) == expected
+    assert outcome(lambda: held(sessions, "alice")) == expected
     assert_free(llm, store, sessions)
 
 
@@ -183,10 +166,10 @@ def test_a_stream_keeps_its_lease(sessions):
     gc.collect()
     next(stream)
     with pytest.raises(BusyError):
-        raise in_thread(lambda: sessions.admit("bob", timeout=0))
+        raise outcome(lambda: sessions.admit("bob", timeout=0))
     del stream
     gc.collect()
-    assert in_thread(lambda: held(sessions, "bob")) == ([], 0)
+    assert outcome(lambda: held(sessions, "bob")) == ([], 0)
 
 
 # -- one queue for a Llama --------------------------------------------------------------------------------------------
@@ -206,12 +189,12 @@ def test_a_llama_that_is_attached_again_during_a_lease_is_not_free(is_other_stor
     again = store.sessions()
     assert again is not sessions
     with pytest.raises(BusyError):
-        raise in_thread(lambda: again.admit("bob", timeout=0))
+        raise outcome(lambda: again.admit("bob", timeout=0))
     for use in (lambda: alice.eval([5]), lambda: next(stream), lambda: alice.tokens):
         with pytest.raises(NotAttachedError, match="while session 'alice' had it"):
             use()
     sessions.release(alice)
-    assert in_thread(lambda: held(again, "bob")) == ([], 0)
+    assert outcome(lambda: held(again, "bob")) == ([], 0)
 
 
 def test_after_the_store_was_closed_a_session_is_refused(store, sessions):
@@ -307,10 +290,10 @@ def test_a_loop_that_is_closed_inside_of_a_block_gives_the_llama_up_after_the_ca
     loop.run_until_complete(asyncio.to_thread(begun.wait))
     loop.close()
     with pytest.raises(BusyError):
-        raise in_thread(lambda: sessions.admit("bob", timeout=0))
+        raise outcome(lambda: sessions.admit("bob", timeout=0))
     assert steps == []
     go.set()
-    found = in_thread(lambda: turn(sessions, "bob", prompt(50), 5, timeout=150)[3])
+    found = outcome(lambda: turn(sessions, "bob", prompt(50), 5, timeout=150)[3])
     assert (found, len(steps)) == (expected, 4)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)
@@ -338,7 +321,7 @@ def test_a_loop_that_is_closed_between_two_calls_gives_the_llama_up(is_kept, llm
     if not is_kept:
         del task
         gc.collect()
-    assert in_thread(lambda: held(sessions, "bob")) == ([], 0)
+    assert outcome(lambda: held(sessions, "bob")) == ([], 0)
     assert held(sessions, "alice") == ([], 1)
     assert_free(llm, store, sessions)
 
@@ -355,7 +338,7 @@ def test_a_loop_that_is_closed_just_when_a_task_is_told_gives_its_place_up(llm, 
     assert sessions.stats().waiting == 2
     sessions.release(alice)
     loop.close()
-    assert in_thread(lambda: held(sessions, "carol")) == ([], 0)
+    assert outcome(lambda: held(sessions, "carol")) == ([], 0)
     assert_free(llm, store, sessions)
     del task
 
@@ -430,7 +413,7 @@ def test_a_thread_that_has_the_number_of_one_that_has_ended_is_another_one(sessi
     thread.start()
     thread.join()
     for _ in range(20):
-        assert isinstance(in_thread(lambda: sessions.admit("bob", timeout=0)), BusyError)
+        assert isinstance(outcome(lambda: sessions.admit("bob", timeout=0)), BusyError)
     sessions.release(admitted.pop())
     assert held(sessions, "bob") == ([], 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prefixstore.backends.base import Backend
 
-__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "python", "seeds"]
+__all__ = ["PATIENCE", "ROOT", "in_thread", "keys_of", "outcome", "python", "seeds"]
 
 ROOT = Path(__file__).parents[2]
 # how long a test waits for what must happen: far longer than it takes, also on a machine that is busy
@@ -21,6 +21,21 @@ def in_thread(work: Callable[..., object], *arguments: object) -> threading.Thre
     thread = threading.Thread(target=work, args=arguments, daemon=True)
     thread.start()
     return thread
+
+
+def outcome(work: Callable[[], object], what: str = "it") -> object:
+    """What `work` returns in another thread, or the error that it raises there; it has to end."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # noqa: BLE001 - it is returned
+            found.append(error)
+
+    in_thread(run).join(PATIENCE)
+    assert found, f"{what} waits for ever"
+    return found[0]
 
 
 def python(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:

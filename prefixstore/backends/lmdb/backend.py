@@ -470,7 +470,7 @@ class LMDBBackend(Backend):
     def reclaim(self) -> None:
         """Let LMDB reuse what was deleted: remove dead readers, and commit twice (it keeps two earlier states)."""
         environment = self._open()
-        environment.env.reader_check()
+        environment.free_readers()
         for _ in range(2):
             with environment.begin(write=True) as txn:
                 passed = txn.get(b"passed", default=b"\0", db=environment.databases[b"meta"])
@@ -583,7 +583,7 @@ class LMDBBackend(Backend):
                     f"{self._path}: process {readers[0]} still reads deleted pages; try again, or stop it first"
                 )
             time.sleep(0.05)
-            environment.env.reader_check()
+            environment.free_readers()
 
     def after_fork(self) -> None:
         self._start()

@@ -367,6 +367,12 @@ class Environment:
                 oldest[pid] = min(transaction, oldest.get(pid, transaction))
         return oldest
 
+    def free_readers(self) -> None:
+        """Free what readers hold whose processes have ended."""
+        # inside a transaction: the handle is open then, and is not replaced
+        with self.begin(write=False):
+            self.env.reader_check()
+
     def close(self) -> None:
         """Close the handle once no transaction is open."""
         with self._handle_lock.exclusive():

@@ -49,7 +49,7 @@ def writer_of(path: Path) -> int | None:
             if not thread or thread != owner:
                 return None
             # of a thread of this machine, in this process namespace
-            status = Path(f"/proc/{thread}/status").read_text()
+            status = Path(f"/proc/{thread}/status").read_text(errors="replace")  # the name may be no text
             tgid = next((line.split()[1] for line in status.splitlines() if line.startswith("Tgid:")), "")
             pid = int(tgid) if tgid.isdecimal() else 0
             return pid if pid and pid != os.getpid() and _uses(pid, file.fileno()) else None

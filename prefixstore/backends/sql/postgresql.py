@@ -412,14 +412,18 @@ class PostgreSQL(Database):
             if diagnostic.severity_nonlocalized == "WARNING":
                 warnings.append(str(diagnostic.message_primary))
 
-        with self.connection() as connection, translated(self.location):
+        def vacuum() -> None:
+            # of a new connection too, if the server has closed the old one
             _accept_silence(connection, None)
             driver = _driver(connection)
             driver.add_notice_handler(note)
             try:
-                again(connection, lambda: connection.exec_driver_sql(f"{command} {tables}"))
+                connection.exec_driver_sql(f"{command} {tables}")
             finally:
                 driver.remove_notice_handler(note)
+
+        with self.connection() as connection, translated(self.location):
+            again(connection, vacuum)
         return warnings
 
     def after_fork(self) -> None:

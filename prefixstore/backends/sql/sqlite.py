@@ -411,14 +411,22 @@ class SQLite(Database):
         return [("index" if "index" in each else "file", each) for each in messages if each != "ok"]
 
     def disk_bytes(self) -> int:
-        return self.path.stat().st_size
+        with self.connection():
+            try:
+                return self.path.stat().st_size
+            except OSError as error:
+                raise UnavailableError(f"{self.location} cannot be read: {error.strerror}") from error
 
     def scrub(self) -> None:
         """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
         if self.read_only:
             raise refusals.read_only(self.location)
         with self.connection() as connection, self._writing, translated(self.location):
+            # the connection may have read before, and have waited less
+            wait_for_locks(connection, BUSY_SECONDS)
             connection.exec_driver_sql("VACUUM")
+            # other writers wait while this waits for readers
+            wait_for_locks(connection, READ_SECONDS)
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise UnavailableError(f"{self.location}: a reader still sees deleted pages; try again, or stop it first")

@@ -87,8 +87,9 @@ def translated(where: str) -> Iterator[None]:
     """Translate the errors of the block."""
     try:
         yield
-    except (ValkeyError, OSError, UnicodeError) as error:
-        # a name of a host may be none that can be encoded; an error with arguments may have a password in its text
+    except (ValkeyError, OSError, ValueError) as error:
+        # ValueError: an answer without the number that it needs, or the name of a host that cannot be encoded. An error
+        # with arguments may have a password in its text.
         raise translate(error, where) from (None if ARGUMENTS in str(error) else error)
 
 
