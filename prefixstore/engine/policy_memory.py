@@ -1,4 +1,4 @@
-"""What the policy has learned, kept as a note of the location from one start to the next."""
+"""What an eviction policy has learned, saved as a note in the location so that it survives a restart."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def note_policy(transaction: Transaction, name: str) -> None:
 
 
 def noted_policy(view: View) -> str | None:
-    """The policy of the store that was the last to begin writing; None if that is not known."""
+    """The policy of the last store that wrote pages; None if it is not known."""
     note = view.note(POLICY_NOTE)
     return note.decode("ascii", "replace") if note is not None else None
 
 
 class PolicyMemory:
-    """Loads what was learned before the first commit, and saves it now and then, and at the end.
+    """Loads what was learned before the first commit, and saves it at intervals and at the end.
 
     Several processes have one note: the last one that saves wins. What cannot be read is ignored. What cannot be saved
     is lost, which costs hits and nothing else.
