@@ -1,4 +1,4 @@
-"""What became of one prompt: where its tokens came from, and how long that took."""
+"""How one prompt was served: where its tokens came from, and how long that took."""
 
 from __future__ import annotations
 

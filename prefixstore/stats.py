@@ -1,4 +1,4 @@
-"""What a store keeps of a context, and counters of what it has done."""
+"""The statistics of a store: what it has done, and what it keeps of a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, durations and numbers as text: ``"20GiB"``, ``"30d"``; read from it, and written for people."""
+"""Sizes, durations and numbers as text: ``"20GiB"``, ``"30d"``; parsed, and formatted for people."""
 
 from __future__ import annotations
 

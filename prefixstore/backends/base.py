@@ -326,7 +326,7 @@ class View(ABC):
         return None
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
-        """What is wrong with what a backend keeps beside the pages, such as an order of children, for `check`.
+        """What is wrong with what a backend keeps beside the pages, such as an index of children, for `check`.
 
         Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Backend.reindex` mends it), the key
         of the page or ``b""``, and a message. Raises `CorruptError` if the location cannot be used at all.
@@ -471,7 +471,7 @@ class Backend(ABC):
         return 0
 
     def reindex(self) -> None:  # noqa: B027 - most backends have nothing to do
-        """Build what is derived from pages again, such as an order of children. Meanwhile pages may not be found.
+        """Rebuild what is derived from pages, such as an index of children. Meanwhile pages may not be found.
 
         If there is any, `View.changes` since an earlier generation is None from then on: what others have read before
         may have been wrong.

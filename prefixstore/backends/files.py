@@ -1,4 +1,4 @@
-"""Files that survive a power loss. A file name survives one once its directory is flushed."""
+"""Creates files and directories that survive a power loss: a name is durable once its directory is flushed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in the memory of this process."""
+"""Pages in the memory of this process: for tests, and for stores of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that several backends raise, worded once."""
+"""Errors that several backends raise, with one wording."""
 
 from __future__ import annotations
 

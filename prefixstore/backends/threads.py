@@ -1,8 +1,8 @@
-"""Threads that do jobs for others, and what others wait for: a Ctrl-C at any step leaves nothing that hangs.
+"""Threads that do jobs for others, and results to wait for: a Ctrl-C at any step leaves nothing locked.
 
 A Ctrl-C is raised in the main thread, after any call that it makes. The methods of a `threading.Condition`, and so of
 an `Event`, a `Semaphore`, a `Future` and an executor, make calls while they hold a lock: one that ends there leaves the
-lock taken, and other threads wait for it forever. What is here changes in single calls of C only.
+lock taken, and other threads wait for it forever. The state here changes in single calls of C only.
 """
 
 from __future__ import annotations

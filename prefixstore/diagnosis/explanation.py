@@ -1,4 +1,4 @@
-"""Why a prompt is found, or not: the result of `PrefixStore.explain`, and how it reads."""
+"""Why a prompt is found, or not: the result of `PrefixStore.explain`, and its text."""
 
 from __future__ import annotations
 

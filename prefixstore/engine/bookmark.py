@@ -1,8 +1,8 @@
 """A name for a stored sequence, and the note with all bookmarks of a namespace.
 
-A bookmark has no tokens of its own, but those after the last full page: the others are in the records of the pages. It
-holds as long as the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark tells
-nothing that the pages do not tell.
+A bookmark has only the tokens after the last full page; all others are in the records of the pages. It
+is valid while the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark reveals
+nothing that the pages do not.
 """
 
 from __future__ import annotations

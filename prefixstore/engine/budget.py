@@ -1,4 +1,4 @@
-"""What a location may hold, and how space is made in it: limits, quotas of tenants, eviction, expiry."""
+"""Limits, quotas and admission: evicts leaves until a new page fits, in the transaction that writes it."""
 
 from __future__ import annotations
 

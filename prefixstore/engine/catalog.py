@@ -1,9 +1,9 @@
 """What is stored, as far as this process knows, and the pages that are still to be written.
 
-Two kinds of pages are in the index: committed ones, as far as lookups came across them, and pending ones, whose bytes
-wait in a buffer. Both are matched and restored alike. The catalog is built up in four modules: it follows the location
-(`engine.follow`), reads what the index lacks (`engine.load`), fills the page table (`engine.table_load`), and here
-looks pages up, takes captured ones, and follows their commits and deletions.
+Two kinds of pages are in the index: committed ones, as far as lookups have found them, and pending ones, whose bytes
+wait in a buffer. Both are matched and restored alike. The catalog is built in four modules, each extending the one
+before: `engine.follow` keeps up with the location, `engine.load` reads what the index lacks, `engine.table_load` fills
+the page table, and this one looks pages up, takes captured ones, and records their commits and deletions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What this process knows of a location, and the pages that are still to be written.
 
-Used by the catalog, under its lock: nothing here takes a lock, or asks the backend.
+Used by the catalog, under its lock: nothing here takes a lock, or calls the backend.
 
-The index has the pages that lookups came across and the pending ones, whose bytes wait in a buffer. The page table has
-what eviction needs of all stored pages, once that was read. What the open transaction changes is noted in its journal,
-so that a failure takes back exactly that.
+The index has the pages that lookups have found and the pending ones, whose bytes wait in a buffer. The page table has
+what eviction needs of all stored pages, once it was loaded. What the open transaction changes is recorded in its
+journal, so that a failure undoes exactly that.
 """
 
 from __future__ import annotations

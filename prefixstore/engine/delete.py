@@ -1,4 +1,4 @@
-"""Deleting by choice: purge, clear, and repair. Which pages, and in which order."""
+"""Purge, clear and repair: which pages to delete, with their descendants, and in which order."""
 
 from __future__ import annotations
 

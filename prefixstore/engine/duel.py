@@ -1,4 +1,4 @@
-"""Which order of eviction serves best: three small caches, of sampled keys and without any pages, are compared."""
+"""Chooses the order of eviction that serves best, by comparing three small caches of sampled keys without payloads."""
 
 from __future__ import annotations
 

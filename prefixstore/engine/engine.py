@@ -1,4 +1,4 @@
-"""The store without a model: pages by tokens, over any backend.
+"""The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
 read:   match, match_snapshot -> catalog (index)        fetching -> fetch (RAM, backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
@@ -948,7 +948,7 @@ class Engine:
         return self.delete(choices).pages
 
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; an order of children is built again."""
+        """Delete the pages that a check has named, and their descendants; a wrong index of children is rebuilt."""
         return self._deleter.repair(found)
 
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:

@@ -1,4 +1,4 @@
-"""The order of eviction: queues that give out the lowest leaves of a page table, ranked in steps."""
+"""The order of eviction: queues that give out the lowest-ranked leaves of the page table, ranked in steps."""
 
 from __future__ import annotations
 

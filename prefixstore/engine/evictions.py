@@ -1,6 +1,7 @@
-"""Which pages were evicted lately, when and why. It is kept as a note of the location, so that others can ask.
+"""Which pages were evicted lately, when and why. It is kept as a note in the location, so that other processes see it.
 
-The note is for people to read: what it lacks, or what cannot be read, is not known, and nothing else depends on it.
+The note is for diagnosis: an eviction that it lacks, or that cannot be read, is unknown, and nothing else depends on
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The location behind a nearer one: what is new there is written here too, later, and as far as there is room.
+"""The engine of the far one of two locations: new pages are written there too, later, and as far as its queue has room.
 
-It has a write queue of its own, whose pages share the buffers of the nearer engine. A page whose parent is missing
-here, since the location was away when that was captured, is written with what is missing, out of the nearer location.
+It has its own write queue, whose pages share the buffers of the nearer engine. If the parent of a page is missing
+here, since the location was unreachable when the parent was captured, both are written, the parent from the nearer
+location.
 """
 
 from __future__ import annotations

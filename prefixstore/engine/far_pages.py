@@ -1,4 +1,4 @@
-"""What waits for a far location: captured pages, pages that the nearer one has, snapshots to be thinned."""
+"""What waits to be written to a far location: captured pages, pages of the nearer one, snapshots to be thinned."""
 
 from __future__ import annotations
 

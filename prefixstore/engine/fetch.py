@@ -1,4 +1,4 @@
-"""Verified states of pages, in order: from the buffers of pending pages, from RAM, or from the backend."""
+"""Delivers the verified states of pages, in order: from the buffers of pending pages, from RAM, or from the backend."""
 
 from __future__ import annotations
 

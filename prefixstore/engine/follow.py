@@ -1,12 +1,12 @@
-"""Keeps what this process knows of a location up with it, and holds the transactions of this process.
+"""Keeps what this process knows of a location up to date, and runs the transactions of this process.
 
-What is known has a generation. `Follower.refresh` reads what was changed since, by whomever; a transaction begins with
-that, so what it changes here is never undone by what another thread has read before. While a transaction of this
-process is open, or just ends, nothing else may change what it has changed: see `Follower.update`.
+What is known has a generation. `Follower.refresh` reads all changes since then, whoever made them. A transaction begins
+with a refresh, so its changes are never overwritten by what another thread has read before. While a transaction of this
+process is open, and until its outcome is known, nothing else may change what it has changed: see `Follower.update`.
 
-Each method takes the lock for a moment, `Follower.update` at its steps. The lock is never held while the backend is
-asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use the catalog,
-not the other way round.
+Each method takes the lock briefly, `Follower.update` at its steps. The lock is never held while the backend is
+called, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use the
+catalog, not the other way round.
 """
 
 from __future__ import annotations

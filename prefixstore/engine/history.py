@@ -1,4 +1,4 @@
-"""What a location tells of how it was used, read from its notes; see `engine.history_keeper`."""
+"""How a location was used, read from its notes; `engine.history_keeper` writes them."""
 
 from __future__ import annotations
 

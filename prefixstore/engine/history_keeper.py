@@ -1,6 +1,6 @@
-"""Keeps in a location how it was used: what was counted here, added to what others have, with commits.
+"""Records in a location how it was used: adds the counts of this process to those of others, with commits.
 
-The running hour is one small note, which is written with every commit that has something to add. When the hour is over,
+The current hour is one small note, which is written with every commit that has something to add. When the hour is over,
 the next process that writes moves it into larger notes, one for the hours of a day and one for the days of a block.
 """
 

@@ -1,8 +1,8 @@
 """The index: finds the longest stored prefix of a prompt, to the token.
 
-It is a trie of pages in memory, and a bounded cache: it has pending pages, and those stored pages that lookups came
-across. What it lacks is read from the location when a lookup needs it. It knows what it lacks: each gap between two
-siblings says whether anything may be stored there.
+It is a trie of pages in memory, and a bounded cache: it has the pending pages, and the stored pages that lookups have
+found. A lookup reads what it lacks from the location. The index knows its gaps: each gap between two siblings says
+whether anything may be stored there.
 """
 
 from __future__ import annotations

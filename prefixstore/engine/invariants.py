@@ -1,7 +1,7 @@
-"""Checks every invariant of a location, and lists the violations.
+"""What `check` verifies: every invariant of a location. Lists the violations.
 
-The location is read once, page by page. What stays in memory of a page is where it is, in some 120 bytes: whether its
-parent is there, and ends where it starts, is known only when all have been seen.
+The location is read once, page by page. Some 120 bytes of each page stay in memory, for what can be checked only at the
+end: that its parent is there, and ends where the page starts.
 """
 
 from __future__ import annotations

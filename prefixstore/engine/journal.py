@@ -1,4 +1,4 @@
-"""What an open transaction has changed in the catalog, so that a failure takes back exactly that."""
+"""What an open transaction has changed in the catalog, so that a failure undoes exactly that."""
 
 from __future__ import annotations
 

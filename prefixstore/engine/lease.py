@@ -1,4 +1,4 @@
-"""A lease: a note in a location that says which engine does some background work, so that others leave it alone."""
+"""A lease: a note in a location that says which engine does some background work, so that others do not repeat it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reads into the index what a lookup, a commit or maintenance needs of a location, and the index lacks.
+"""Reads from a location what a lookup, a commit or maintenance needs and the index lacks.
 
-What was read from a view is entered only if the catalog is still at the view's generation, and no transaction of this
-process has ended since the view was opened (`Follower.epoch`). Else it is read again.
+What was read from a view is used only if the catalog is still at the view's generation, and no transaction of this
+process has ended since the view was opened (`Follower.epoch`). Otherwise it is read again.
 """
 
 from __future__ import annotations

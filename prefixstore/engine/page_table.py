@@ -1,7 +1,7 @@
-"""What eviction needs to know of each page, in arrays: under 100 bytes a page, and no step that takes long.
+"""The page table: what eviction needs to know of each page, in arrays, under 100 bytes a page; no step takes long.
 
-A page has a slot. It is a leaf if no other page names it as its parent; it is fixed if eviction cannot reach it: it is
-pinned, or not stored yet, or leads to such a page. A page whose parent is not here is a stray.
+A page has a slot. It is a leaf if no other page names it as its parent. It is fixed if eviction cannot reach it: it is
+pinned, or not stored yet, or has such a descendant. A page whose parent is not in the table is a stray.
 
 Used under the lock of the catalog.
 """

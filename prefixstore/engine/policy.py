@@ -1,4 +1,4 @@
-"""The policies: in which order pages are evicted, and which new pages are worth the place of another one.
+"""The eviction policies: in which order pages are evicted, and which new pages are worth evicting others for.
 
 A policy ranks pages by columns of the page table, many at once; of equal ranks the least recently used is the lower
 one, and of those the deepest. Each engine has its own instance and calls it under the lock of its catalog.

@@ -1,4 +1,4 @@
-"""Write-behind: a bounded queue and one thread, so that the foreground pays for a copy only."""
+"""The write queue: a bounded queue and one thread that commits, so that the foreground pays for a copy only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of hot pages in RAM, decoded and verified: a cache of the engine, bounded, least recently used first out."""
+"""The RAM tier: decoded, verified states of hot pages; a bounded cache that drops the least recently used first."""
 
 from __future__ import annotations
 

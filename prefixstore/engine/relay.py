@@ -1,7 +1,7 @@
-"""States that a thread reads for a caller who does not wait longer than it is worth.
+"""Reads states in a thread, for a caller with a deadline.
 
 A thread that waits for a location cannot be stopped, and the view it reads cannot be closed meanwhile. So the thread
-opens the view, and a caller who gives up leaves both behind: they end when the location answers, or its timeout does.
+opens the view, and a caller who gives up abandons both: they end when the location answers, or with its timeout.
 
     caller                        thread
     start                         open the view, read the first state

@@ -2,7 +2,7 @@
 
 A page is read in a view, packed outside of any lock or transaction, and replaced in a transaction if it is still the
 same. Its key, its tokens and its usage stay, so nothing else depends on whether it is packed; other processes learn of
-it as of any change of a page.
+it like of any change of a page.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Keeps room in a location between two water marks, in idle time, so that a page finds it when it is written.
+"""Makes room in a location between two water marks, in idle time, so that new pages find space when they are written.
 
-When a commit leaves more in the location than the high-water mark, room is made down to the low-water mark: expired
-pages are deleted, then pages are packed, the coldest first, and evicted only when none is left to pack. Each step is
-short, and so is its transaction. The transaction that writes a page makes space itself only if it comes before that.
+When a commit leaves more in the location than the high water mark, room is made down to the low water mark: expired
+pages are deleted, then pages are packed, the coldest first, and pages are evicted only when none is left to pack. Each
+step is short, and so is its transaction. The transaction that writes a page makes space itself only if it comes first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hook's methods in place of those of a ``Llama``, from attaching to detaching."""
+"""Replaces methods of a ``Llama`` with those of a hook, from attaching to detaching."""
 
 from __future__ import annotations
 

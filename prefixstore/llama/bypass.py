@@ -1,4 +1,4 @@
-"""Requests that go past a store: they are neither looked up in it nor captured."""
+"""Requests that bypass a store: they are neither looked up in it nor captured."""
 
 from __future__ import annotations
 

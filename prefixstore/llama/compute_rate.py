@@ -1,4 +1,4 @@
-"""How long computing tokens and restoring pages take in one context, measured as they happen."""
+"""How long computing tokens and restoring pages take in one context, measured; decides if a restore is worth it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One llama.cpp context and everything known about it."""
+"""One llama.cpp context and everything known about it: what hook and strategies share."""
 
 from __future__ import annotations
 

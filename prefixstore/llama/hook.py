@@ -1,4 +1,4 @@
-"""Between a ``Llama`` and the engine: restores at a lookup, captures as tokens are evaluated.
+"""Connects a ``Llama`` to the engine: restores at a lookup, captures as tokens are evaluated.
 
 What llama-cpp-python does in a completion, and what happens here:
 

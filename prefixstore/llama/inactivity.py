@@ -1,4 +1,4 @@
-"""Warns once if a store is asked for one prompt after another and never does anything."""
+"""Warns once if a store is queried for one prompt after another and never does anything."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how it is emptied.
+"""The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how to empty it.
 
-A change that is interrupted half-way is undone later: the `Unfinished` says how. It belongs to the ``Llama``, since the
+A change that is interrupted midway is undone later: `Unfinished` says how. It belongs to the ``Llama``, since the
 store that began the change may be gone by then.
 """
 

@@ -1,4 +1,4 @@
-"""The tokens that are known to be in a context, because they were evaluated or restored there."""
+"""The lineage: the tokens known to be in a context, because the store saw them evaluated or restored there."""
 
 from __future__ import annotations
 

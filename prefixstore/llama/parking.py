@@ -1,4 +1,4 @@
-"""Idle conversations whose rows stay in the context while another one has its turn."""
+"""Parks idle sessions: their rows stay in the context while another session uses it."""
 
 from __future__ import annotations
 

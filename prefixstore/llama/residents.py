@@ -1,8 +1,8 @@
-"""Rows that wait in a context: the tags of sequences beside the one in which the ``Llama`` computes.
+"""Residents: sequences whose rows stay in a context, by tags, beside the one in which the ``Llama`` computes.
 
 A resident is a note (a name, a sequence, its tokens) and the tags of its cells. Notes may be removed in any thread;
-tags are changed only by the thread that uses the ``Llama``. A sequence without a note is swept by that thread later,
-so whatever is interrupted between the two leaves cells that are freed, and never rows under a wrong name.
+tags are changed only by the thread that uses the ``Llama``. A sequence without a note is removed by that thread later,
+so an interrupt between the two leaves cells that are freed later, and never rows under a wrong name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stored snapshots back into a context whose memory cannot step back."""
+"""Restores stored snapshots into a context whose memory cannot step back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a context whose memory cannot step back, into the write queue.
+"""The strategy for memory that cannot step back: captures snapshots, and has stored ones restored.
 
 A snapshot is what is needed to resume at one position. For recurrent memory that is its whole state; the pages before
 it are empty, and hold only tokens. For hybrid memory it is the recurrent part, copied while the context is at that

@@ -1,11 +1,11 @@
-"""Notices whatever reaches a llama.cpp context other than through the store.
+"""Detects any access to a llama.cpp context other than through the store.
 
-Everything that llama.cpp does with a context it is asked to do with a pointer to it, and Python code reads that pointer
+Whatever llama.cpp does with a context, it needs a pointer to it, and Python code reads that pointer
 from the ``LlamaContext`` of the ``Llama``. So there is one thing to watch instead of a list of methods: **what reads
 the pointer makes the context unknown, before it can use it.** Unknown is the default. Exempt are the functions of
 llama-cpp-python that are known to read only (`READERS`), and the store itself.
 
-A pointer that was read earlier, or past the attribute, is not seen. For this there are llama.cpp's own counters of
+A pointer that was read earlier, or past the attribute, is not seen. For these there are llama.cpp's own counters of
 decoded tokens (`DecodeCounters`).
 """
 

@@ -474,7 +474,7 @@ class Archive:
         self.engine.scrub()
 
     def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
-        """Delete damaged pages and their descendants, and build a wrong order of children again.
+        """Delete damaged pages and their descendants, and rebuild a wrong index of children.
 
         Returns what was found, and how much was deleted.
 

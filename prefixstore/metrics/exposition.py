@@ -1,4 +1,4 @@
-"""The text that a scrape is answered with."""
+"""The response to a scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of labels: a bounded number of plain names."""
+"""Keeps the values of labels to a bounded number of plain names."""
 
 from __future__ import annotations
 

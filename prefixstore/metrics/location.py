@@ -1,4 +1,4 @@
-"""What a location holds, for Prometheus, without a process that uses it: for the text files of node_exporter."""
+"""Prometheus metrics of a location without a store: for the textfile collector of node_exporter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server does with its requests, for Prometheus."""
+"""Prometheus metrics of a server's requests."""
 
 from __future__ import annotations
 

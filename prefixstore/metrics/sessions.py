@@ -1,4 +1,4 @@
-"""What the sessions of a store have done, and what the context holds of them, for Prometheus."""
+"""Prometheus metrics of the sessions of a store, and of the context that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stores have done, and what their locations hold, for Prometheus."""
+"""Prometheus metrics of stores and of their locations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is called: the text, or the token ids, with which it parts from the others that follow the same page."""
+"""The label of a run: the text, or the token ids, with which it diverges from its siblings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix tree of a location as runs, in columns: of each page only what a report shows is read."""
+"""The prefix tree of a location as runs of pages, in columns; only what a report shows is read of each page."""
 
 from __future__ import annotations
 

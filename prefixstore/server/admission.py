@@ -1,4 +1,4 @@
-"""Whether the server lets a client in, found out before anything is done for it."""
+"""Whether the server accepts a client, found out before any work is done for it."""
 
 from __future__ import annotations
 

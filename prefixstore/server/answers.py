@@ -1,4 +1,4 @@
-"""What the end of an answer says about the work that was done for it."""
+"""What the end of a response reports about the work that was done for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of requests: how much memory they may take together, and what must not stop others while it is read."""
+"""The bodies of requests: a limit for their total memory, and parsing of large ones outside the event loop."""
 
 from __future__ import annotations
 

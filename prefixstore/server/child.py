@@ -1,4 +1,4 @@
-"""A llama-server as a child process: started, watched, started again after a crash, ended with its parent."""
+"""A llama-server as a child process: started, watched, restarted after a crash, ended with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client of llama-server: what it is doing, what its slots hold, and their files."""
+"""A client of llama-server: its health and properties, its slots, and their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of a llama-server as a child process: what the user gave, checked, and what is added."""
+"""The command line of a llama-server as a child process: the user's arguments, checked, and what is added."""
 
 from __future__ import annotations
 

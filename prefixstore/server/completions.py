@@ -1,4 +1,4 @@
-"""How the completions of a ``Llama`` came by their prompts: what was live, what was restored, what was computed."""
+"""How the prompts of a ``Llama``'s completions were served: tokens live, restored and computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One HTTP request of a client and the answer to it, in ASGI's terms."""
+"""One HTTP request of a client and the response to it, in ASGI's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs as long as the proxy: its own llama-server, or a watch over one that somebody else has started."""
+"""What runs as long as the proxy: its own llama-server, or a watch over one that it did not start."""
 
 from __future__ import annotations
 

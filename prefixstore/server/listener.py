@@ -1,4 +1,4 @@
-"""The sockets that clients connect to, until a signal ends them."""
+"""The listening sockets of a server, until a signal ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arguments of a llama-server say about its model, as the settings of a ``Llama``."""
+"""The arguments of a llama-server about its model, as the settings of a ``Llama``."""
 
 from __future__ import annotations
 

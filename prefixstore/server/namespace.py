@@ -1,9 +1,9 @@
-"""The namespace of a llama-server: all that its states depend on.
+"""The namespace of a llama-server: everything that its states depend on.
 
 It is the one that a ``Llama`` with the same model and settings has (`llama.fingerprint`), so both share their pages.
-The settings are those of the server's arguments and environment, since the server does not tell them. Its slot files
-tell whether V is transposed, and with which types. What is not understood of the arguments becomes a part of the
-namespace as it was given.
+The settings are those of the server's arguments and environment, since the server does not report them. Its slot files
+show whether V is transposed, and the types. Arguments that are not understood become part of the namespace as they were
+given.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has come of an answer, and the client has not taken yet."""
+"""The part of a response that has arrived from the server, and that the client has not read yet."""
 
 from __future__ import annotations
 

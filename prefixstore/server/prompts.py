@@ -1,4 +1,4 @@
-"""What a request asks for: which prompt, and why it is passed on without the store."""
+"""The prompt of a request, or why it is passed through without the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reverse proxy in front of one llama-server, whose completions gain the store."""
+"""A reverse proxy in front of one llama-server, which adds the store to its completions."""
 
 from __future__ import annotations
 

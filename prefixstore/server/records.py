@@ -1,4 +1,4 @@
-"""What a llama-server says: about itself, its slots, and what it did with one."""
+"""The replies of a llama-server: about itself, its slots, and what it did with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a server: a page without content, and the content as JSON."""
+"""The report in a server: a page without content, and the content as JSON."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ What the scheduler of that server does with a request, and what happens here:
     load(match)                          its pages, joined into the state of a sequence
     save(tokens, state, prompt_logits)   after the prompt: the pages that are not stored yet
 
-The scheduler needs logits if all of a prompt is found, and they are not stored: so the last token is always computed.
+If all of a prompt is found, the scheduler needs logits, which are not stored: so the last token is always computed.
 
 Of a sliding window, llama.cpp writes only the rows that the last token sees. The scheduler may go back to any token of
 a sequence later, so a page is stored only with all of its rows: as long as a conversation grows by less than a window

@@ -1,4 +1,4 @@
-"""All parts of the proxy put together, and run."""
+"""Puts all parts of the proxy together, and runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server behind the proxy, and its store: opened when it is ready, kept or opened again after a restart."""
+"""The server behind the proxy, and its store: opened when the server is ready, kept or reopened after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slot directory of a llama-server: files appear in it complete, and none is left behind."""
+"""The slot directory of a llama-server: files appear in it only when they are complete, and are always removed."""
 
 from __future__ import annotations
 

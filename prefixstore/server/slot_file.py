@@ -1,4 +1,4 @@
-"""The file that llama-server writes of a slot, to a state that can be cut into pages, and back. Pure.
+"""Converts the file that llama-server writes of a slot to a state that can be cut into pages, and back. Pure.
 
 ::
 

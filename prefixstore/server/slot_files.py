@@ -1,4 +1,4 @@
-"""Slots taken out of a server, and put into it, through files of its slot directory."""
+"""Moves slots out of a server, and into it, through files in its slot directory."""
 
 from __future__ import annotations
 

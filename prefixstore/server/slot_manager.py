@@ -1,7 +1,7 @@
-"""Slots for requests: emptied, saved and filled before, saved after.
+"""Prepares slots for requests: empties, saves and fills them before, saves them after.
 
-The store and the server's slots are worked on in threads; what they hold is decided in the event loop. Any failure of
-the store or of a slot is a miss: the request is computed as if there were no store.
+The store and the server's slots are accessed in threads; decisions about slots are made in the event loop. Any failure
+of the store or of a slot is a miss: the request is computed as if there were no store.
 """
 
 from __future__ import annotations

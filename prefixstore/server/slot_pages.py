@@ -1,4 +1,4 @@
-"""Pages of slots: a slot's state is cut into those that are missing, and stored ones are joined to a file."""
+"""Pages of slots: cuts a slot's state into those that are missing, and joins stored ones to a file."""
 
 from __future__ import annotations
 

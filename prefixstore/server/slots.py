@@ -1,4 +1,4 @@
-"""The slots of a llama-server, and the store: pages out of a slot's file, and a slot's file out of pages."""
+"""`SlotStore`: the slots of a llama-server in a store; pages from a slot's file, and a slot's file from pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `SlotManager` needs of a `SlotStore`."""
+"""The interface that `SlotManager` needs of a `SlotStore`."""
 
 from __future__ import annotations
 

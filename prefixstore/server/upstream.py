@@ -1,4 +1,4 @@
-"""The one server that requests are passed on to."""
+"""The one server behind the proxy, to which requests are passed on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is changed at a ``Llama`` while a session has it."""
+"""A session's turn at the ``Llama``, and the changes to the ``Llama`` while it lasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is to use the ``Llama``: one at a time, in the order of arrival, threads and asyncio tasks alike."""
+"""The queue for a ``Llama``: one user at a time, in the order of arrival, threads and asyncio tasks alike."""
 
 from __future__ import annotations
 

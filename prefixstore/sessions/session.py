@@ -1,4 +1,4 @@
-"""A session as its ``with`` block has it: the calls of the ``Llama``, for as long as its lease lasts."""
+"""A session as its ``with`` block has it: the calls of the ``Llama``, while its lease is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records what a store is asked: hashes and lengths, one JSON object a line. docs/operations.md has the format."""
+"""Records the requests to a store: hashes and lengths, one JSON object a line. docs/operations.md has the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The children of a page in the order of their tokens: rows of the database ``children``.
+"""The index of children in LMDB: the children of each page in the order of their tokens, as rows of ``children``.
 
 A key of LMDB has at most 511 bytes, and the tokens of a page have thousands, so they are cut into chunks. The children
 of a page form a tree of nodes; its root has the page's own key (the namespace's for first pages):
@@ -7,13 +7,13 @@ of a page form a tree of nodes; its root has the page's own key (the namespace's
     value    0, u32; key of the child
         or   depth, u32; node, 32 bytes
 
-A row names a child unless several share its chunk. Then it names the node at which they part, and the depth of that
-node: how many bytes of tokens precede it, all of which they share. So a child adds at most two rows, and the rows on
-the way to it are as many as the places at which its siblings part from it: at most one for each chunk, and mostly one.
+A row names a child unless several share its chunk. Then it names the node at which they diverge, and the depth of that
+node: how many bytes of tokens precede it, all of which they share. So a child adds at most two rows, and a search for
+it reads one row for each place at which a sibling diverges from it: at most one for each chunk, and mostly one.
 
-The bytes between two nodes are in no row. So a way through the rows may lead to a child that shares less of the tokens
-than the rows say; its record tells how much. Rows are derived from records: whatever they name is compared with its
-record, and a row that names anything else is ignored by readers, and replaced by a writer in whose way it is.
+The bytes between two nodes are in no row. So a path through the rows may lead to a child that shares less of the tokens
+than the rows suggest; its record shows how much. Rows are derived from records: whatever they name is compared with its
+record, and a row that names anything else is ignored by readers, and replaced by a writer that needs its place.
 """
 
 from __future__ import annotations

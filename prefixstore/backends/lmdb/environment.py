@@ -1,4 +1,4 @@
-"""The LMDB handles of this process: opened once per location, shared, resized, and not used by forked children."""
+"""The LMDB handles of this process: opened once per location, shared, resized, and never used by a forked child."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The bytes of all payloads together, as stored and as states: counted with each change, so they need not be summed.
+"""The total size of all payloads, as stored and as states: updated with each change, so it need not be summed.
 
-The count is a row of the database ``meta``, with the number of the pages that it is of, and a checksum. One that is
-damaged, or of another number of pages, is none: then the sizes are added up from the records.
+It is a row of the database ``meta``, with the number of pages that it covers, and a checksum. A row that is damaged, or
+has another number of pages, is ignored: then the sizes are summed from the records.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The requests to a bucket: what they answer, and what their errors mean.
+"""The requests to a bucket, and what their errors mean.
 
 Messages name the location, the status and the server's error code, and nothing else that came over the wire: the
 server's reply may repeat credentials, and a URL may hold a signature.

@@ -1,8 +1,8 @@
-"""The log of commits: this process follows it, adds to it, and makes it shorter.
+"""The log of commits of a store in object storage: follows it, appends to it, and merges its segments.
 
-A commit is a segment, written first, and a new head that lists it, written in place of the head that was read: if
-another process has committed meanwhile, the server refuses, the news are read, and the commit is put after them,
-unless they contradict it. So of two heads that follow the same one only one is ever seen.
+A commit is a segment, written first, and a new head that lists it, which replaces the head that was read: if another
+process has committed meanwhile, the server refuses, the new segments are read, and the commit is appended after them,
+unless they conflict with it. So of two heads that follow the same one, only one is ever seen.
 """
 
 from __future__ import annotations

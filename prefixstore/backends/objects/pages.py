@@ -1,6 +1,6 @@
-"""All pages of a location as this process knows them: records, usage, order of children; no payloads.
+"""All pages of a location in object storage, in memory: records, usage, index of children; no payloads.
 
-Some 2 KB a page with 256 tokens. It is changed by segments only, in the order of the commits.
+Some 2 KB a page with 256 tokens. It is changed by applying segments only, in the order of the commits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Payloads on their way to the server: several requests at a time, and bounded memory."""
+"""Writes payloads to the server: several requests at a time, in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Payloads on their way here: several requests at a time, and bounded memory.
+"""Reads payloads from the server: several requests at a time, in bounded memory.
 
-Requests that run at the same time share the link, and pages are used in order. So the next page is asked for when
-little of those before it is still to come: on a slow link the first page takes as long as if it were alone, and on a
-fast one many are on their way.
+Concurrent requests share the link, and pages are used in order. So the next page is requested when little of those
+before it is outstanding: on a slow link the first page takes as long as if it were alone, and on a fast one many are
+requested at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects that belong to nothing: left by a process that died between its requests, or whose requests failed."""
+"""Finds unreferenced objects: left by a process that died between its requests, or whose requests failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The number of pages and their bytes: counted with each change in the row about the whole store, and added up."""
+"""The number of pages and their bytes: running totals in the row of `META`, and sums over all pages, to compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of database connections that an interrupt cannot lock."""
+"""A pool of database connections that an interrupt cannot leave locked."""
 
 from __future__ import annotations
 

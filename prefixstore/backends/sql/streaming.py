@@ -1,8 +1,8 @@
-"""Payloads of PostgreSQL as they arrive, put together in memory that is kept for the next ones.
+"""Receives payloads from PostgreSQL row by row, into reused memory.
 
-An answer that is received as a whole takes fresh memory for all of it, twice, and nothing is done with it meanwhile. So
-the pages of a restore are one query, whose rows are received one by one. What a row holds is copied once, out of the
-memory of libpq.
+An answer that is received as a whole takes fresh memory for all of it, twice, and is of no use before it is complete.
+So the pages of a restore are one query, whose rows are received one by one. The contents of a row are copied once, out
+of the memory of libpq.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The URL of a location in a Valkey or Redis server."""
+"""Parses the URL of a location in a Valkey or Redis server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Connections to a Valkey server, and what is done when one of them fails.
 
-Everything that is sent may be sent again: reads change nothing, values of pages have names of their own until they are
+Everything that is sent may be sent again: reads change nothing, values of pages have temporary names until they are
 committed, and a transaction is known to the server by a number, not by its connection. So when a connection turns out
-to be dead, the command goes to a new one, once, if that was found out quickly.
+to be dead, the command is sent once more on a new one, if that was found out quickly.
 """
 
 from __future__ import annotations

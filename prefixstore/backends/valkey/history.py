@@ -1,9 +1,9 @@
-"""Generations of a server that may forget: it restarts without its last seconds, or a replica takes its place.
+"""Generations of a server that may lose its latest changes: it restarts from an older copy, or a replica takes over.
 
-Then it counts the same generations again, for other changes. Each change has a random number beside its generation, and
-each question names the last pair that this process has seen: so the server's answer tells whether it still knows that.
-If it does not, generations of this process go on after the highest that it has seen, and changes since an earlier one
-are unknown: everything that was known of the location is read again.
+It then counts the same generations again, for other changes. Each change has a random number beside its generation, and
+each request names the last pair that this process has seen: so the reply tells whether the server still knows it.
+If it does not, the generations of this process continue after the highest that it has seen, and changes since an
+earlier one are unknown: everything that was known of the location is read again.
 """
 
 from __future__ import annotations

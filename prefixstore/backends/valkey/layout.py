@@ -1,10 +1,10 @@
-"""How a page lies in a Valkey server: names of keys, the bytes of values, and what they weigh.
+"""How pages are stored in a Valkey server: names of keys, the bytes of values, and their size in the server.
 
 A location has a fixed number of keys, and one more for each page:
 
-- a hash of all entries, by page key: what is counted of the page, its usage, its record
-- two ordered sets: the page keys in order, and the children of each page in the order of their tokens
-- hashes of settings, notes, the log of changes, and what is true of the whole location
+- a hash of all entries, by page key: the page's counts, its usage, its record
+- two sorted sets: the page keys in order, and the index of children
+- hashes of settings, notes, the log of changes, and facts of the whole location
 - for each page a value with its record and its payload, so that the two are read with one GET and belong together
 
 ``docs/format.md`` describes them.
@@ -129,7 +129,7 @@ def readable(key: bytes, entry: bytes) -> tuple[Record | StorageError, Usage]:
         return error, Usage(0)
 
 
-# -- the order of children -----------------------------------------------------------------------------------------
+# -- the index of children -----------------------------------------------------------------------------------------
 
 # Members of an ordered set are compared byte by byte. So that tokens come before other tokens that begin with them,
 # whatever follows, a byte before each token says that there is one, and another byte ends them.

@@ -1,6 +1,6 @@
-"""Payloads, sent in pieces, and received straight into memory that is kept for the next ones.
+"""Payloads, sent in pieces, and received straight into reused memory.
 
-Clients collect a reply in pieces, join them, and copy what they have joined: 2 GB/s over a socket on which 5 are
+Clients collect a reply in pieces, join them, and copy the result: 2 GB/s over a socket on which 5 are
 possible. So the replies to GETs of payloads are read here, from the socket of the client's own connection.
 """
 

@@ -1,7 +1,7 @@
-"""A transaction: what it changes is kept here, and values of pages under names of their own, until a script commits it.
+"""A transaction on a Valkey server: its changes are kept here, its payloads under temporary names, until the commit.
 
-It holds a lock of the location, which the server forgets if this process does not renew it. The commit names its owner:
-one that has lost the lock, since it was stopped or the server was replaced, changes nothing.
+It holds a lock of the location, which expires if this process does not renew it. The commit, one script, names its
+owner: if it has lost the lock, since it was stopped or the server was replaced, nothing changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store without a ``Llama`` of its own: it works on the ``LlamaState`` objects of llama-cpp-python.
+"""The portable hook: a store without an attached ``Llama``, on the ``LlamaState`` objects of llama-cpp-python.
 
     state = self.cache[prompt]                lookup: pages are joined into a state that ``load_state`` accepts
     self.load_state(state)
