@@ -36,7 +36,7 @@ def make_directory(path: Path) -> None:
 
 
 def publish(new: Path, path: Path) -> None:
-    """Give a complete and flushed file its name, unless another file has it. Raises `OSError`."""
+    """Rename a complete and flushed file to its final name, unless that is taken. Raises `OSError`."""
     try:
         os.link(new, path)
     except FileExistsError:

@@ -42,7 +42,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
 
 
 def require_trusted_files(*paths: Path) -> None:
-    """Refuse files that others have put there or can change, and links. A file that does not exist is not refused.
+    """Refuse files that others have created or can change, and links. A file that does not exist is not refused.
 
     Raises
     ------

@@ -63,7 +63,7 @@ class EvictionLog:
         self.n_added = 0
 
     def add(self, key: bytes, cause: Cause, at: float) -> None:
-        """A page was evicted; beyond `REMEMBERED`, the oldest one is forgotten."""
+        """Add an evicted page; beyond `REMEMBERED`, the oldest one is forgotten."""
         with self._lock:
             self._found.pop(key[:KEY_PART], None)
             self._found[key[:KEY_PART]] = Eviction(at, cause)

@@ -55,7 +55,7 @@ class _Unfinished:
 
 
 class Follower:
-    """What is known of the location, kept up with it: the part of the catalog below those that read what it lacks.
+    """Keeps what is known of the location up to date: the lowest part of the catalog.
 
     Parameters
     ----------
@@ -92,11 +92,11 @@ class Follower:
 
     @property
     def epoch(self) -> int:
-        """Changes when a transaction of this process ends: a view that was opened before may lack what it has done."""
+        """Changes when a transaction of this process ends: a view opened before that may lack its changes."""
         return self._epoch
 
     def refresh(self, view: View, *, newest: bool = False) -> int:
-        """Bring what is known to the generation of the view, unless it is ahead of it.
+        """Bring what is known up to the generation of the view, unless it is newer already.
 
         Every transaction begins with this, so what a transaction changes here is never undone by what another thread
         has read before.
@@ -181,7 +181,7 @@ class Follower:
 
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
-        """A transaction for which the catalog is up to date. If it fails, what it has changed here is undone.
+        """A transaction, with the catalog up to date. If it fails, its changes here are undone.
 
         At its end it drops the settings of namespaces that it has left without pages.
 
@@ -284,7 +284,7 @@ class Follower:
 
 
 def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
-    """What is stored of these pages, and of those that they follow."""
+    """What is stored of these pages, and of their ancestors."""
     found: dict[bytes, Entry] = {}
     wanted = list(keys)
     while wanted:

@@ -28,7 +28,7 @@ POLICY_NOTE = b"policy"
 
 
 def note_policy(transaction: Transaction, name: str) -> None:
-    """Leave the name of the policy in a location, for those who open it without the parameters of its stores."""
+    """Note the name of the policy in a location, for commands that open it without the store's parameters."""
     if name and transaction.note(POLICY_NOTE) != name.encode():
         transaction.put_note(POLICY_NOTE, name.encode())
 

@@ -102,7 +102,7 @@ class Room:
     # -- what there is to do ------------------------------------------------------------------------------------------
 
     def note(self, used: Used) -> None:
-        """A transaction has left so much in the location."""
+        """Note how much a transaction has left in the location."""
         self.saw(used)
         if used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
@@ -115,12 +115,12 @@ class Room:
             )
 
     def saw(self, used: Used) -> None:
-        """The location holds so much."""
+        """Note how much the location holds."""
         self.last = used
         self.peak = max(self.peak, used.bytes)
 
     def restored(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """A prompt began with these pages; packed ones among them are unpacked when there is room."""
+        """Note that a prompt began with these pages; packed ones are unpacked when there is room."""
         if self._is_active:
             self._repacker.want(namespace, pages)
 
@@ -130,7 +130,7 @@ class Room:
         return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
 
     def close(self) -> None:
-        """Let another process make room from now on. Raises `StorageError`."""
+        """Release the lease, so that another process may make room. Raises `StorageError`."""
         if self._lease.may_be_held:
             with self._backend.update() as transaction:
                 self._lease.release(transaction)
@@ -138,7 +138,7 @@ class Room:
     # -- doing it -----------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Do a little of it; how many seconds to wait before the next step."""
+        """Do one step; returns the seconds to wait before the next one."""
         started = self._clock()
         try:
             pause = self._make() if self._wanted != NOTHING_WANTED else self._unpack()

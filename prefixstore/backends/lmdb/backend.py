@@ -296,7 +296,7 @@ class _Change(_View, Transaction):
         return self._sizes
 
     def put_sizes(self, sizes: tuple[int, int] | None) -> None:
-        """Write down the sizes of all pages; None if they are not known."""
+        """Store the total sizes of all pages; None if they are not known."""
         put_counted(self._txn, self._db[b"meta"], self._entries(), sizes)
 
     def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> bool:
@@ -307,7 +307,7 @@ class _Change(_View, Transaction):
         return self._siblings(parent, form).remove(key, tokens)
 
     def order(self, after: bytes, at_most: int) -> bytes | None:
-        """Put the pages with keys after this one, at most so many, among their siblings; the last key, None at the end.
+        """Index the next `at_most` pages after this key among their siblings; the last key, None at the end.
 
         Those that cannot be read are left out.
         """
@@ -490,7 +490,7 @@ class LMDBBackend(Backend):
         self._clear_free_space(erase, gaps=True)
 
     def compact(self) -> int:
-        """Give the free pages of the file back to the disk; returns their bytes.
+        """Return the free pages of the file to the disk; returns the number of bytes.
 
         The file keeps its length, and gets holes. Raises `UnavailableError` where files cannot have holes.
         """

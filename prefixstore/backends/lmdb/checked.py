@@ -111,13 +111,13 @@ class CheckedFile:
         self._known = self.state(transaction)
 
     def forget(self) -> None:
-        """Something in the file is damaged: the next one that opens it walks it. Even a reader takes back the note."""
+        """Something in the file is damaged: delete the note, so that the next opening walks it. Readers do so, too."""
         self._known = self._noted = None
         with suppress(OSError):
             self._path.with_name(NOTE).unlink(missing_ok=True)
 
     def note(self, found: os.stat_result) -> None:
-        """Note the state that is known, if nothing was written for a moment. `found` is the file as it is now."""
+        """Note the known state, if nothing has been written for a moment. `found` is the file as it is now."""
         known = self._known
         if known is None or known == self._noted or self._read_only:
             return

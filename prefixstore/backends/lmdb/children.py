@@ -55,7 +55,7 @@ class _Step(NamedTuple):
 
 
 class Siblings:
-    """The children of one page that have one form.
+    """The children of one page with one form, in the order of their tokens.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Siblings:
         return self._children(self._rows(self._root))
 
     def stored_or_not(self) -> Iterator[bytes]:
-        """The keys of all of them, those included whose records cannot be read."""
+        """The keys of all of them, including those whose records cannot be read."""
         waiting = [self._root]
         seen = {self._root}
         for node in waiting:
@@ -113,7 +113,7 @@ class Siblings:
         return [each for each in (below, above) if each is not None]
 
     def row_of(self, key: bytes, tokens: bytes) -> bytes | None:
-        """The row to which the way of these tokens leads, if it names this child."""
+        """The row that these tokens lead to, if it names this child."""
         _, row, target = self._way(tokens)[-1]
         return row if target == Target(0, key) else None
 
@@ -237,7 +237,7 @@ class Siblings:
 
 
 def remove_everywhere(txn: lmdb.Transaction, database: Any, keys: Collection[bytes]) -> None:
-    """Remove children from a tree that is not known, by reading all rows: their records were damaged."""
+    """Remove children whose parents are unknown, since their records are damaged, by reading all rows."""
     named = {ROW.pack(0, key) for key in keys}
     for row in [bytes(row) for row, value in txn.cursor(database) if value in named]:
         txn.delete(row, db=database)
@@ -271,7 +271,7 @@ def _shorten(txn: lmdb.Transaction, database: Any, above: bytes, head: bytes) ->
 
 
 def target_of(stored: Buffer | None, node: Target) -> Target | None:
-    """What a row of a node leads to; None if it is not there, or holds nothing that leads further down."""
+    """What a row of a node leads to; None if it is missing, or leads nowhere further down."""
     if stored is None or len(stored) != ROW.size:
         return None
     target = Target(*ROW.unpack(stored))

@@ -23,7 +23,7 @@ SEAL = struct.Struct("<Q")
 
 
 def counted(txn: lmdb.Transaction, meta: Any, entries: int) -> tuple[int, int] | None:
-    """The sizes that were counted for so many pages; None if they are not known."""
+    """The sizes recorded for this number of pages; None if they are not known."""
     if not entries:
         return 0, 0
     stored = txn.get(ROW, default=b"", db=meta)
@@ -34,7 +34,7 @@ def counted(txn: lmdb.Transaction, meta: Any, entries: int) -> tuple[int, int] |
 
 
 def put_counted(txn: lmdb.Transaction, meta: Any, entries: int, sizes: tuple[int, int] | None) -> None:
-    """Write the sizes of so many pages; None if they are not known."""
+    """Record the sizes for this number of pages; None if they are not known."""
     if sizes is None or not 0 <= min(sizes) <= max(sizes) <= LARGEST:
         txn.delete(ROW, db=meta)
         return

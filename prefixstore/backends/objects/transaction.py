@@ -35,7 +35,7 @@ __all__ = ["ObjectsTransaction"]
 
 
 class ObjectsTransaction(ObjectsView, Transaction):
-    """Stages changes, and writes payloads at once; `commit` says to which pages they belong.
+    """Stages changes, and uploads payloads at once; `commit` makes them part of pages.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def commit(self, removed: Collection[Payload]) -> None:
-        """Publish what is staged, if anything is, and which payloads without a page are gone.
+        """Publish the staged changes, if there are any, and which unreferenced payloads were deleted.
 
         Raises
         ------
@@ -278,7 +278,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
         return ConflictError(f"{self._client.where}: another process {what}; try again")
 
     def end(self) -> None:
-        """Wait for payloads that are on their way, and delete those that belong to no page."""
+        """Wait for payloads in transit, and delete those that belong to no page."""
         self._uploads.close()
         if self._is_unknown:
             return

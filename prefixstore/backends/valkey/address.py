@@ -44,7 +44,7 @@ class Address:
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """Take a URL apart.
+        """Parse a URL.
 
         Raises
         ------

@@ -84,7 +84,7 @@ class Names(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted of a location, or of a page: pages, their weight, the bytes of payloads and of states."""
+    """Counts of a location, or of a page: pages, their size in the server, the bytes of payloads and of states."""
 
     entries: int
     bytes: int
@@ -101,7 +101,7 @@ class Counts(NamedTuple):
 
 
 def sum_of(counts: Iterable[Counts]) -> Counts:
-    """What is counted of some pages."""
+    """The counts of some pages together."""
     total = Counts(0, 0, 0, 0)
     for each in counts:
         total = total.plus(each)
@@ -137,24 +137,24 @@ _MORE, _END = 1, b"\0"
 
 
 def prefix_of(parent: bytes, form: int) -> bytes:
-    """What the children of a page that have one form begin with."""
+    """The common beginning of the members for the children of a page with one form."""
     return parent + bytes([form])
 
 
 def span_of(parent: bytes, form: int, tokens: bytes) -> bytes:
-    """What the child with these tokens begins with, and no other."""
+    """The beginning of the member for the child with these tokens, and of no other."""
     marked = np.full((len(tokens) // TOKEN_BYTES, 1 + TOKEN_BYTES), _MORE, np.uint8)
     marked[:, 1:] = np.frombuffer(tokens, np.uint8).reshape(-1, TOKEN_BYTES)
     return prefix_of(parent, form) + marked.tobytes() + _END
 
 
 def upper_bound(prefix: bytes) -> bytes:
-    """Something after all that begins with this."""
+    """A bound above everything that begins with this."""
     return prefix + b"\xff" * (KEY_BYTES + 2)
 
 
 def member_of(key: bytes, entry: bytes) -> bytes | None:
-    """The place of a page among the children of its parent; None if its record does not say."""
+    """The member of a page in the index of children; None if its record cannot be read."""
     place = place_of(entry[RECORD_AT:])
     if place is None or len(place[2]) % TOKEN_BYTES:
         return None

@@ -150,7 +150,7 @@ class ServerTransaction(ServerView, Transaction):
         )
 
     def abort(self) -> None:
-        """Undo it. If the server cannot be reached, it does so by itself after a while."""
+        """Undo the transaction. If the server cannot be reached, it does so itself after a while."""
         if not self._may_hold:
             return
         staged = [page.name for page in self._pages.values() if page is not None]

@@ -116,7 +116,7 @@ class ServerView(View):
     # -- generations ------------------------------------------------------------------------------------------------
 
     def head(self) -> Head:
-        """What is true of the whole location; read once."""
+        """The facts of the whole location; read once."""
         if self._known is None:
             self._known = self._read_head()
         return self._known
