@@ -114,7 +114,7 @@ class MovingWindow:
         return n
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after those before, and drop what has left the window to make room for them."""
+        """Evaluate further tokens, and drop what leaves the window to make room for them."""
         llm = self._hook.llm
         at = 0
         while at < len(tokens):

@@ -133,7 +133,7 @@ class SnapshotStrategy:
             self.before_leaving()
 
     def before_leaving(self) -> None:
-        """Copy the rows of all snapshots that wait for them."""
+        """Copy the rows of all snapshots that still lack them."""
         if self.waiting and self.context.catch_up():
             self._drop_outdated()
             started = time.perf_counter()

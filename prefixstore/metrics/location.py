@@ -75,7 +75,7 @@ WINDOWS = {"hour": HOUR, "day": DAY, "year": None}
 def location_text(
     used: Used, shares: Iterable[Share], max_bytes: int | None = None, history: History | None = None
 ) -> str:
-    """What a location holds: in all, and of each model, all tenants together.
+    """What a location holds: in total, and by model, all tenants together.
 
     Parameters
     ----------

@@ -114,7 +114,7 @@ class RequestMetrics:
         restore_seconds: float | None = None,
         saved_seconds: float | None = 0.0,
     ) -> None:
-        """Count a request for which the store was asked. Never raises because of a value.
+        """Count a request that queried the store. Never raises because of a value.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class RequestMetrics:
                 histogram.labels(where).observe(_at_least_zero(seconds))
 
     def passed(self, endpoint: str, reason: str) -> None:
-        """Count a request that was passed through without asking the store, for this reason."""
+        """Count a request that was passed through without querying the store, for this reason."""
         self._passed.labels(self._endpoint(endpoint), self._reasons.label(reason)).inc()
 
     def _endpoint(self, path: str) -> str:

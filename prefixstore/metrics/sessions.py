@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def samples(engine: Engine) -> Iterator[Sample]:
-    """The values for one store; none if it never had sessions. Names of sessions are not told."""
+    """The values for one store; none if it never had sessions. Names of sessions are not exposed."""
     counters: Counters = engine.counters
     counted = engine.session_counts()
     sources = counters.group("session")

@@ -22,7 +22,7 @@ __all__ = ["GAUGES", "HasEngine", "StoreMetrics", "store_text"]
 
 
 class HasEngine(Protocol):
-    """What is a store for `StoreMetrics`: a `PrefixStore`, a `SlotStore`, an `Archive`."""
+    """The stores that `StoreMetrics` accepts: a `PrefixStore`, a `SlotStore`, an `Archive`."""
 
     @property
     def engine(self) -> Engine:
@@ -120,10 +120,10 @@ FAMILIES: dict[str, _Family] = {
 
 
 class StoreMetrics:
-    """Tells a registry what stores have done. May be used from many threads.
+    """Reports to a registry what stores have done. May be used from many threads.
 
-    It reads the stores when it is scraped, and costs them nothing otherwise. While a location fails, and after its
-    store is closed, it tells the counts and the last known sizes. After a fork, a child tells what its parent had
+    It reads the stores when they are scraped, and costs nothing otherwise. While a location fails, and after its
+    store is closed, it reports the counts and the last known sizes. After a fork, a child reports what its parent had
     counted until then, and what it has done itself.
 
     Parameters
@@ -152,7 +152,7 @@ class StoreMetrics:
             raise InvalidParameterError("registry has a StoreMetrics already: add() the store to that") from error
 
     def add(self, store: Engine | HasEngine, name: str = "") -> None:
-        """Tell of this store too, in place of the one of this name: the value of the label `store`. Keeps its engine.
+        """Report this store, too, instead of the one with this name: the value of the label `store`. Keeps its engine.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class StoreMetrics:
         self._engines[name] = store if isinstance(store, Engine) else store.engine
 
     def remove(self, name: str = "") -> None:
-        """Tell no more of the store of this name."""
+        """Stop reporting the store with this name."""
         self._engines.pop(name, None)
 
     def describe(self) -> Iterator[Metric]:

@@ -36,7 +36,7 @@ SHOWN = {**CONTROLS, **BIDI, ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): None
 
 
 def visible(text: str) -> str:
-    """A text as one line, with nothing in it that cannot be seen."""
+    """A text as one line, without invisible characters."""
     return text.translate(SHOWN).encode("utf-8", "replace").decode()
 
 

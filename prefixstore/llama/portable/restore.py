@@ -48,7 +48,7 @@ class NoState(Enum):
 
 
 class StateBuilder:
-    """Looks prompts up, and builds states of what is stored.
+    """Looks prompts up, and builds states from what is stored.
 
     Parameters
     ----------
