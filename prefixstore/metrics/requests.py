@@ -75,15 +75,15 @@ class RequestMetrics:
 
         self._requests = counter(
             "requests_total",
-            "Requests for which the store was asked, by where the beginning of the prompt came from.",
+            "Requests that queried the store, by the source of the reused prefix.",
             "endpoint",
             "source",
         )
         self._misses = counter(
-            "request_misses_total", "Requests to which the store gave nothing, by reason.", "endpoint", "reason"
+            "request_misses_total", "Requests for which the store had nothing, by reason.", "endpoint", "reason"
         )
         self._passed = counter(
-            "requests_passed_total", "Requests for which the store was not asked, by reason.", "endpoint", "reason"
+            "requests_passed_total", "Requests that did not query the store, by reason.", "endpoint", "reason"
         )
         self._prompt = counter("request_prompt_tokens_total", "Tokens of the prompts.", "endpoint")
         self._live = counter(
@@ -98,7 +98,7 @@ class RequestMetrics:
             "Time by which restoring was faster than computing the same tokens.",
             "endpoint",
         )
-        self._lookup = histogram("request_lookup_seconds", "Time to find out what the store has of a prompt.")
+        self._lookup = histogram("request_lookup_seconds", "Time to look up a prompt in the store.")
         self._restore = histogram("request_restore_seconds", "Time to restore pages for a request.")
 
     def observe(

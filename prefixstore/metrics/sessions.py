@@ -21,9 +21,9 @@ COUNTS = {
 }
 GAUGES = {
     "sessions": "Sessions in this process.",
-    "sessions_waiting": "Admissions that wait for the Llama, or have it.",
-    "resident_sessions": "Idle sessions whose rows wait in the context.",
-    "session_cells": "Cells of the context by what they are for: the session that is live, or those that wait.",
+    "sessions_waiting": "Admissions that wait for the Llama, or hold it.",
+    "resident_sessions": "Idle sessions whose rows are parked in the context.",
+    "session_cells": "Cells of the context: of the live session, or of parked ones.",
 }
 
 

@@ -34,15 +34,15 @@ class HasEngine(Protocol):
 COUNTS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up."),
     "restored_tokens": ("tokens_restored", "Tokens restored from the store."),
-    "computed_tokens": ("tokens_computed", "Tokens computed by eval, those of the answers too."),
+    "computed_tokens": ("tokens_computed", "Tokens computed by eval, including those of the answers."),
     "written_pages": ("allocations", "Pages and snapshots written to the location."),
-    "deleted_pages": ("frees", "Pages and snapshots deleted from it, for whatever reason."),
+    "deleted_pages": ("frees", "Pages and snapshots deleted from the location, for any reason."),
     "evicted_pages": ("evictions", "Pages evicted for space."),
-    "expired_pages": ("expired", "Pages deleted because their time to live had ended."),
+    "expired_pages": ("expired", "Pages deleted because their time to live had passed."),
     "corrupt_pages": ("corrupt", "Pages deleted because they were damaged."),
-    "packed_pages": ("packed", "Stored pages that were packed because the location was full."),
+    "packed_pages": ("packed", "Stored pages that were packed because space was short."),
     "unpacked_pages": ("unpacked", "Packed pages that were made raw again."),
-    "outages": ("outages", "How often the location failed, or was slow, so that it was not asked for a while."),
+    "outages": ("outages", "How often the circuit breaker opened because the location failed or was slow."),
 }
 TIMES = {
     "saved_seconds": ("saved", "Time by which restoring was faster than computing the same tokens."),
@@ -58,17 +58,17 @@ GROUPS = {
     ),
     "dropped_pages": (
         "dropped",
-        "Pages that were captured, or should have been, and are not stored, by reason.",
+        "Pages that were captured, or should have been, but are not stored, by reason.",
         ("queue_full", "budget", "quota", "admission", "full", "unavailable", "error"),
     ),
     "outdated_pages": (
         "outdated",
-        "Captured pages that something newer replaced before they were written, by reason; nothing is lost by that.",
+        "Captured pages that were superseded before they were written, by reason; nothing is lost.",
         ("superseded", "thinned", "deleted"),
     ),
     "unreadable_pages": (
         "unreadable",
-        "Pages that were found and could not be restored, by reason.",
+        "Pages that were found but could not be restored, by reason.",
         ("corrupt", "vanished", "unavailable"),
     ),
 }
@@ -81,15 +81,15 @@ HISTOGRAMS = {
 GAUGES = {
     "used_bytes": "Bytes in use, by tier: the location with its index, and the states in RAM.",
     "budget_bytes": "Bytes that may be in use, by tier.",
-    "peak_bytes": "The most bytes that the location held since the store was opened, as far as it has seen.",
+    "peak_bytes": "The largest size of the location that this process has seen since the store was opened.",
     "pages": "Pages in the location.",
     "budget_pages": "Pages that may be in the location; missing if there is no limit.",
-    "stored_bytes": "Payloads of the pages, as stored.",
-    "state_bytes": "States that the payloads decode to.",
-    "pending_pages": "Pages and snapshots captured and not yet written.",
-    "queued_bytes": "Bytes captured and not yet written.",
+    "stored_bytes": "Size of the payloads, as stored.",
+    "state_bytes": "Size of the states that the payloads decode to.",
+    "pending_pages": "Pages and snapshots captured but not yet written.",
+    "queued_bytes": "Bytes captured but not yet written.",
     "queue_budget_bytes": "Bytes that may wait to be written.",
-    "location_up": "1 if the location answers, 0 if it failed or is closed; sizes are the last known ones then.",
+    "location_up": "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
 }
 FORMS = ("page", "snapshot")
 # of gauges
@@ -108,12 +108,12 @@ class _Family(NamedTuple):
 
 
 FAMILIES: dict[str, _Family] = {
-    "lookups": _Family("counter", "Lookups, by where the beginning of the prompt came from.", ("source",)),
+    "lookups": _Family("counter", "Lookups, by the source of the reused prefix.", ("source",)),
     **{name: _Family("counter", text, ("reason",)) for name, (_, text, _) in GROUPS.items()},
     "captured_pages": _Family("counter", "Pages and snapshots copied out of contexts.", ("form",)),
     **{name: _Family("counter", text) for name, (_, text) in (COUNTS | TIMES | sessions.COUNTS).items()},
-    "late": _Family("counter", "Restores given up in the middle, and lookups that did not wait for a far location."),
-    "session_admissions": _Family("counter", "Admissions, by where the tokens of the session came from.", ("source",)),
+    "late": _Family("counter", "Restores given up midway, and lookups that did not wait for a far location."),
+    "session_admissions": _Family("counter", "Admissions, by the source of the session's tokens.", ("source",)),
     **{name: _Family("histogram", text) for name, (_, text) in HISTOGRAMS.items()},
     **{name: _Family("gauge", text, LABELS.get(name, ())) for name, text in (GAUGES | sessions.GAUGES).items()},
 }

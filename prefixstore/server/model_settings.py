@@ -53,7 +53,7 @@ CONTEXT_STEP = 256
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the states of a server depend on, as far as its arguments and its model tell.
+    """What the states of a server depend on, as far as its arguments and its model show.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ModelSettings:
 
 
 def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSettings:
-    """What arguments say about a model.
+    """The settings of a model in arguments.
 
     Raises
     ------

@@ -64,7 +64,7 @@ class Lifetime(Protocol):
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Limits, and how clients are told apart.
+    """Limits, and how tenants are identified.
 
     Attributes
     ----------

@@ -59,7 +59,7 @@ JUDGED = frozenset({"lora", "n_cache_reuse"})
 
 
 def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) -> str | None:
-    """The first field of a request of which it is not known what rows it leaves; None if there is none.
+    """The first field of a request that is not known to be harmless; None if there is none.
 
     Parameters
     ----------

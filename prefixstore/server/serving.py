@@ -44,7 +44,7 @@ GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What ``prefixstore serve`` was told.
+    """The settings of ``prefixstore serve``.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 def serve_running(
     settings: ServeSettings, url: str, slots_dir: Path, *, namespace: str | None = None, api_key: str | None = None
 ) -> None:
-    """Serve a llama-server that runs already until SIGINT or SIGTERM. Raises as `serve_child`."""
+    """Serve a running llama-server until SIGINT or SIGTERM. Raises as `serve_child`."""
     models: list[str] = []
 
     def identify(props: Props) -> ServerIdentity:

@@ -42,7 +42,7 @@ NO_TOKENS: Tokens = np.empty(0, "<i4")
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What is the same in all slot files of a server.
+    """What all slot files of a server have in common.
 
     Attributes
     ----------

@@ -25,7 +25,7 @@ log = logging.getLogger("prefixstore")
 
 
 class SlotFiles:
-    """Files of slots, each deleted as soon as it was read.
+    """Files of slots, each deleted once it was read.
 
     Parameters
     ----------

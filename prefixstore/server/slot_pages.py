@@ -176,7 +176,7 @@ class SlotPages:
     # -- into the store -----------------------------------------------------------------------------------------------
 
     def store(self, place: Place, file: SlotFile) -> tuple[int, int, str | None]:
-        """Submit the pages of a slot that are not stored; how many, their bytes, and why not, if so.
+        """Submit the pages of a slot that are not stored; how many, their bytes, and why not more.
 
         Raises
         ------

@@ -30,7 +30,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a slot was given.
+    """What was restored into a slot.
 
     Attributes
     ----------
