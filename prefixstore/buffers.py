@@ -55,7 +55,7 @@ class PooledBuffer:
             self.abandon()
 
     def abandon(self) -> None:
-        """Count it as in use no longer. Its memory does not return to the pool: a view may show it."""
+        """Stop counting it as in use. Its memory does not return to the pool, since a view may still show it."""
         pool = self._pool
         with pool.lock:
             if self._holders > 0:

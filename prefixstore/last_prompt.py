@@ -1,4 +1,4 @@
-"""What became of one prompt: where its tokens came from, and how long that took."""
+"""How one prompt was served: where its tokens came from, and how long that took."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["LastPrompt", "PromptMeter"]
 
 @dataclass(frozen=True)
 class LastPrompt:
-    """What became of a prompt that a store was asked for.
+    """How a prompt was served for which a store was queried.
 
     Attributes
     ----------
@@ -45,7 +45,7 @@ class LastPrompt:
 
 
 class PromptMeter:
-    """Counts what happens to a prompt. It is written by the thread that uses the ``Llama``, and read by any.
+    """Measures how a prompt is served. Written by the thread that uses the ``Llama``, and read by any.
 
     Parameters
     ----------
@@ -101,20 +101,20 @@ class PromptMeter:
         self.miss: str | None = None
 
     def looked_up(self, n_tokens: int, reused: int, seconds: float) -> None:
-        """A prompt of so many tokens was looked up, of which the context now holds `reused`, in so much time."""
+        """Note that a prompt of so many tokens was looked up: tokens now live (`reused`), and the time it took."""
         self.n_tokens, self.reused = n_tokens, reused
         self.lookup_seconds = max(seconds - self.restore_seconds, 0.0)
         self._due = n_tokens - reused
 
     def begun(self, n_live: int) -> None:
-        """An evaluation begins, after so many tokens. The first one says how many of the prompt are indeed reused."""
+        """Note that an evaluation begins after so many tokens: the first one shows how many were really reused."""
         if not self._is_begun and self.n_tokens is not None:
             self._is_begun = True
             self.reused = min(n_live, self.n_tokens)
             self._due = self.n_tokens - self.reused
 
     def evaluated(self, n: int, seconds: float) -> None:
-        """So many tokens were evaluated; those after the end of the prompt are not of it."""
+        """Note that so many tokens were evaluated; those after the end of the prompt do not count."""
         if self._due:
             mine = min(n, self._due)
             self._due -= mine
@@ -122,7 +122,7 @@ class PromptMeter:
             self.compute_seconds += seconds * mine / n
 
     def record(self) -> LastPrompt | None:
-        """What became of the prompt up to now; None if it was not looked up."""
+        """How the prompt was served so far; None if it was not looked up."""
         if self.n_tokens is None:
             return None
         restored = min(self.restored, self.reused)

@@ -1,4 +1,4 @@
-"""The engine of a location, or of one in front of another."""
+"""Opens the engine of a location, or of two, one in front of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of `PrefixStore`: their defaults, and what values they may have."""
+"""The parameters of `PrefixStore`: their defaults, and their validation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store keeps of a context, and counters of what it has done."""
+"""The statistics of a store: what it has done, and what it keeps of a context."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Kind(str, Enum):
 
 
 class Purpose(str, Enum):
-    """What a store is asked for. A member is a string: ``Purpose.SERVING == "serving"``."""
+    """What a store is used for. A member is a string: ``Purpose.SERVING == "serving"``."""
 
     SERVING = "serving"
     """To answer prompts."""
@@ -512,7 +512,7 @@ HOUR = 3600
 
 
 class Ledger:
-    """What was counted by namespace, and waits to be written into the location. The caller holds a lock.
+    """Counts by namespace that wait to be written into the location. The caller holds a lock.
 
     Attributes
     ----------
@@ -556,7 +556,7 @@ class Ledger:
         return copied
 
     def take_off(self, written: Ledger) -> None:
-        """Forget what a copy had, which is written now."""
+        """Subtract a copy, which is written now."""
         for row, counts in written.rows.items():
             _take_off(self.rows, row, counts)
         for minute, counts in written.minutes.items():
@@ -593,7 +593,7 @@ class Counters:
         self._lock = threading.Lock()
 
     def copy(self) -> Counters:
-        """The same counts, with a lock of its own: for a forked child, where the lock may be held for ever.
+        """The same counts with a new lock: for a forked child, where the old lock may be held forever.
 
         What the parent has collected for the location, the parent writes.
         """
@@ -616,7 +616,7 @@ class Counters:
                 self._ledger.add(name, by, namespace)
 
     def asked(self, namespace: bytes | None, n_tokens: int, n_restored: int, source: str) -> None:
-        """A prompt of so many tokens was looked up; for `source`, see `Asked`."""
+        """Note that a prompt of so many tokens was looked up; for `source`, see `Asked`."""
         with self._lock:
             self._counts["prompt_tokens"] += n_tokens
             if namespace is None:
@@ -628,7 +628,7 @@ class Counters:
 
     @contextmanager
     def counting(self, purpose: Purpose) -> Iterator[None]:
-        """What is counted meanwhile is kept in the location as done for this purpose."""
+        """In this block, counts are kept in the location under this purpose."""
         before, self._ledger.purpose = self._ledger.purpose, purpose
         try:
             yield
@@ -646,7 +646,7 @@ class Counters:
             return self._ledger.copy()
 
     def written(self, ledger: Ledger) -> None:
-        """What `unwritten` returned is in the location now."""
+        """Note that what `unwritten` returned is in the location now."""
         with self._lock:
             self._ledger.take_off(ledger)
 
@@ -700,7 +700,7 @@ class Counters:
         return self._seconds.get(name, 0.0)
 
     def gained(self, name: str) -> float:
-        """What was added to a time, in seconds, without what was taken off it: it never falls."""
+        """What was added to a time, in seconds, without what was subtracted: it never falls."""
         return self._gained.get(name, 0.0)
 
     def group(self, prefix: str) -> dict[str, int]:

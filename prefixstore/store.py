@@ -458,13 +458,13 @@ class PrefixStore:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for jobs that walk pages or leave notes for each other."""
+        """The engine, for jobs that iterate over pages or leave notes for each other."""
         self._alive()
         return self._engine
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters, validated, for code that works on the engine itself."""
+        """The validated parameters, for code that works on the engine itself."""
         return self._parameters
 
     @property

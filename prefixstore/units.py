@@ -1,4 +1,4 @@
-"""Sizes, durations and numbers as text: ``"20GiB"``, ``"30d"``; read from it, and written for people."""
+"""Sizes, durations and numbers as text: ``"20GiB"``, ``"30d"``; parsed, and formatted for people."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_bytes(size: int | str, parameter: str) -> int:
 
 
 def parse_target(target: float | str, capacity: int | None, parameter: str) -> int:
-    """Bytes from a share of a capacity (a float such as 0.8, or ``"80%"``), or from a size, which may be 0.
+    """Bytes from a share of a capacity (a float such as 0.8, or ``"80%"``), or from a size, possibly 0.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float | None, digits: int = 0) -> str:
-    """A share from 0 to 1 with so many digits after the point: ``81 %``; a dash if there is nothing to tell."""
+    """A share from 0 to 1 with so many digits after the point: ``81 %``; a dash if it is unknown."""
     return f"{share:.{digits}%}".replace("%", " %") if share is not None else "-"
 
 

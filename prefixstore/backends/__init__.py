@@ -1,4 +1,4 @@
-"""Where pages are kept: a backend by the scheme of its URL.
+"""Where pages are kept: opens the backend for the scheme of a URL.
 
 Another package adds one by an entry point in the group ``prefixstore.backends``: its name is the scheme, its value a
 function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore.backends.base.Backend`.

@@ -108,7 +108,7 @@ class Used:
 
 
 class ConflictError(UnavailableError):
-    """Another process has changed meanwhile what a transaction depends on; the same work may be done again at once.
+    """Another process has meanwhile changed what a transaction depends on; the same work may be retried at once.
 
     Nothing of the update is committed then. Raised by locations where writers do not wait for each other, and where a
     writer that was stopped for long loses its turn.
@@ -120,7 +120,7 @@ CONFLICTS = 8
 
 
 def retried(work: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have a function that is one transaction called again if it raises `ConflictError`; not without end."""
+    """Retry a function that is one transaction if it raises `ConflictError`, a limited number of times."""
 
     @wraps(work)
     def retrying(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -222,7 +222,7 @@ class View(ABC):
         return ordered[max(n_below - 1, 0) : n_below + 1]
 
     def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
-        """`neighbors` of one page, and the snapshots after some pages: one question, where the location is a server."""
+        """`neighbors` of one page, and the snapshots after some pages: in one request, if the location is a server."""
         return self.neighbors(parent, tokens), self.children(parents, SNAPSHOT)
 
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
@@ -245,7 +245,7 @@ class View(ABC):
         return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
 
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of these pages, and namespaces, after which anything is stored, even if it cannot be read."""
+        """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
         wanted, found = set(keys), set[bytes]()
         for _, record, _ in self.scan():
             if not isinstance(record, Record):
@@ -326,7 +326,7 @@ class View(ABC):
         return None
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
-        """What is wrong with what a backend keeps beside the pages, such as an order of children, for `check`.
+        """Faults of what a backend keeps beside the pages, such as an index of children, for `check`.
 
         Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Backend.reindex` mends it), the key
         of the page or ``b""``, and a message. Raises `CorruptError` if the location cannot be used at all.
@@ -335,7 +335,7 @@ class View(ABC):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The bytes of all payloads as stored, and of the states that they stand for."""
+        """The bytes of all payloads as stored, and of the states that they decode to."""
         stored = raw = 0
         after = b""
         while len(facts := self.facts(after, SLICE)):
@@ -346,7 +346,7 @@ class View(ABC):
     @property
     @abstractmethod
     def used(self) -> Used:
-        """What the location holds, index included; inside a transaction, with what it has written so far."""
+        """The size of the location, index included; inside a transaction, including what it has written so far."""
 
 
 def _tokens_of(entry: Entry) -> bytes:
@@ -448,7 +448,7 @@ class Backend(ABC):
 
     @property
     def is_local(self) -> bool:
-        """Whether it answers from this machine: then one slow answer says more about the machine than about it."""
+        """Whether it is on this machine: then one slow answer says more about the machine than about the location."""
         return False
 
     @abstractmethod
@@ -456,7 +456,7 @@ class Backend(ABC):
         """Return when everything committed so far survives a loss of power, as far as the location can promise it."""
 
     def reclaim(self) -> None:  # noqa: B027 - most backends have nothing to do
-        """Make space that deletions freed usable for the next update."""
+        """Make the space freed by deletions usable for the next update."""
 
     def scrub(self) -> None:
         """Overwrite what deletions have freed, so that nothing of a deleted page can be read from the files.
@@ -467,11 +467,11 @@ class Backend(ABC):
         self.reclaim()
 
     def compact(self) -> int:
-        """Give space that deletions freed back to the disk; returns its bytes. Raises `UnavailableError`."""
+        """Return space freed by deletions to the disk; returns the number of bytes. Raises `UnavailableError`."""
         return 0
 
     def reindex(self) -> None:  # noqa: B027 - most backends have nothing to do
-        """Build what is derived from pages again, such as an order of children. Meanwhile pages may not be found.
+        """Rebuild what is derived from pages, such as an index of children. Meanwhile pages may not be found.
 
         If there is any, `View.changes` since an earlier generation is None from then on: what others have read before
         may have been wrong.

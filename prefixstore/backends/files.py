@@ -1,4 +1,4 @@
-"""Files that survive a power loss. A file name survives one once its directory is flushed."""
+"""Creates files and directories that survive a power loss: a name is durable once its directory is flushed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_directory(path: Path) -> None:
 
 
 def publish(new: Path, path: Path) -> None:
-    """Give a complete and flushed file its name, unless another file has it. Raises `OSError`."""
+    """Rename a complete and flushed file to its final name, unless that is taken. Raises `OSError`."""
     try:
         os.link(new, path)
     except FileExistsError:

@@ -29,7 +29,7 @@ __all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "register_at_fork"]
 
 
 class ForkParticipant(Protocol):
-    """Something that must be quiet while the process forks. Each method may do nothing.
+    """Something that must be idle while the process forks. Each method may do nothing.
 
     Each method may be interrupted, and is then called again. A participant whose `before_fork` has failed is released,
     too: so each method does what is left to do, and nothing that was done already.

@@ -24,7 +24,7 @@ RECHECK_SECONDS = 0.5
 
 
 class HandleLock:
-    """Shared by the threads that use a handle; one that wants to replace it waits until it has it alone."""
+    """A lock that threads share to use a handle; a thread that replaces the handle holds it exclusively."""
 
     def __init__(self) -> None:
         # the thread of each entry
@@ -43,12 +43,12 @@ class HandleLock:
         return me in list(self._inside.values()) or me in list(self._alone.values())
 
     def is_exclusive(self, hold: object) -> bool:
-        """Whether the handle is held exclusive by this hold; not while that is waited for."""
+        """Whether this hold has the handle exclusively; not while it still waits for that."""
         return hold in self._got
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold it shared. Waits while another thread wants it exclusive, unless this thread holds it already."""
+        """Hold it shared. Waits while another thread waits for exclusive use, unless this thread holds it already."""
         entry = object()
         # released twice: an interrupt may come just before the first
         try:

@@ -1,4 +1,4 @@
-"""A location that could not be reached when it was opened: it is opened by the next request."""
+"""A stand-in for a location that could not be reached when the store was opened: a later request opens it."""
 
 from __future__ import annotations
 

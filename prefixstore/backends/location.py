@@ -99,7 +99,7 @@ def without_password(text: str) -> str:
 
 
 def without_passwords(message: str) -> str:
-    """A message as it may be shown, whatever it repeats: a URL where a path was expected loses one of its slashes."""
+    """A message without passwords, even if it repeats a URL that was taken for a path and lost a slash."""
     return re.sub(r"(:/+[^/@:?#\s]*):\S*@", r"\1:***@", message)
 
 
@@ -111,7 +111,7 @@ def _shown_option(option: str) -> str:
 
 
 def require_plain_password(text: str) -> None:
-    """Refuse a URL whose password has characters that end it for some: a part of it would be taken for the host.
+    """Refuse a URL whose password has characters that end it for some parsers: part of it would become the host.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Pages in the memory of this process."""
+"""Pages in the memory of this process: for tests, and for stores of one process."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ class _Names:
             return memory
 
     def close(self, name: str, memory: _Memory) -> None:
-        """A backend is closed; the last one releases the memory."""
+        """Close a backend; the last one releases the memory."""
         with self._lock.held:
             memory.users -= 1
             if not memory.users and self._memories.get(name) is memory:
@@ -388,7 +388,7 @@ _NAMES = _Names()
 
 
 class MemoryBackend(Backend):
-    """Pages in dictionaries. They end with the process; a forked child has a copy of its own.
+    """Pages in dictionaries. They are lost with the process; a forked child has its own copy.
 
     Parameters
     ----------

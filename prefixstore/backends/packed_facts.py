@@ -23,7 +23,7 @@ def facts_of(
     usages: Sequence[Buffer | None],
     sizes: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.void]:
-    """The facts of pages, as `View.facts` returns them, from what is stored of them; of a usage it may be nothing.
+    """The facts of pages, as `View.facts` returns them, from their stored bytes; the usage may be missing.
 
     With `sizes`, those of the records, only the beginnings of the records are needed.
     """

@@ -1,4 +1,4 @@
-"""Errors that several backends raise, worded once."""
+"""Errors that several backends raise, with one wording."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ CREATED_BY = "the first writer creates a store: PrefixStore(...), prefixstore wa
 
 
 def closed(where: object) -> UnavailableError:
-    """A location that was closed is used."""
+    """The error for using a closed location."""
     return UnavailableError(f"{where} is closed")
 
 
 def read_only(where: object) -> UnavailableError:
-    """A location that was opened with ``read_only=True`` is written to."""
+    """The error for writing to a location opened with ``read_only=True``."""
     return UnavailableError(f"{where} is open read-only")
 
 
 def missing(path: object, kind: str) -> LocationError:
-    """A path is opened to read, and there is nothing."""
+    """The error for opening a path read-only that does not exist."""
     return LocationError(
         f"{path} does not exist, so there is no store ({kind}) yet; check the path, or fill it: {CREATED_BY}"
     )
 
 
 def no_store(where: object) -> LocationError:
-    """A location is opened to read, and there is a place for a store only."""
+    """The error for opening a location read-only that has no store yet."""
     return LocationError(f"{where} exists but has no store yet; choose another location, or fill it: {CREATED_BY}")
 
 
 def foreign(where: object, what: str) -> IncompatibleError:
-    """A location holds something that prefixstore did not write."""
+    """The error for a location with data that prefixstore did not write."""
     return IncompatibleError(f"{where} holds another application's {what}; choose another location")
 
 
 def other_format(where: object, found: int, known: int) -> IncompatibleError:
-    """A location has a format that this version does not know, or does not read any more."""
+    """The error for a format that this version does not read."""
     if found < known:
         return IncompatibleError(
             f"{where} has format {found}, this prefixstore reads {known} only; choose another location, or "

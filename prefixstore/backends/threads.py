@@ -1,8 +1,8 @@
-"""Threads that do jobs for others, and what others wait for: a Ctrl-C at any step leaves nothing that hangs.
+"""Threads that do jobs for others, and results to wait for: a Ctrl-C at any step leaves nothing locked.
 
 A Ctrl-C is raised in the main thread, after any call that it makes. The methods of a `threading.Condition`, and so of
 an `Event`, a `Semaphore`, a `Future` and an executor, make calls while they hold a lock: one that ends there leaves the
-lock taken, and other threads wait for it forever. What is here changes in single calls of C only.
+lock taken, and other threads wait for it forever. The state here changes in single calls of C only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Signal:
-    """Something that happens once, as a `threading.Event` that is never cleared.
+    """An event that happens once, like a `threading.Event` that is never cleared.
 
     Of several threads that wait, one that is interrupted may leave the others waiting for as long as they wanted to.
 
@@ -54,7 +54,7 @@ class Signal:
 
 
 class Outcome(Generic[T]):
-    """What one thread finds, and another one waits for: a result or an error."""
+    """A result or an error of one thread, which another one waits for."""
 
     def __init__(self) -> None:
         self._is_there = Signal()
@@ -67,12 +67,12 @@ class Outcome(Generic[T]):
         return self._is_there.is_set
 
     def set_result(self, result: T) -> None:
-        """It is this."""
+        """Set the result."""
         self._result = result
         self._is_there.set()
 
     def set_error(self, error: BaseException) -> None:
-        """It is an error, which `result` raises."""
+        """Set the error, which `result` raises."""
         self._error = error
         self._is_there.set()
 
@@ -118,7 +118,7 @@ class Job(Outcome[T]):
         self._fate: dict[None, bool] = {}
 
     def cancel(self) -> bool:
-        """Keep it from being begun; false if it was. A second call answers the same."""
+        """Keep the job from starting; false if it has started. A second call returns the same."""
         is_cancelled = self._fate.setdefault(None, True)
         if is_cancelled:
             self._forget_work()
@@ -129,12 +129,12 @@ class Job(Outcome[T]):
         self._work, self._args = _nothing, ()
 
     def end(self) -> None:
-        """Return when nothing of it will be done any more: when it has ended, or at once if it has not begun."""
+        """Return when the job can do nothing more: when it has ended, or at once if it has not started."""
         if not self.cancel():
             self.wait()
 
     def run(self, before_told: Callable[[], object] = lambda: None) -> None:
-        """Do the work, unless it is cancelled; `before_told` is called before anyone hears that it is done."""
+        """Do the work, unless it was cancelled; `before_told` is called before the outcome is set."""
         is_there = self._is_there
         try:
             if not self._fate.setdefault(None, False):
@@ -157,7 +157,7 @@ def _nothing(*_: Any) -> Any:
 
 
 class Threads:
-    """Threads that do jobs; they are started as they are needed, and wait for more. They do not keep the process.
+    """Threads that do jobs; started as needed, and kept waiting for more. They do not keep the process alive.
 
     Parameters
     ----------
@@ -196,7 +196,7 @@ class Threads:
             raise RuntimeError("the threads have ended")
 
     def submit_or_run(self, job: Job[Any]) -> None:
-        """Have a thread do a job, or if there is none, as at the end of the process, do it. Not after `close`."""
+        """Have a thread do a job, or do it here if none can start, as at the end of the process. Not after `close`."""
         try:
             self.submit(job)
         except RuntimeError:

@@ -1,9 +1,9 @@
 """Whether files can be trusted: who owns them, and who else can write to them.
 
-A user who can write to a store decides what is restored from it, and a file or link that is planted at its place
-decides what is read and overwritten. So what belongs to another user, or can be written by everyone, is refused. A
-group is trusted where it may write: then sharing was meant. That it may read says nothing: files are made so (umask
-022).
+A user who can write to a store decides what is restored from it, and a file or link that is planted in its place
+decides what is read and overwritten. So files that belong to another user, or that everyone can write to, are refused.
+A group is trusted if it may write: then sharing was intended. Read permission says nothing, since files get it by
+default (umask 022).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
 
 
 def require_trusted_files(*paths: Path) -> None:
-    """Refuse files that others have put there or can change, and links. A file that does not exist is not refused.
+    """Refuse files that others have created or can change, and links. A file that does not exist is not refused.
 
     Raises
     ------

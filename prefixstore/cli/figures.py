@@ -1,4 +1,4 @@
-"""The figures that a location keeps, by model and by tenant."""
+"""The figures of use that a location keeps, by model and by tenant."""
 
 from __future__ import annotations
 

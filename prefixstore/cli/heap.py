@@ -1,4 +1,4 @@
-"""The memory of a command that writes much."""
+"""Has commands that write much keep freed memory, instead of returning it to the system each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a command works: at the location that it is given, or that a file of settings or the environment names."""
+"""Which location a command uses: its argument, or the one named by the settings file or the environment."""
 
 from __future__ import annotations
 

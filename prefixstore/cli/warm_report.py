@@ -1,4 +1,4 @@
-"""What ``prefixstore warm`` says: problems, whether all will fit, the result."""
+"""The messages of ``prefixstore warm``: problems, whether all prompts will fit, the result."""
 
 from __future__ import annotations
 

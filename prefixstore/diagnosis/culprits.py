@@ -1,7 +1,7 @@
-"""What usually makes a prompt differ from a stored one without need, found by name from the texts around the fork.
+"""The usual causes why a prompt differs needlessly from a stored one, found from the texts around the fork.
 
 A difference is blamed only if it costs something: what follows it has to be the same in both. So two users who ask
-about different days are two prompts, but the time at the start of a long system prompt is a likely cause.
+about different days have two prompts, but the time at the start of a long system prompt is a likely cause.
 """
 
 from __future__ import annotations

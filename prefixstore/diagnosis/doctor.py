@@ -58,7 +58,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, what was found, and what to do about it.
+    """What was examined, what was found, and what to do about it.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Finds out why a store has no more of a prompt: the match, the fork, the evictions, the other namespaces."""
+"""Finds out why no more of a prompt is stored: the match, the fork, the evictions, the other namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a prompt is found, or not: the result of `PrefixStore.explain`, and how it reads."""
+"""Why a prompt is found, or not: the result of `PrefixStore.explain`, and its text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Fork:
-    """Where a prompt parts from the nearest stored sequence.
+    """Where a prompt diverges from the nearest stored sequence.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a store has of a prompt, and why it does not have more. ``print`` it to read it.
+    """What is stored of a prompt, and why not more. ``print`` it to read it.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What kind of file system a path is on, as far as the system says."""
+"""What kind of file system a path is on, as far as the system tells."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which pages are found, read, written and evicted. Knows no llama.cpp."""
+"""Which pages are found, read, written and evicted. It knows nothing of llama.cpp."""

@@ -102,7 +102,7 @@ class Adaptive(Policy):
 
     @property
     def mode(self) -> Mode:
-        """The order that is used now."""
+        """The order in use."""
         return self._duel.mode
 
     # -- observing ----------------------------------------------------------------------------------------------------

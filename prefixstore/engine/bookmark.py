@@ -1,8 +1,8 @@
 """A name for a stored sequence, and the note with all bookmarks of a namespace.
 
-A bookmark has no tokens of its own, but those after the last full page: the others are in the records of the pages. It
-holds as long as the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark tells
-nothing that the pages do not tell.
+A bookmark has only the tokens after the last full page; all others are in the records of the pages. It
+is valid while the whole sequence is stored, so whatever deletes a sequence ends its bookmarks, and a bookmark reveals
+nothing that the pages do not.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Bookmark:
 
 @dataclass(frozen=True)
 class Unset:
-    """Instead of a bookmark: there is none any more, unless it was set after this time."""
+    """Removes a bookmark, unless it was set after this time."""
 
     set_at: int
 
@@ -94,7 +94,7 @@ def note_name(namespace: bytes) -> bytes:
 
 
 def is_whole(view: View, namespace: bytes, bookmark: Bookmark) -> bool:
-    """Whether all of a sequence is stored. No page is stored without its parent, so its end tells."""
+    """Whether all of a sequence is stored: its end is enough, since no page is stored without its parent."""
     page, rest = bookmark.page, bookmark.rest
     try:
         if page != namespace:
@@ -126,7 +126,7 @@ def _is_of(view: View, key: bytes, tokens: bytes) -> bool:
 
 
 def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -> dict[str, Bookmark]:
-    """The old ones and the changes, by the time when they were set; of one name the later."""
+    """The old bookmarks with the changes, by the time when they were set; for each name the later one."""
     found: dict[str, Bookmark] = dict(old)
     for name, change in changes.items():
         known = found.get(name)
@@ -141,7 +141,7 @@ def merged(old: Mapping[str, Bookmark], changes: Mapping[str, BookmarkChange]) -
 
 
 def parse(note: bytes | None) -> dict[str, Bookmark]:
-    """The bookmarks of a note, by the time when they were set; what is damaged is left out."""
+    """The bookmarks of a note, by the time when they were set; damaged ones are left out."""
     found: dict[str, Bookmark] = {}
     try:
         parts = unpack_state(note) if note is not None else {}

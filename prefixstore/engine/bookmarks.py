@@ -62,7 +62,7 @@ class Bookmarks:
             self._pending.setdefault(namespace, {})[name] = bookmark
 
     def read(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """All bookmarks of a namespace, those that wait included, that set last at the end. Raises `StorageError`.
+        """All bookmarks of a namespace, including waiting ones, the latest at the end. Raises `StorageError`.
 
         A note that is damaged is none.
         """
@@ -76,7 +76,7 @@ class Bookmarks:
             return merged(parsed[1], changes) if changes else parsed[1]
 
     def write(self) -> None:
-        """Write those that wait. What cannot be written is tried again; raises `StorageError`.
+        """Write waiting bookmarks. What cannot be written is tried again later; raises `StorageError`.
 
         A bookmark of a sequence that is not stored any more, or was not stored after all, is not written: its name is
         removed.

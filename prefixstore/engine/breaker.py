@@ -36,7 +36,7 @@ LAST_PROBE = 5.0
 
 @dataclass
 class Request:
-    """What the location is asked for: a page, or records, of which others may have changed many since the last time."""
+    """A request to the location: a page, or records, possibly many that others have changed since the last request."""
 
     page: Page | None
     n_records: int = 0
@@ -84,7 +84,7 @@ class CircuitBreaker:
         self._prober: threading.Thread | None = None
 
     def close(self) -> None:
-        """End the probing thread, as soon as the location lets it."""
+        """End the probing thread; a running probe ends with the location's answer."""
         self._closing.set()
 
     @property

@@ -1,4 +1,4 @@
-"""What a location may hold, and how space is made in it: limits, quotas of tenants, eviction, expiry."""
+"""Limits, quotas and admission: evicts leaves until a new page fits, in the transaction that writes it."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Evictor:
         settings: bytes,
         replaced: Page | None = None,
     ) -> DropReason | None:
-        """Evict until a page with a payload of `n_bytes` fits. For one that cannot fit, nothing is evicted.
+        """Evict until a page with a payload of `n_bytes` fits. Nothing is evicted for a page that cannot fit.
 
         A tenant with a quota makes space among its own pages first, so it does not evict those of others as long as it
         has any.
@@ -316,7 +316,7 @@ class Evictor:
         return n, reason
 
     def shortage(self, transaction: Transaction, one: PackedPage, reason: DropReason, n_pages: int) -> Shortage:
-        """What a page asked for that was refused for this reason, and what there was for it.
+        """How much space a page needed that was refused for this reason, and how much there was.
 
         Available is what is free, and what eviction could free; of a page that was not admitted, only what is free.
         """
@@ -464,7 +464,7 @@ class Evictor:
             return chosen, used
 
     def respect_budget(self, backend: Backend) -> None:
-        """If more is stored than the budget allows, as it was larger before, evict that in short transactions.
+        """If more is stored than the budget allows, since it was larger before, evict the excess in short transactions.
 
         Nothing is evicted if too much is pinned. Raises `FullError`.
         """
@@ -477,7 +477,7 @@ class Evictor:
             self.used = replace(self.used, bytes=self.shrink(backend, self._budget.max_bytes))
 
     def evict(self, transaction: Transaction, limit: Used, at_most: int) -> bool:
-        """Evict until the location holds no more than `limit`, but `at_most` so many pages; false if none are left."""
+        """Evict until the location holds no more than `limit`, at most `at_most` pages; false if none are left."""
 
         def exceeded() -> bool:
             used = transaction.used
@@ -495,7 +495,7 @@ class Evictor:
             expiring.close()
 
     def delete_expired(self, transaction: Transaction, at_most: int) -> bool:
-        """Delete leaves that have expired, and parents that become such leaves; whether more are left, or may be."""
+        """Delete expired leaves, and parents that become such leaves; returns whether more may be left."""
         if not self._catalog.has_table:
             return True
         now = time.time_ns()
@@ -601,7 +601,7 @@ class _Bound:
         return self.too_much(n, Total())
 
     def is_hopeless(self, n: int) -> bool:
-        """Whether `n` pages are too much even if all is evicted that can be."""
+        """Whether `n` pages are too much even if everything evictable is evicted."""
         return self.too_much(n, self.evictable())
 
 

@@ -1,9 +1,9 @@
 """What is stored, as far as this process knows, and the pages that are still to be written.
 
-Two kinds of pages are in the index: committed ones, as far as lookups came across them, and pending ones, whose bytes
-wait in a buffer. Both are matched and restored alike. The catalog is built up in four modules: it follows the location
-(`engine.follow`), reads what the index lacks (`engine.load`), fills the page table (`engine.table_load`), and here
-looks pages up, takes captured ones, and follows their commits and deletions.
+Two kinds of pages are in the index: committed ones, as far as lookups have found them, and pending ones, whose bytes
+wait in a buffer. Both are matched and restored alike. The catalog is built in four modules, each extending the one
+before: `engine.follow` keeps up with the location, `engine.load` reads what the index lacks, `engine.table_load` fills
+the page table, and this one looks pages up, takes captured ones, and records their commits and deletions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIBLINGS_COMPARED = 64
 
 
 class Placement(Enum):
-    """What became of a page that was announced."""
+    """The outcome of announcing a page."""
 
     ADDED = "added"
     KNOWN = "known"
@@ -56,7 +56,7 @@ class Claim(NamedTuple):
 
 
 class Catalog(TableLoader):
-    """What is known of the location, kept up with it, and what waits for a commit. Parameters as for `Follower`."""
+    """What is known of the location, kept up to date, and what waits for a commit. Parameters as for `Follower`."""
 
     def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:
         super().__init__(table, counters, ram)
@@ -276,7 +276,7 @@ class Catalog(TableLoader):
             return len(discarded)
 
     def discard_snapshot(self, page: Page) -> None:
-        """A snapshot is no longer wanted: if it is stored, have it deleted with the next commit.
+        """Give up a snapshot that is no longer wanted; if it is stored, the next commit deletes it.
 
         Until then it stays in the index, or the pages that it depends on would seem to be leaves.
         """
@@ -322,7 +322,7 @@ class Catalog(TableLoader):
 
     @property
     def has_expired(self) -> bool:
-        """Whether a lookup has come across an expired page, which is to be deleted."""
+        """Whether a lookup has found an expired page, which is to be deleted."""
         return self._contents.deferred.expired
 
     def deferred(self) -> Deferred:
@@ -363,12 +363,12 @@ class Catalog(TableLoader):
             return Claim(older, tuple(self._contents.delete(older.key, older.namespace)))
 
     def keep_superseded(self, claim: Claim) -> None:
-        """The page that was to replace a tail is refused: the tail, which was not deleted, stays."""
+        """Keep a tail that was not deleted, since the page that was to replace it is refused."""
         with self._lock, self._guard:
             self._contents.put_back(claim.taken)
 
     def put(self, new: PendingPage, record: Record, usage: Usage, *, may_be_victim: bool) -> None:
-        """The open transaction has stored a page with this record and usage, or found them there.
+        """Record that the open transaction has put a page with this record and usage, or found them stored.
 
         An imported page competes with the others for the space from now on.
         """
@@ -378,7 +378,7 @@ class Catalog(TableLoader):
             self._contents.put(new.page, Entry(new.page.key, record, usage), may_be_victim=may_be_victim)
 
     def after_commit(self, step: Callable[[], None]) -> None:
-        """Call this when the open transaction is committed; not if it fails."""
+        """Have a function called when the open transaction is committed; not if it fails."""
         with self._lock:
             if self._contents.journal is not None:
                 self._contents.journal.after_commit(step)
@@ -386,12 +386,12 @@ class Catalog(TableLoader):
                 step()
 
     def no_longer_pending(self, written: Iterable[PendingPage]) -> list[PendingPage]:
-        """Those that were forgotten while they were written."""
+        """Those of these pages that were given up while they were written."""
         with self._lock:
             return [new for new in written if not self._contents.is_pending(new)]
 
     def committed(self, written: Iterable[PendingPage], deferred: Deferred) -> None:
-        """These pages are stored now, and the deferred changes are made."""
+        """Record that these pages are stored now, and the deferred changes made."""
         with self._lock, self._guard:
             for new in written:
                 self._contents.uncommitted.discard(new.page.key)
@@ -402,7 +402,7 @@ class Catalog(TableLoader):
             self._contents.deferred.subtract(deferred)
 
     def refuse(self, new: PendingPage, reason: DropReason) -> None:
-        """There is no space for a page, or no parent: give it up."""
+        """Give up a page for which there is no space, or no parent."""
         with self._lock, self._guard:
             if self._contents.is_pending(new):
                 if reason is DropReason.ADMISSION:
@@ -429,7 +429,7 @@ class Catalog(TableLoader):
                     self._contents.drop(page.key, DropReason.ORPHAN)
 
     def end_writing(self, batch: Iterable[PendingPage]) -> None:
-        """The transaction of these pages has ended, one way or the other."""
+        """Record that the transaction of these pages has ended, committed or not."""
         with self._lock, self._guard:
             keys = {new.page.key for new in batch}
             self._contents.writing -= keys
@@ -438,7 +438,7 @@ class Catalog(TableLoader):
     # -- deleting -----------------------------------------------------------------------------------------------------
 
     def remove_victim(self, victim: Victim, usage: Usage | None, *, evicting: bool) -> bool:
-        """Take a victim out of the index, so that it is not matched any more; whether it may be deleted.
+        """Take a victim out of the index, so that it is no longer matched; returns whether it may be deleted.
 
         It is spared if it is not a leaf any more, or if its stored usage says that another process has used or pinned
         it.
@@ -460,7 +460,7 @@ class Catalog(TableLoader):
             return True
 
     def remove_leaf(self, key: bytes, namespace: bytes) -> bool:
-        """Take a page on which nothing stored depends out of the index, pinned or not; whether it may be deleted."""
+        """Take a page without stored descendants out of the index, pinned or not; returns whether it may be deleted."""
         with self._lock, self._guard:
             page = self._contents.index.get(key)
             if page is not None and not page.is_leaf:
@@ -478,7 +478,7 @@ class Catalog(TableLoader):
             return doomed
 
     def lose(self, key: bytes, namespace: bytes | None = None) -> None:
-        """The open transaction deletes a page, whatever is known of it; not one that was captured again."""
+        """Record that the open transaction deletes a page, whatever is known of it, unless it was captured again."""
         with self._lock, self._guard:
             here = self._contents.index.get(key)
             if here is None or key not in self._contents.pending:
@@ -491,13 +491,13 @@ class Catalog(TableLoader):
                 self._contents.note_deleted(key, here.namespace)
 
     def set_expiry(self, page: Page, expires: int) -> None:
-        """The open transaction changes when a page expires."""
+        """Record that the open transaction changes when a page expires."""
         with self._lock, self._guard:
             self._contents.undo(partial(self._contents.set_expiry, page, page.expires))
             self._contents.set_expiry(page, expires)
 
     def set_pinned(self, pages: Iterable[Page], *, pinned: bool) -> None:
-        """These pages are pinned now, or not any more."""
+        """Record that these pages are pinned now, or no longer."""
         with self._lock, self._guard:
             for page in pages:
                 self._set_pinned(page, pinned=pinned)
@@ -509,7 +509,7 @@ class Catalog(TableLoader):
         self._contents.set_pinned(page, pinned=pinned)
 
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
-        """Have these pages evicted after all others, stored or not yet, and no more those that this owner named before.
+        """Have these pages evicted after all others, stored or not yet, instead of those that this owner named before.
 
         Several owners may name one page. Only this process knows of it, as long as it lives.
         """

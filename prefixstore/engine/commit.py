@@ -1,6 +1,7 @@
-"""Writes pending pages, captured or imported, in one transaction and within the budget.
+"""Writes a batch of pending pages, captured or imported, in one transaction and within the budget.
 
-Crash safety depends on the order of the steps in `Committer._write`.
+The last step of the path of a page: the write queue calls it. Crash safety depends on the order of the steps in
+`Committer._write`.
 """
 
 from __future__ import annotations

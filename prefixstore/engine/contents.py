@@ -1,10 +1,10 @@
 """What this process knows of a location, and the pages that are still to be written.
 
-Used by the catalog, under its lock: nothing here takes a lock, or asks the backend.
+Used by the catalog, under its lock: nothing here takes a lock, or calls the backend.
 
-The index has the pages that lookups came across and the pending ones, whose bytes wait in a buffer. The page table has
-what eviction needs of all stored pages, once that was read. What the open transaction changes is noted in its journal,
-so that a failure takes back exactly that.
+The index has the pages that lookups have found and the pending ones, whose bytes wait in a buffer. The page table has
+what eviction needs of all stored pages, once it was loaded. What the open transaction changes is recorded in its
+journal, so that a failure undoes exactly that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Outdated(str, Enum):
 
 
 class Taken(NamedTuple):
-    """A page that was taken out of the index, and what else it takes to put it back."""
+    """A page that was taken out of the index, with what is needed to put it back."""
 
     page: Page
     new: PendingPage | None
@@ -121,7 +121,7 @@ class Contents:
     # -- what is stored -----------------------------------------------------------------------------------------------
 
     def learn(self, entry: Entry) -> bool:
-        """Note what the location has under a key, if the index has the page or its parent; whether it has it now."""
+        """Learn what the location has under a key, if the index has the page or its parent; whether it has it now."""
         key, record, usage = entry
         if self.is_deleting(key):
             return False
@@ -163,7 +163,7 @@ class Contents:
         return is_added
 
     def refresh_page(self, key: bytes, entry: Entry | None) -> None:
-        """Follow a change of one page: what is stored of it now, None for nothing."""
+        """Follow a change of one page, given what is stored of it now, None for nothing."""
         # it may have been replaced: if it is still damaged, the next restore finds that again
         self.deferred.damaged.discard(key)
         self.deferred.suspicions.pop(key, None)
@@ -185,7 +185,7 @@ class Contents:
             new.page.is_stored = False
 
     def rebuild(self, found: Mapping[bytes, Entry]) -> None:
-        """Start over with the pending pages and with these stored ones, among them what pending ones follow."""
+        """Start over with the pending pages and these stored ones, which include the ancestors of the pending ones."""
         self.forget_stored()
         # parents first; a page that is both pending and stored is the pending node
         places = [(new.page.start, 0, key) for key, new in self.pending.items()]
@@ -203,7 +203,7 @@ class Contents:
                 self._unreadable(key, one.record)
 
     def know_between(self, parent: bytes, namespace: bytes, tokens: bytes, near: Sequence[Entry]) -> None:
-        """The location has these children of a page, and none between them and one with these tokens."""
+        """Learn that the location has these children of a page, and none between them around these tokens."""
         are_known = [
             isinstance(one.record, Record)
             and (one.record.parent, one.record.form) == (parent, PAGE)
@@ -215,14 +215,14 @@ class Contents:
             self.index.seal(parent, namespace, tokens, is_stored=is_stored)
 
     def know_snapshots(self, parents: Iterable[bytes], namespace: bytes, found: Iterable[Entry]) -> None:
-        """The location has these snapshots after these pages, and no others."""
+        """Learn that the location has these snapshots after these pages, and no others."""
         incomplete = {one.record.parent for one in found if isinstance(one.record, Record) and not self.learn(one)}
         for parent in parents:
             if parent not in incomplete and (parent == namespace or parent in self.index):
                 self.index.node(parent, namespace).knows_snapshots = True
 
     def rebuild_all(self, found: Mapping[bytes, Entry]) -> None:
-        """As `rebuild`, with everything that is stored; what is taken for damaged may turn out to be good."""
+        """As `rebuild`, with everything that is stored; pages believed to be damaged may turn out to be good."""
         self.rebuild(found)
         self.index.complete()
         self.is_complete = True
@@ -275,7 +275,7 @@ class Contents:
         return self.pending.get(new.page.key) is new
 
     def is_held(self, key: bytes) -> bool:
-        """Whether the commit that writes a page counts on it; an imported one competes with the others at once."""
+        """Whether a page must stay for the commit that writes it; an imported one may be evicted at once."""
         new = self.pending.get(key)
         return new is not None and not (new.buffer is None and key in self.uncommitted)
 
@@ -284,13 +284,13 @@ class Contents:
         return page.is_stored or page.key in self.writing
 
     def take_back(self, page: Page, before: tuple[int, bool, int, int, int], *, is_stored: bool) -> None:
-        """A page was not put after all."""
+        """Record that a page was not put after all."""
         self.uncommitted.discard(page.key)
         page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry = before
         page.is_stored = is_stored
 
     def drop(self, key: bytes, reason: DropReason) -> None:
-        """Give a pending page up, with the pending pages that depend on it, and count them.
+        """Give up a pending page, with the pending pages that depend on it, and count them.
 
         One that another process has stored meanwhile stays in the index.
         """
@@ -305,7 +305,7 @@ class Contents:
             self._counters.count(f"dropped:{reason.value}", lost)
 
     def give_up(self, key: bytes, reason: Outdated) -> None:
-        """Forget a pending page that is not needed any more, and what depends on it, and count them."""
+        """Give up a pending page that is no longer needed, with what depends on it, and count them as outdated."""
         self._count_outdated(self.forget(key, is_deleted=False), reason)
 
     def _count_outdated(self, taken: Iterable[Taken], reason: Outdated) -> None:
@@ -314,7 +314,7 @@ class Contents:
             self._counters.count(f"outdated:{reason.value}", lost)
 
     def keep_as_stored(self, page: Page) -> None:
-        """A page that another process has stored is not pending here any more."""
+        """End the wait of a pending page that another process has stored."""
         self.pending.pop(page.key, None)
         self.table.given_up(page.key)
 
@@ -344,7 +344,7 @@ class Contents:
         return taken
 
     def delete(self, key: bytes, namespace: bytes | None) -> list[Taken]:
-        """The open transaction deletes a page: take it out of the index; what was taken."""
+        """Take a page that the open transaction deletes out of the index; returns what was taken."""
         taken = self.forget(key, is_deleted=True)
         self._count_outdated(taken, Outdated.DELETED)
         self.note_deleted(key, taken[-1].page.namespace if taken else namespace)
@@ -352,7 +352,7 @@ class Contents:
         return taken
 
     def note_deleted(self, key: bytes, namespace: bytes | None) -> None:
-        """The open transaction deletes a page, whatever becomes of its place in the index."""
+        """Record that the open transaction deletes a page, whatever happens to its place in the index."""
         self.table.deleted(key)
         if self.journal is not None:
             self.journal.deleted.add(key)
@@ -361,7 +361,7 @@ class Contents:
                 self.journal.deleted_from.add(namespace)
 
     def put(self, page: Page, entry: Entry, *, may_be_victim: bool) -> None:
-        """The open transaction has put a page, or found it stored."""
+        """Record that the open transaction has put a page, or found it stored."""
         assert isinstance(entry.record, Record)
         self.contested.discard(page.key)
         before = page.stored_bytes, page.pinned, page.priority, page.expires, page.announced_expiry
@@ -375,12 +375,12 @@ class Contents:
             self.journal.deleted.discard(page.key)
 
     def set_expiry(self, page: Page, expires: int) -> None:
-        """A page expires then, 0 for never."""
+        """Set when a page expires, 0 for never."""
         page.expires = page.announced_expiry = expires
         self.table.set_expiry(page.key, expires)
 
     def set_pinned(self, page: Page, *, pinned: bool) -> None:
-        """A page is pinned now, or not any more."""
+        """Record that a page is pinned now, or no longer."""
         page.pinned = pinned
         self.table.set_pinned(page.key, pinned=pinned)
 
@@ -406,7 +406,7 @@ class Contents:
                     self.deferred.uses[page.key] = self.deferred.uses.get(page.key, 0) + n_uses
 
     def lose(self, key: bytes) -> None:
-        """A stored page is gone or damaged: forget it, and count the pending pages that depended on it."""
+        """Forget a stored page that is gone or damaged, and count the pending pages that depended on it."""
         page = self.index.get(key)
         taken = self.forget(key, is_deleted=page is not None and not page.is_stored)
         if lost := sum(1 for one in taken if one.new is not None):

@@ -1,4 +1,4 @@
-"""Deleting by choice: purge, clear, and repair. Which pages, and in which order."""
+"""Purge, clear and repair: which pages to delete, with their descendants, and in which order."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def beginning_with(index: Index, tokens: bytes, namespaces: Collection[bytes] | 
 def strays_in_common(
     strays: Strays, namespaces: Collection[bytes] | None, before: int | None, tokens: bytes | None
 ) -> set[bytes]:
-    """The pages without a place in the index that match all of these, as far as it is known what they follow.
+    """The pages without a place in the index that match all of these, as far as their ancestors are known.
 
     Those that cannot be read match only if nothing is asked for. What comes before a page may not be known: then its
     own tokens and those after it decide.
@@ -159,7 +159,7 @@ class Deleter:
         self._catalog = catalog
 
     def delete(self, choices: Sequence[Choice]) -> Removed:
-        """Delete the pages that all choices have in common, leaves first, and what others add to them meanwhile.
+        """Delete the pages that all choices have in common, leaves first, and descendants that others add meanwhile.
 
         Raises
         ------
@@ -216,7 +216,7 @@ class Deleter:
         return removed + self._delete_all(found, strays_only=True)
 
     def delete_damaged_strays(self) -> Removed:
-        """Delete what can never be restored, nor told whose it is: damaged records, payloads without one, and so on."""
+        """Delete what can never be restored and has no known owner: damaged records, payloads without one, ..."""
         strays = self._strays()
         with self._backend.view() as view:
             # a payload without a record is in no index
@@ -239,11 +239,11 @@ class Deleter:
         return strays
 
     def n_newer(self) -> int:
-        """How many stored pages a newer version wrote, so that nothing is known of them."""
+        """How many stored pages cannot be read because a newer version wrote them."""
         return len(self._strays().newer)
 
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; an index is built again instead."""
+        """Delete the pages that a check has named, and their descendants; a wrong index is rebuilt instead."""
         found = list(found)
         if any(violation.rule == "index" for violation in found):
             self._backend.reindex()
@@ -299,7 +299,7 @@ class Deleter:
     def delete_damaged(
         self, transaction: Transaction, suspects: Iterable[bytes], suspicions: Mapping[bytes, Suspicion]
     ) -> tuple[int, set[bytes]]:
-        """Delete those suspects that are damaged indeed, and their descendants.
+        """Delete those suspects that are really damaged, and their descendants.
 
         Another process may have replaced a suspect by a good page, or have added descendants that are not known here.
 
@@ -315,7 +315,7 @@ class Deleter:
         return len(deleted), left | later
 
     def delete_other(self, transaction: Transaction, key: bytes) -> list[bytes]:
-        """Delete what is stored under a key that another page will have, and its descendants; their keys."""
+        """Delete the other page stored under a key, and its descendants; returns their keys."""
         gone: list[bytes] = []
         while len(gone) % PAGES_AT_ONCE == 0:
             deleted, left = self._delete_some(transaction, [key])

@@ -1,4 +1,4 @@
-"""Which order of eviction serves best: three small caches, of sampled keys and without any pages, are compared."""
+"""Chooses the order of eviction that serves best, by comparing three small caches of sampled keys without payloads."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Cache:
         self._gains = np.ones(size)
 
     def access(self, prompt: Sequence[Access], worth: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[bool]:
-        """Which pages of a prompt are here. The others may be from now on, and take no place of those that are."""
+        """Which pages of a prompt are cached. The others may be cached now, but not in place of these."""
         places = [self._place.get(one.number) for one in prompt]
         for one, at in zip(prompt, places, strict=True):
             if at is not None:
@@ -109,7 +109,7 @@ class _Cache:
 
 
 def admits_by_use(uses: int, victim: int) -> bool:
-    """Whether a page may replace one that was used so often. Of pages that were used once, the older one stays."""
+    """Whether a page may replace one with so many uses. Of pages used once, the older one stays."""
     return uses >= victim and uses > 1
 
 
@@ -133,7 +133,7 @@ class Duel:
         self._waiting: list[Access] = []
 
     def resize(self, pages: int) -> None:
-        """The store has room for so many pages."""
+        """Set how many pages the store has room for."""
         if pages < RESIZE * self._pages and pages * RESIZE > self._pages:
             return
         self._pages = max(pages, 1)

@@ -1,4 +1,4 @@
-"""The store without a model: pages by tokens, over any backend.
+"""The engine: stores, finds and delivers pages by their tokens, over any backend, without a model.
 
 read:   match, match_snapshot -> catalog (index)        fetching -> fetch (RAM, backend, codec)
 write:  submit -> catalog (pending), queue -> (thread) commit (codec, budget, backend)
@@ -60,7 +60,7 @@ QUEUE_BYTES = 256 << 20
 
 
 class Imported(NamedTuple):
-    """What became of pages that were imported.
+    """The outcome of an import of pages.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Imported(NamedTuple):
 
 
 class Engine:
-    """Pages by tokens, in one location. May be used from many threads.
+    """Stores and finds pages by tokens, in one location. May be used from many threads.
 
     Parameters
     ----------
@@ -333,22 +333,22 @@ class Engine:
         return self._closed
 
     def n_near(self, pages: Sequence[Page]) -> int:
-        """How many of the first of these pages are in this location, and not in one behind it."""
+        """How many of these pages, counted from the first, are in this location and not only in the far one."""
         return len(pages)
 
     @property
     def late(self) -> int:
-        """Restores that were given up in the middle, and lookups that did not wait for a location behind this one."""
+        """Restores that were given up midway, and lookups that did not wait for the far location."""
         return self.counters["late"]
 
     def tiers(self) -> tuple[TierStats, ...]:
-        """What came from which location, where there are several."""
+        """Statistics of each location, if there are several."""
         return ()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> Path:
-        """The longest stored prefix of `tokens`, among what any process has committed and what is pending here.
+        """The longest stored prefix of `tokens`, among pages that any process has committed or that are pending here.
 
         Raises
         ------
@@ -428,7 +428,7 @@ class Engine:
         return self._relays.fetching(pages, streamed=streamed, look=look, admit=admit, deadline=deadline, keep=keep)
 
     def touch(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None = None) -> None:
-        """A prompt began with these pages, none for a miss; it is recorded with the next commit.
+        """Note that a prompt began with these pages, none for a miss; written with the next commit.
 
         With the length of the prompt, a policy can tell how far from its end a page is.
         """
@@ -445,18 +445,18 @@ class Engine:
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        """What is stored now, for callers that look at it directly; the index is brought up to it."""
+        """A view, for callers that read the location directly; the index is refreshed from it."""
         with self._backend.view() as view:
             self._catalog.refresh(view)
             yield view
 
     def evictions(self, keys: Sequence[bytes]) -> dict[bytes, Eviction]:
-        """When and why those of these pages were evicted that are remembered. Raises `StorageError`."""
+        """When and why these pages were evicted, as far as it is remembered. Raises `StorageError`."""
         with self._backend.view() as view:
             return self._evictions.find(view, keys)
 
     def children(self, view: View, parent: bytes, namespace: bytes, at_most: int) -> list[Page]:
-        """Pages that follow this one, or the namespace: some of the stored ones, and those that are known here."""
+        """Children of this page, or of the namespace: some of the stored ones, and those that are known here."""
         found = view.children([parent], PAGE, at_most)
         stored = [Page.stored(key, record, usage) for key, record, usage in found if isinstance(record, Record)]
         # also what was committed since the view was opened
@@ -480,14 +480,14 @@ class Engine:
         return [page.key for page in self._catalog.select(self._backend, choose)]
 
     def used(self) -> tuple[Used, int, int]:
-        """What the location holds, and the bytes of all payloads as stored and as states."""
+        """The size of the location, and the bytes of all payloads as stored and as states."""
         with self.view() as view:
             used, self._sizes = view.used, view.sizes
         self._room.saw(used)
         return self.last_used()
 
     def last_used(self) -> tuple[Used, int, int]:
-        """The last known `used`; does not ask the location."""
+        """The last known `used`; does not query the location."""
         return self._room.last, *self._sizes
 
     def measure(self) -> bool:
@@ -552,7 +552,7 @@ class Engine:
         return found
 
     def check(self, budget: Budget | None = None) -> list[Violation]:
-        """Every invariant of the location, every checksum, and a budget (by default the engine's)."""
+        """Check every invariant of the location, every checksum, and a budget (by default the engine's)."""
         with self._backend.view() as view:
             return violations(view, self._budget if budget is None else budget)
 
@@ -588,7 +588,7 @@ class Engine:
     # -- names of sequences -------------------------------------------------------------------------------------------
 
     def bookmarks(self, namespace: bytes) -> Mapping[str, Bookmark]:
-        """The bookmarks of a namespace, by name, that set last at the end. Raises `StorageError`."""
+        """The bookmarks of a namespace, by name, the latest at the end. Raises `StorageError`."""
         return self._bookmarks.read(namespace)
 
     def whole_bookmarks(self, namespace: bytes) -> list[str]:
@@ -600,7 +600,7 @@ class Engine:
         return self._bookmarks.tokens(namespace, bookmark)
 
     def set_bookmark(self, namespace: bytes, name: str, bookmark: BookmarkChange) -> None:
-        """Name a sequence, with the commit that follows those of its pages; None or `Unset` removes the name."""
+        """Name a sequence, with the commit after those of its pages; None or `Unset` removes the name."""
         if self._read_only:
             return
         self._bookmarks.set(namespace, name, bookmark)
@@ -682,7 +682,7 @@ class Engine:
 
     @contextmanager
     def storing_all(self) -> Iterator[None]:
-        """What is captured meanwhile is stored even if the policy finds it worth less than what is evicted for it."""
+        """In this block, captured pages are stored even if the policy ranks them below what is evicted for them."""
         self._stores_all += 1
         try:
             yield
@@ -724,7 +724,7 @@ class Engine:
             return self._catalog.thin(view, namespace, tokens, page_tokens, keep, interval)
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
-        """Have a page deleted with the next commit, and its descendants, if its state does not fit then either.
+        """Have a page and its descendants deleted with the next commit, if its state still does not fit then.
 
         `fits` must hold for every context of the namespace. Another thread may call it. With `size`, the most bytes
         that the state can have, one that claims more is not unpacked for it.
@@ -748,7 +748,7 @@ class Engine:
         self._queue.nudge()
 
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """Return when nothing waits any more: all that was submitted is committed, or dropped; see `WriteQueue.drain`.
+        """Wait until the queue is empty: everything submitted is committed or dropped; see `WriteQueue.drain`.
 
         Raises
         ------
@@ -765,7 +765,7 @@ class Engine:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the location held, as far as this process has seen."""
+        """The largest size of the location that this process has seen, in bytes."""
         return self._room.peak
 
     def session_counts(self) -> SessionCounts | None:
@@ -791,7 +791,7 @@ class Engine:
 
     @property
     def is_failing(self) -> bool:
-        """Whether the location has failed, or was too slow, and does not answer well again yet."""
+        """Whether the location failed or was too slow, and has not recovered yet."""
         return self._breaker.is_open
 
     @property
@@ -926,12 +926,12 @@ class Engine:
         return self._deleter.delete_strays(None if namespaces is None else set(namespaces), before, tokens)
 
     def delete_damaged_strays(self) -> Removed:
-        """Delete damaged pages, of which it is not known whose they are, and what is stored after them."""
+        """Delete damaged pages without a known owner, and their descendants."""
         return self._deleter.delete_damaged_strays()
 
     @property
     def n_newer(self) -> int:
-        """How many stored pages a newer version wrote, so that nothing is known of them."""
+        """How many stored pages cannot be read because a newer version wrote them."""
         return self._deleter.n_newer()
 
     def drop_empty_namespaces(self) -> None:
@@ -948,7 +948,7 @@ class Engine:
         return self.delete(choices).pages
 
     def repair(self, found: Iterable[Violation]) -> Removed:
-        """Delete the pages that a check has named, and their descendants; an order of children is built again."""
+        """Delete the pages that a check has named, and their descendants; a wrong index of children is rebuilt."""
         return self._deleter.repair(found)
 
     def evict(self, max_bytes: int, *, dry_run: bool = False) -> Evicted:
@@ -974,7 +974,7 @@ class Engine:
         return Evicted(keys, max(before - left, 0), self._policy.name, max_bytes, left, dry_run)
 
     def evict_to(self, max_bytes: int) -> Removed:
-        """As `evict`; how much was deleted."""
+        """As `evict`; returns how much was deleted."""
         evicted = self.evict(max_bytes)
         return Removed(len(evicted.pages), evicted.bytes)
 

@@ -1,4 +1,4 @@
-"""The order of eviction: queues that give out the lowest leaves of a page table, ranked in steps."""
+"""The order of eviction: queues that give out the lowest-ranked leaves of the page table, ranked in steps."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class VictimQueue:
                 yield slot
 
     def spared(self) -> None:
-        """Something else was compared with the next victim, and gave way."""
+        """Note that the next victim was compared with a new page, and kept."""
         self._taken += 1
 
     def _start(self) -> Busy:
@@ -329,13 +329,13 @@ class Candidates:
         return [self._table.number(namespace) for namespace in self._table.totals.namespaces(group)]
 
     def joined(self, namespace: bytes) -> None:
-        """The salt of a namespace is known now: its pages belong to that salt's, which are ranked again."""
+        """Note that the salt of a namespace is known now: the pages of that salt are ranked again."""
         salt = self._table.totals.salt_of(namespace)
         if salt is not None:
             self._victims_of.pop(salt, None)
 
     def forget(self, group: bytes | str) -> None:
-        """A group has no pages any more."""
+        """Forget a group that has no pages any more."""
         self._victims_of.pop(group, None)
 
     def expiring(self) -> VictimQueue:

@@ -1,6 +1,7 @@
-"""Which pages were evicted lately, when and why. It is kept as a note of the location, so that others can ask.
+"""Which pages were evicted lately, when and why. It is kept as a note in the location, so that other processes see it.
 
-The note is for people to read: what it lacks, or what cannot be read, is not known, and nothing else depends on it.
+The note is for diagnosis: an eviction that it lacks, or that cannot be read, is unknown, and nothing else depends on
+it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class EvictionLog:
         self.n_added = 0
 
     def add(self, key: bytes, cause: Cause, at: float) -> None:
-        """A page was evicted; beyond `REMEMBERED`, the oldest one is forgotten."""
+        """Add an evicted page; beyond `REMEMBERED`, the oldest one is forgotten."""
         with self._lock:
             self._found.pop(key[:KEY_PART], None)
             self._found[key[:KEY_PART]] = Eviction(at, cause)

@@ -1,7 +1,8 @@
-"""The location behind a nearer one: what is new there is written here too, later, and as far as there is room.
+"""The engine of the far one of two locations: new pages are written there too, later, and as far as its queue has room.
 
-It has a write queue of its own, whose pages share the buffers of the nearer engine. A page whose parent is missing
-here, since the location was away when that was captured, is written with what is missing, out of the nearer location.
+It has its own write queue, whose pages share the buffers of the nearer engine. If the parent of a page is missing
+here, since the location was unreachable when the parent was captured, both are written, the parent from the nearer
+location.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ THINNED = 64
 
 
 class FarEngine(Engine):
-    """An engine behind a nearer one. Parameters as for `Engine`; `queue_bytes` bounds what may wait for it.
+    """The engine of the far location. Parameters as for `Engine`; `queue_bytes` bounds what may wait for it.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ class FarEngine(Engine):
         return [node for page, node in nodes if node is not None and is_same(node, page)]
 
     def offer(self, new: PendingPage) -> None:
-        """Have a captured page written here too: its buffer is shared. Dropped, and counted, if too much waits."""
+        """Have a captured page written here, too, with the same buffer. Dropped and counted if too much waits."""
         buffer = new.buffer
         if self._catalog.get(new.page.key) is not None or buffer is None:
             return
@@ -101,7 +102,7 @@ class FarEngine(Engine):
             self.counters.count("dropped:queue_full")
 
     def offer_stored(self, pages: Sequence[Page]) -> None:
-        """Have pages that the nearer location has written here too, if they are not here; not again and again."""
+        """Have pages of the nearer location written here, too, if they are missing; not tried again within a minute."""
         for page in pages:
             if self._catalog.get(page.key) is not None:
                 continue
@@ -131,7 +132,7 @@ class FarEngine(Engine):
             page.is_counted = False
 
     def forget_offers(self, keys: Iterable[bytes]) -> None:
-        """These pages were not written: they may be offered again."""
+        """Allow these pages, which were not written, to be offered again."""
         with self._lock:
             for key in keys:
                 self._named.pop(key, None)
@@ -153,7 +154,7 @@ class FarEngine(Engine):
     # -- the thread of the queue --------------------------------------------------------------------------------------
 
     def commit(self, batch: Sequence[PendingPage]) -> int:
-        """Write what was offered, with what is missing before it. What cannot be written is dropped and counted."""
+        """Write offered pages, with their missing ancestors. What cannot be written is dropped and counted."""
         try:
             with self._breaker.asking() as request:
                 keys = [key for new in batch for key in (new.page.key, new.page.parent)]

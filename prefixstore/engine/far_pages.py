@@ -1,4 +1,4 @@
-"""What waits for a far location: captured pages, pages that the nearer one has, snapshots to be thinned."""
+"""What waits to be written to a far location: captured pages, pages of the nearer one, snapshots to be thinned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NamedPage", "Nearer", "SharedPage", "Thinning", "chains", "node_of",
 
 
 class Nearer(Protocol):
-    """The location in front of this one."""
+    """The nearer location, as the far engine sees it."""
 
     def path(self, page: Page) -> list[Page]:
         """The pages from the start of the sequence up to this one, as far as they are known."""
@@ -110,7 +110,7 @@ class Thinning(NamedTuple):
 
 
 def chains(pages: Iterable[Page]) -> list[list[Page]]:
-    """The same pages, those together of which each follows the one before it."""
+    """The same pages, grouped into chains in which each is the parent of the next."""
     by_last: dict[bytes, list[Page]] = {}
     for page in pages:
         chain = by_last.pop(page.parent, [])
@@ -120,7 +120,7 @@ def chains(pages: Iterable[Page]) -> list[list[Page]]:
 
 
 def pieces(pages: Iterable[Page], n_bytes: int) -> Iterator[list[Page]]:
-    """Pages whose states have so many bytes together at most, or one page."""
+    """Pages in groups whose states have at most so many bytes together, or of one page."""
     piece: list[Page] = []
     size = 0
     for page in pages:

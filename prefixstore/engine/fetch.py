@@ -1,4 +1,4 @@
-"""Verified states of pages, in order: from the buffers of pending pages, from RAM, or from the backend."""
+"""Delivers the verified states of pages, in order: from the buffers of pending pages, from RAM, or from the backend."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ LOCAL_SECONDS = 0.5
 
 
 class Deadline(Protocol):
-    """How long a caller waits for states."""
+    """How long a caller is willing to wait for states."""
 
     def left(self, n_given: int, arrived: float = 0.0) -> float:
-        """Seconds that it still waits for the next state, after so many, if this share of it is there.
+        """Seconds left for the next state, after `n_given` states, if this share of it has arrived.
 
         Negative if that is over.
         """

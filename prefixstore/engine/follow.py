@@ -1,12 +1,12 @@
-"""Keeps what this process knows of a location up with it, and holds the transactions of this process.
+"""Keeps what this process knows of a location up to date, and runs the transactions of this process.
 
-What is known has a generation. `Follower.refresh` reads what was changed since, by whomever; a transaction begins with
-that, so what it changes here is never undone by what another thread has read before. While a transaction of this
-process is open, or just ends, nothing else may change what it has changed: see `Follower.update`.
+What is known has a generation. `Follower.refresh` reads all changes since then, whoever made them. A transaction begins
+with a refresh, so its changes are never overwritten by what another thread has read before. While a transaction of this
+process is open, and until its outcome is known, nothing else may change what it has changed: see `Follower.update`.
 
-Each method takes the lock for a moment, `Follower.update` at its steps. The lock is never held while the backend is
-asked, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use the catalog,
-not the other way round.
+Each method takes the lock briefly, `Follower.update` at its steps. The lock is never held while the backend is
+called, or while bytes are copied or packed: a completion may wait for it. A thread in a transaction may use the
+catalog, not the other way round.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Unfinished:
 
 
 class Follower:
-    """What is known of the location, kept up with it: the part of the catalog below those that read what it lacks.
+    """Keeps what is known of the location up to date: the lowest part of the catalog.
 
     Parameters
     ----------
@@ -92,11 +92,11 @@ class Follower:
 
     @property
     def epoch(self) -> int:
-        """Changes when a transaction of this process ends: a view that was opened before may lack what it has done."""
+        """Changes when a transaction of this process ends: a view opened before that may lack its changes."""
         return self._epoch
 
     def refresh(self, view: View, *, newest: bool = False) -> int:
-        """Bring what is known to the generation of the view, unless it is ahead of it.
+        """Bring what is known up to the generation of the view, unless it is newer already.
 
         Every transaction begins with this, so what a transaction changes here is never undone by what another thread
         has read before.
@@ -181,7 +181,7 @@ class Follower:
 
     @contextmanager
     def update(self, backend: Backend, on_commit: Callable[[], None] | None = None) -> Iterator[Transaction]:
-        """A transaction for which the catalog is up to date. If it fails, what it has changed here is undone.
+        """A transaction, with the catalog up to date. If it fails, its changes here are undone.
 
         At its end it drops the settings of namespaces that it has left without pages.
 
@@ -284,7 +284,7 @@ class Follower:
 
 
 def with_ancestors(view: View, keys: Collection[bytes]) -> dict[bytes, Entry]:
-    """What is stored of these pages, and of those that they follow."""
+    """What is stored of these pages, and of their ancestors."""
     found: dict[bytes, Entry] = {}
     wanted = list(keys)
     while wanted:

@@ -141,7 +141,7 @@ class GhostTable:
         return bytes([self._bits]) + pairs.tobytes()
 
     def load(self, dumped: bytes, later: int) -> None:
-        """Take over what another table has dumped, with clocks that much later. Raises `ValueError` if it is none."""
+        """Take over the dump of another table, with clocks shifted by `later`. Raises `ValueError` if it is invalid."""
         bits, pairs = dumped[0], np.frombuffer(dumped, "<u4", offset=1).reshape(-1, 2)
         if not SMALLEST <= bits <= LARGEST or (len(pairs) and int(pairs[:, 0].max()) >= 1 << bits):
             raise ValueError("not a table of evicted pages")

@@ -40,7 +40,7 @@ def age_bin(prompts: int) -> int:
 
 
 def use_level(uses: int) -> int:
-    """The part of the class that tells how often a page was used."""
+    """The level of a number of uses, one part of the class of a page."""
     return uses - 1 if uses < 4 else 3 if uses < 6 else 4 if uses < 9 else 5 if uses < 16 else 6
 
 
@@ -68,11 +68,11 @@ class Hazards:
         self.learn(np.empty(0, np.int64), np.empty(0, np.int64))
 
     def observe(self, page_class: int, age: int, *, hit: bool) -> None:
-        """A page of this class was used again at this age, or is not followed any longer."""
+        """Count a page of this class as used again at this age, or as no longer followed."""
         (self._hits if hit else self._lost)[page_class, age_bin(age)] += 1
 
     def halve(self) -> None:
-        """From here on half as many pages are sampled: halve the old counts, so that both weigh the same."""
+        """Halve the old counts, since from here on half as many pages are sampled."""
         self._hits /= 2
         self._lost /= 2
 
@@ -123,7 +123,7 @@ class Hazards:
         return np.stack([self._hits, self._lost]).astype("<f4").tobytes()
 
     def load(self, dumped: bytes) -> None:
-        """Take over what was observed before. Raises `ValueError` if these are not such counts."""
+        """Take over earlier observations. Raises `ValueError` if these are not valid counts."""
         counts = np.frombuffer(dumped, "<f4").astype(np.float64).reshape(2, CLASSES, AGES)
         if not (np.isfinite(counts).all() and (counts >= 0).all() and counts.max() < 1e12):
             raise ValueError("not counts")

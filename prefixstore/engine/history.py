@@ -1,4 +1,4 @@
-"""What a location tells of how it was used, read from its notes; see `engine.history_keeper`."""
+"""How a location was used, read from its notes; `engine.history_keeper` writes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def days_note(block: int) -> bytes:
 
 
 def short(key: bytes) -> str:
-    """How figures name a namespace: the first 16 digits of its key."""
+    """The short name of a namespace in figures: the first 16 digits of its key."""
     return key.hex()[:16]
 
 
@@ -80,7 +80,7 @@ def request_of(asked: Asked) -> Request:
 
 
 def read_history(view: View, now: float, waiting: Ledger | None = None) -> History:
-    """What a location tells of how it was used. What cannot be read of it is left out, with a warning."""
+    """How a location was used. What cannot be read is left out, with a warning."""
     warned = False
 
     def parsed(parse: Callable[[bytes | None], _T], name: bytes, default: _T) -> _T:

@@ -1,6 +1,6 @@
-"""Keeps in a location how it was used: what was counted here, added to what others have, with commits.
+"""Records in a location how it was used: adds the counts of this process to those of others, with commits.
 
-The running hour is one small note, which is written with every commit that has something to add. When the hour is over,
+The current hour is one small note, which is written with every commit that has something to add. When the hour is over,
 the next process that writes moves it into larger notes, one for the hours of a day and one for the days of a block.
 """
 
@@ -58,7 +58,7 @@ PART_OF_BUDGET, SMALLEST, LARGEST = 1 / 2048, 2048, 1 << 20
 
 
 class HistoryKeeper:
-    """Writes what an engine has counted into the location. Only the thread that has the transaction calls `write`.
+    """Writes the counts of an engine into the location. Only the thread with the transaction calls `write`.
 
     Nothing depends on it: what cannot be written waits, and is lost with the process.
 
@@ -130,7 +130,7 @@ class HistoryKeeper:
             self._described[one.namespace] = one
 
     def succeed(self, parent: HistoryKeeper) -> None:
-        """Know the namespaces that the keeper of a parent process knows, after a fork."""
+        """Take over the namespaces known to the parent process, after a fork."""
         self._described = dict(parent._described)
 
     @property
@@ -210,7 +210,7 @@ class HistoryKeeper:
             self._taken, self._taken_names = taken, names
 
     def committed(self) -> None:
-        """What `write` has written is in the location."""
+        """Note that what `write` wrote is committed."""
         taken, self._taken, self._hurried = self._taken, None, False
         if taken is not None:
             self._n_written += 1
@@ -219,7 +219,7 @@ class HistoryKeeper:
             self._has_noted_budget = True
 
     def conflicted(self) -> None:
-        """What `write` has written is not in the location, since another process has committed first: hurry again."""
+        """Note that what `write` wrote is not committed, since another process was first: hurry again."""
         self._taken = None
         self._hurries |= self._hurried
 
@@ -370,7 +370,7 @@ class HistoryKeeper:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self) -> History:
-        """What the location tells, with what was counted here and is not written yet. Raises `StorageError`."""
+        """What is recorded in the location, and counts of this process not yet written. Raises `StorageError`."""
         while True:
             before, waiting = self._n_written, self._counters.unwritten()
             with self._backend.view() as view:

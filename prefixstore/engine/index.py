@@ -1,8 +1,8 @@
 """The index: finds the longest stored prefix of a prompt, to the token.
 
-It is a trie of pages in memory, and a bounded cache: it has pending pages, and those stored pages that lookups came
-across. What it lacks is read from the location when a lookup needs it. It knows what it lacks: each gap between two
-siblings says whether anything may be stored there.
+It is a trie of pages in memory, and a bounded cache: it has the pending pages, and the stored pages that lookups have
+found. A lookup reads what it lacks from the location. The index knows its gaps: each gap between two siblings says
+whether anything may be stored there.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Page:
         return [*self.children, *self.snapshots.values()]
 
     def has_expired(self, now: int) -> bool:
-        """Whether the page is not to be found any more, at this time in nanoseconds since the epoch."""
+        """Whether the page has expired, at this time in nanoseconds since the epoch."""
         return 0 < self.expires <= now and not self.pinned
 
     def lasts_until(self, other: Page) -> bool:
@@ -149,7 +149,7 @@ class Page:
         self.knows_snapshots = False
 
     def has_no_other_dependents(self) -> None:
-        """Nothing is stored after this page but what is in the index."""
+        """Note that this page has no stored descendants but those in the index."""
         self.sealed = [True] * len(self.sealed)
         self.knows_snapshots = True
 
@@ -192,7 +192,7 @@ class Unknown:
 
 
 class Index:
-    """Pages by key, and by parent and tokens.
+    """The trie: pages by key, and by parent and tokens.
 
     A page is in the index only if its parent is, so every page that is found can be restored. The children of a page
     are sorted by their tokens. The sibling with the longest common prefix is next to the position where the wanted
@@ -276,14 +276,14 @@ class Index:
         return subtree[::-1]
 
     def unseal(self, parent: bytes, namespace: bytes) -> None:
-        """More may be stored after this page, or namespace, than is known."""
+        """Open all gaps after this page, or namespace: more may be stored there than is known."""
         node = self._node(parent, namespace)
         if node is not None:
             node.sealed = [False] * len(node.sealed)
             node.knows_snapshots = False
 
     def seal(self, parent: bytes, namespace: bytes, tokens: bytes, *, is_stored: bool) -> None:
-        """The stored children are in the index between which one with these tokens is, or would be."""
+        """Seal the gap for these tokens: the stored children on both sides of it are in the index."""
         node = self.node(parent, namespace)
         at = bisect_left(node.child_tokens, tokens)
         if not is_stored:
@@ -292,7 +292,7 @@ class Index:
             node.sealed[at + 1] = True
 
     def is_sealed(self, page: Page) -> bool:
-        """Whether nothing else is stored next to a page that is, or may be put, into the index."""
+        """Whether the gap of a page that is in the index, or may be put there, is sealed."""
         node = self._node(page.parent, page.namespace)
         if node is None:
             return False
@@ -301,7 +301,7 @@ class Index:
         return node.sealed[at] and (not is_here or node.sealed[at + 1])
 
     def complete(self) -> None:
-        """The index has all that is stored."""
+        """Seal all gaps: the index has everything that is stored."""
         for node in (*self._roots.values(), *self.pages.values()):
             node.has_no_other_dependents()
 
@@ -342,7 +342,7 @@ class Index:
         return is_too_much
 
     def used(self, pages: Sequence[Page]) -> None:
-        """These pages, from the start of a sequence, were looked up."""
+        """Note that these pages, from the start of a sequence, were looked up."""
         if self._limit is None or len(self.pages) <= self._limit // 2:
             return
         # parents after their children, so that those are forgotten first
@@ -351,7 +351,7 @@ class Index:
                 self.pages[page.key] = page
 
     def match(self, namespace: bytes, tokens: Tokens, page_tokens: int) -> tuple[Path, Unknown | None]:
-        """The longest known prefix of `tokens`; its last page may extend beyond it. And where there may be more."""
+        """The longest known prefix of `tokens`, whose last page may extend beyond it, and where there may be more."""
         node = self._roots.get(namespace)
         if node is None:
             return Path((), 0), Unknown(namespace, 0)

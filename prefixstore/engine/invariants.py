@@ -1,7 +1,7 @@
-"""Checks every invariant of a location, and lists the violations.
+"""What `check` verifies: every invariant of a location. Lists the violations.
 
-The location is read once, page by page. What stays in memory of a page is where it is, in some 120 bytes: whether its
-parent is there, and ends where it starts, is known only when all have been seen.
+The location is read once, page by page. Some 120 bytes of each page stay in memory, for what can be checked only at the
+end: that its parent is there, and ends where the page starts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Places:
         self._new = []
 
     def finish(self) -> None:
-        """All pages have been added."""
+        """Prepare the lookups, once all pages have been added."""
         self._pack()
         self._places = np.concatenate(self._known)
         self._known = []
@@ -96,7 +96,7 @@ class _Places:
         return at, self._keys[at] == keys if len(self._keys) else np.zeros(len(keys), np.bool_)
 
     def violations(self) -> Iterator[Violation]:
-        """What is wrong with the place of a page in its sequence. First pages have been checked before."""
+        """Faults in the place of a page in its sequence. First pages have been checked before."""
         first = np.array(list(self._numbers) or [bytes(KEY_BYTES)], KEY)
         for begin in range(0, len(self._places), AT_ONCE):
             some = self._places[begin : begin + AT_ONCE]

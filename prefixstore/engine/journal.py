@@ -1,4 +1,4 @@
-"""What an open transaction has changed in the catalog, so that a failure takes back exactly that."""
+"""What an open transaction has changed in the catalog, so that a failure undoes exactly that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """The steps that take back what was changed, and those that wait for the commit. Used under the catalog's lock.
+    """The steps that undo changes, and those that wait for the commit. Used under the catalog's lock.
 
     Attributes
     ----------
@@ -30,19 +30,19 @@ class Journal:
         self.ended = Signal()
 
     def undo(self, step: Callable[[], None]) -> None:
-        """If the transaction fails, call this; the newest first."""
+        """Have a function called if the transaction fails; the newest first."""
         self._undo.append(step)
 
     def after_commit(self, step: Callable[[], None]) -> None:
-        """If the transaction is committed, call this."""
+        """Have a function called if the transaction is committed."""
         self._after_commit.append(step)
 
     def roll_back(self) -> None:
-        """The transaction has failed."""
+        """Undo the changes of a failed transaction."""
         while self._undo:
             self._undo.pop()()
 
     def commit(self) -> None:
-        """The transaction is committed."""
+        """Make the calls that wait for the commit."""
         for step in self._after_commit:
             step()

@@ -1,6 +1,6 @@
 """From page keys to slot numbers: a hash table in arrays, which grows in small steps.
 
-It is cut into shards by the first byte of the key. A shard that is too full is built again by itself, so no step takes
+It is divided into shards by the first byte of the key. Only a shard that is too full is rebuilt, so no step takes
 longer than one shard: 4,000 entries of a million.
 """
 

@@ -1,4 +1,4 @@
-"""A lease: a note in a location that says which engine does some background work, so that others leave it alone."""
+"""A lease: a note in a location that says which engine does some background work, so that others do not repeat it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lease:
         return time.monotonic() < self._valid_until
 
     def release(self, transaction: Transaction) -> None:
-        """Give the lease back, if this engine holds it: others need not wait until it expires."""
+        """Give up the lease, if this engine holds it, so that others need not wait until it expires."""
         if self._read(transaction)[0] == self._owner:
             transaction.put_note(self._name, None)
         self._valid_until = 0.0

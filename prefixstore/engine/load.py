@@ -1,7 +1,7 @@
-"""Reads into the index what a lookup, a commit or maintenance needs of a location, and the index lacks.
+"""Reads from a location what a lookup, a commit or maintenance needs and the index lacks.
 
-What was read from a view is entered only if the catalog is still at the view's generation, and no transaction of this
-process has ended since the view was opened (`Follower.epoch`). Else it is read again.
+What was read from a view is used only if the catalog is still at the view's generation, and no transaction of this
+process has ended since the view was opened (`Follower.epoch`). Otherwise it is read again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Loader(Follower):
     """The part of the catalog that reads what the index lacks."""
 
     def read(self, backend: Backend, load: Callable[[View, int], bool]) -> int:
-        """Bring what is known up to date, and call one of the methods below, again if its view is too old by then.
+        """Refresh, and call one of the methods below; retried if its view is too old by then.
 
         Returns
         -------
@@ -121,7 +121,7 @@ class Loader(Follower):
         return self._trusted and epoch == self._epoch and generation == self._generation
 
     def load_pages(self, view: View, epoch: int, keys: Collection[bytes]) -> bool:
-        """Read what the index lacks of these pages and of those that they follow; false if the view is too old."""
+        """Read what the index lacks of these pages and their ancestors; false if the view is too old."""
         with self._lock, self._guard:
             wanted = [key for key in keys if key not in self._contents.index]
         found = with_ancestors(view, wanted)
@@ -188,7 +188,7 @@ class Loader(Follower):
 
     @contextmanager
     def keeping_all(self) -> Iterator[None]:
-        """In this block, no pages of the index are forgotten because there are many."""
+        """In this block, the index is not trimmed."""
         with self._lock:
             self._contents.n_keeping_all += 1
         try:
@@ -198,7 +198,7 @@ class Loader(Follower):
                 self._contents.n_keeping_all -= 1
 
     def load_beside(self, transaction: Transaction, page: Page) -> None:
-        """Read the siblings of a page that is about to be written: what it continues, or what continues it."""
+        """Read the siblings of a page about to be written: the tail that it continues, or a page that continues it."""
         with self._lock, self._guard:
             if page.form == SNAPSHOT or self._contents.index.is_sealed(page):
                 return

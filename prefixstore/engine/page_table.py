@@ -1,7 +1,7 @@
-"""What eviction needs to know of each page, in arrays: under 100 bytes a page, and no step that takes long.
+"""The page table: what eviction needs to know of each page, in arrays, under 100 bytes a page; no step takes long.
 
-A page has a slot. It is a leaf if no other page names it as its parent; it is fixed if eviction cannot reach it: it is
-pinned, or not stored yet, or leads to such a page. A page whose parent is not here is a stray.
+A page has a slot. It is a leaf if no other page names it as its parent. It is fixed if eviction cannot reach it: it is
+pinned, or not stored yet, or has such a descendant. A page whose parent is not in the table is a stray.
 
 Used under the lock of the catalog.
 """
@@ -123,7 +123,7 @@ class PageTable:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the arrays, as far as they were used: the end of the last block takes no memory yet."""
+        """Bytes of the arrays, as far as they are in use: the end of the last block takes no memory yet."""
         return self.end * ROW_BYTES + self.keys.n_bytes
 
     # -- single pages -------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class PageTable:
                 self._offer(slot)
 
     def find_kept(self) -> None:
-        """The table was filled: pages to keep may have come."""
+        """Find the pages to keep, after the table was filled."""
         self.kept = {slot for key in self._kept_keys if (slot := self.keys.find(key)) >= 0}
 
     def entry(self, slot: int) -> TableEntry:
@@ -333,7 +333,7 @@ class PageTable:
         return self._waits_for.get(slot, namespace)
 
     def noted(self, slot: int) -> tuple[int, int]:
-        """What the policy has noted of a page: its uses, and the clock at the last one."""
+        """What the policy has recorded of a page: its uses, and the clock at the last one."""
         block, at = self.blocks[slot >> SHIFT], slot & MASK
         return block.uses[at], block.clock[at]
 
@@ -376,7 +376,7 @@ class PageTable:
         return number
 
     def link(self, slots: Slots, parents: Slots) -> None:
-        """Tell pages in these slots, which have none, what their parents are."""
+        """Link pages in these slots, which have no parents yet, to their parents."""
         of_block = slots >> SHIFT
         for number in np.unique(of_block).tolist():
             here = of_block == number
@@ -390,7 +390,7 @@ class PageTable:
             self._change_fixed(parent, 1)
 
     def adopt_children(self, keys: Sequence[bytes], first: int) -> None:
-        """Pages with these keys have come, into consecutive slots: their children are no strays any more."""
+        """Link the strays whose parents, with these keys, were added in consecutive slots."""
         if not self._waiting:
             return
         for slot, key in enumerate(keys, first):
@@ -442,7 +442,7 @@ class PageTable:
         self.blocks[above >> SHIFT].n_children[above & MASK] += 1
 
     def wait(self, slot: int, parent: bytes) -> None:
-        """A page is a stray until its parent comes."""
+        """Note that a page is a stray until its parent is added."""
         self.blocks[slot >> SHIFT].flags[slot & MASK] |= STRAY
         self._waiting.setdefault(parent, set()).add(slot)
         self._waits_for[slot] = parent

@@ -20,7 +20,7 @@ Fits: TypeAlias = Callable[[memoryview, int, int], bool]
 
 
 class Suspicion(NamedTuple):
-    """What a stored page is judged by before it is deleted: its state has to fit, and to have at most `size` bytes."""
+    """How to judge a suspect page before it is deleted: its state must fit, and have at most `size` bytes."""
 
     fits: Fits
     size: int | None = None
@@ -165,11 +165,11 @@ class Deferred:
         return bool(self.uses or self.damaged or self.thinned or self.expired)
 
     def copy(self) -> Deferred:
-        """What there is now; more may be added to the original meanwhile."""
+        """A copy; more may be added to the original meanwhile."""
         return Deferred(dict(self.uses), set(self.damaged), dict(self.suspicions), set(self.thinned), self.expired)
 
     def subtract(self, done: Deferred) -> None:
-        """Remove what was written; what was added since stays."""
+        """Remove what was written; keep what was added since."""
         for key, n in done.uses.items():
             left = self.uses.pop(key, 0) - n
             if left > 0:

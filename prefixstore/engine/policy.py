@@ -1,4 +1,4 @@
-"""The policies: in which order pages are evicted, and which new pages are worth the place of another one.
+"""The eviction policies: in which order pages are evicted, and which new pages are worth evicting others for.
 
 A policy ranks pages by columns of the page table, many at once; of equal ranks the least recently used is the lower
 one, and of those the deepest. Each engine has its own instance and calls it under the lock of its catalog.
@@ -120,7 +120,7 @@ class Policy:
         return
 
     def stored(self, table: PageTable, slot: int, page: PageFacts) -> None:
-        """A captured page was packed and written: how many bytes it takes is known now."""
+        """A captured page was packed and written, so its stored size is known."""
         return
 
     def evicted(self, key: bytes, uses: int, clock: int) -> None:
@@ -159,7 +159,7 @@ class Policy:
         return {}
 
     def take_over(self, parts: Mapping[str, bytes]) -> None:
-        """Go on with what was learned before. Raises `ValueError`, and changes nothing, if it cannot be that."""
+        """Take over what was learned before. Raises `ValueError`, and changes nothing, if it is invalid."""
         raise ValueError("nothing is learned")
 
     def dump(self) -> bytes:
@@ -255,5 +255,5 @@ def priority() -> Policy:
 
 
 def by_expiry() -> Policy:
-    """What expires next first."""
+    """The page that expires next first."""
     return Ordering(lambda columns, at: columns["expires"][at], lambda block, at: block.expires[at])

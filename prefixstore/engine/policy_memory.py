@@ -1,4 +1,4 @@
-"""What the policy has learned, kept as a note of the location from one start to the next."""
+"""What an eviction policy has learned, saved as a note in the location so that it survives a restart."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ POLICY_NOTE = b"policy"
 
 
 def note_policy(transaction: Transaction, name: str) -> None:
-    """Leave the name of the policy in a location, for those who open it without the parameters of its stores."""
+    """Note the name of the policy in a location, for commands that open it without the store's parameters."""
     if name and transaction.note(POLICY_NOTE) != name.encode():
         transaction.put_note(POLICY_NOTE, name.encode())
 
 
 def noted_policy(view: View) -> str | None:
-    """The policy of the store that was the last to begin writing; None if that is not known."""
+    """The policy of the last store that wrote pages; None if it is not known."""
     note = view.note(POLICY_NOTE)
     return note.decode("ascii", "replace") if note is not None else None
 
 
 class PolicyMemory:
-    """Loads what was learned before the first commit, and saves it now and then, and at the end.
+    """Loads what was learned before the first commit, and saves it at intervals and at the end.
 
     Several processes have one note: the last one that saves wins. What cannot be read is ignored. What cannot be saved
     is lost, which costs hits and nothing else.

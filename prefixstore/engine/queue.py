@@ -1,4 +1,4 @@
-"""Write-behind: a bounded queue and one thread, so that the foreground pays for a copy only."""
+"""The write queue: a bounded queue and one thread that commits, so that the foreground pays for a copy only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_PROGRESS_SECONDS = 30.0
 
 
 class Drained(NamedTuple):
-    """What has left the queue while a caller waited for it, and what waits still.
+    """What left the queue while a caller waited, and what still waits.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class Work(Protocol):
 
 
 class WriteQueue:
-    """Announced pages on their way to a commit.
+    """Announced pages that wait for a commit, and the thread that commits them.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class WriteQueue:
         return self._thread is not None
 
     def drain(self, pages: int | None = None, n_bytes: int | None = None, seconds: float | None = None) -> Drained:
-        """Return when nothing waits any more: all that was put is committed, or dropped. With a limit, perhaps earlier.
+        """Wait until the queue is empty: everything put is committed or dropped. With a limit, perhaps earlier.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""States of hot pages in RAM, decoded and verified: a cache of the engine, bounded, least recently used first out."""
+"""The RAM tier: decoded, verified states of hot pages; a bounded cache that drops the least recently used first."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RamTier:
                     self._states[page.key] = kept
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """These pages have left the location."""
+        """Drop pages that were deleted from the location."""
         if self._states:
             with self._lock:
                 for key in keys:
@@ -115,7 +115,7 @@ class RamTier:
     # -- pages that are worth a copy, to be made when the location is idle --------------------------------------------
 
     def want(self, pages: Sequence[Page]) -> None:
-        """Pages that were used just now."""
+        """Note pages that were used just now, to be copied here."""
         if self._limit and pages:
             with self._lock:
                 self._wanted |= {page.key: page for page in pages}

@@ -1,7 +1,7 @@
-"""States that a thread reads for a caller who does not wait longer than it is worth.
+"""Reads states in a thread, for a caller with a deadline.
 
 A thread that waits for a location cannot be stopped, and the view it reads cannot be closed meanwhile. So the thread
-opens the view, and a caller who gives up leaves both behind: they end when the location answers, or its timeout does.
+opens the view, and a caller who gives up abandons both: they end when the location answers, or with its timeout.
 
     caller                        thread
     start                         open the view, read the first state
@@ -34,7 +34,7 @@ log = logging.getLogger("prefixstore")
 
 
 class Keep(Protocol):
-    """Copies what one fetch gives, in another thread."""
+    """Copies the states of one fetch, in another thread."""
 
     def opened(self, view: View) -> None:
         """The pages will be read from this view; nothing is read yet. Raises `StorageError`."""
@@ -80,7 +80,7 @@ class _Relay:
         self._view: View | None = None
 
     def start(self, pool: ReaderPool) -> None:
-        """Begin. Raises `ClosedError`; that there is no thread is raised by `next`."""
+        """Start the thread. Raises `ClosedError`; if no thread can start, `next` raises."""
         try:
             if self._pages:
                 pool.submit(self._job)
@@ -126,7 +126,7 @@ class _Relay:
         raise LateError("the location is slower than computing")
 
     def keep(self) -> None:
-        """The caller has found the last state good."""
+        """Note that the caller has found the last state good."""
         if self._keep is not None:
             self._asks.put(_Ask.KEEP)
 

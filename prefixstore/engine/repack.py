@@ -2,7 +2,7 @@
 
 A page is read in a view, packed outside of any lock or transaction, and replaced in a transaction if it is still the
 same. Its key, its tokens and its usage stay, so nothing else depends on whether it is packed; other processes learn of
-it as of any change of a page.
+it like of any change of a page.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Replacement:
 
 
 class Repacker:
-    """Other forms of stored pages. Used by one thread, except `want`.
+    """Packs and unpacks stored pages. Used by one thread, except `want`.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class Repacker:
     # -- unpacking ----------------------------------------------------------------------------------------------------
 
     def want(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """These pages were restored: those that are packed may be unpacked."""
+        """Note that these pages were restored: packed ones among them may be unpacked."""
         packed = [page for page in pages if 0 < page.stored_bytes < page.raw_bytes]
         if not packed or not self._encode.may_be_raw(namespace):
             return
@@ -159,7 +159,7 @@ class Repacker:
         return bool(self._wanted)
 
     def forget_wanted(self) -> None:
-        """There is no room for them."""
+        """Forget the used pages, since there is no room to unpack them."""
         with self._lock:
             self._wanted.clear()
 
@@ -184,7 +184,7 @@ class Repacker:
         return found
 
     def unpack(self, found: Iterable[Found]) -> list[Replacement]:
-        """The raw forms of packed pages, of those that would be raw if they were captured now."""
+        """The raw forms of packed pages, of those that would be stored raw if they were written now."""
         unpacked: list[Replacement] = []
         for one, state in self._decoded(found):
             if self._encode(one.record.namespace, state)[0] == RAW:

@@ -1,8 +1,8 @@
-"""Keeps room in a location between two water marks, in idle time, so that a page finds it when it is written.
+"""Makes room in a location between two water marks, in idle time, so that new pages find space when they are written.
 
-When a commit leaves more in the location than the high-water mark, room is made down to the low-water mark: expired
-pages are deleted, then pages are packed, the coldest first, and evicted only when none is left to pack. Each step is
-short, and so is its transaction. The transaction that writes a page makes space itself only if it comes before that.
+When a commit leaves more in the location than the high water mark, room is made down to the low water mark: expired
+pages are deleted, then pages are packed, the coldest first, and pages are evicted only when none is left to pack. Each
+step is short, and so is its transaction. The transaction that writes a page makes space itself only if it comes first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Room:
     # -- what there is to do ------------------------------------------------------------------------------------------
 
     def note(self, used: Used) -> None:
-        """A transaction has left so much in the location."""
+        """Note how much a transaction has left in the location."""
         self.saw(used)
         if used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
@@ -115,12 +115,12 @@ class Room:
             )
 
     def saw(self, used: Used) -> None:
-        """The location holds so much."""
+        """Note how much the location holds."""
         self.last = used
         self.peak = max(self.peak, used.bytes)
 
     def restored(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """A prompt began with these pages; packed ones among them are unpacked when there is room."""
+        """Note that a prompt began with these pages; packed ones are unpacked when there is room."""
         if self._is_active:
             self._repacker.want(namespace, pages)
 
@@ -130,7 +130,7 @@ class Room:
         return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
 
     def close(self) -> None:
-        """Let another process make room from now on; if that fails, when the lease expires."""
+        """Release the lease, so that another process may make room; if that fails, it does so when the lease expires."""
         if not self._lease.may_be_held:
             return
         try:
@@ -142,7 +142,7 @@ class Room:
     # -- doing it -----------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
-        """Do a little of it; how many seconds to wait before the next step."""
+        """Do one step; returns the seconds to wait before the next one."""
         started = self._clock()
         try:
             pause = self._make() if self._wanted != NOTHING_WANTED else self._unpack()

@@ -1,4 +1,4 @@
-"""Which pages a location holds, as eviction needs to know them: the page table, the policy, and the queues of victims.
+"""The page table together with the policy and the queues of victims: which stored page is evicted next.
 
 Used under the lock of the catalog. The table has the pages that this process has captured or written, and all others
 once it was filled. From then on it follows every change.

@@ -1,4 +1,4 @@
-"""Stored pages that have no place in the index, for maintenance: damaged ones, and what depends on them."""
+"""Finds stored pages that have no place in the index, for maintenance: damaged ones, and their descendants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fills a page table with all pages of a location, in slices, while single pages come and go."""
+"""Fills the page table with all pages of a location, in slices, while single pages are added and deleted."""
 
 from __future__ import annotations
 

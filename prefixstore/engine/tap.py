@@ -1,4 +1,4 @@
-"""What an engine reports to a listener: what it was asked, what was used, what was captured."""
+"""What an engine reports to a listener, such as a trace recorder: lookups, uses, captures."""
 
 from __future__ import annotations
 

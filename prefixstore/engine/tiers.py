@@ -1,7 +1,8 @@
-"""A location in front of another one: a local one that answers fast, and one that several machines share.
+"""The engine of two locations: a local one that answers fast, in front of one that several machines share.
 
-To everything above it is an engine: that of the nearer location, which also asks the far one, takes from it what it
-lacks, keeps that, and passes on what is new. The far one may fail at any time; then the nearer one works alone.
+To its callers it is one engine: that of the nearer location, which also queries the far one, takes from it what the
+nearer one lacks, saves that, and passes on new pages. The far one may fail at any time; then the nearer one works
+alone.
 
     method                                         asks, reads or changes
     match, match_snapshot                          the near one; the far one if that may have more, `max_delay` at most

@@ -1,4 +1,4 @@
-"""Running totals over a page table: of all pages, of each namespace, and of each salt. Nothing here walks pages."""
+"""Running totals over a page table: of all pages, each namespace, and each salt. Nothing here iterates over pages."""
 
 from __future__ import annotations
 

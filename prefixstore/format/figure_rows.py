@@ -1,4 +1,4 @@
-"""Rows of counts, by namespace and purpose: added up, made fewer where a note is too small, and as JSON."""
+"""Rows of counts, by namespace and purpose: added up, reduced if a note is too small for them, and as JSON."""
 
 from __future__ import annotations
 

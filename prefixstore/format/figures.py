@@ -1,4 +1,4 @@
-"""What a location tells of how it was used: counts by hour and by day, of each namespace, for each purpose."""
+"""`History`: how a location was used, as counts by hour and by day, for each namespace and purpose."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Keys: chained hashes of the namespace and of all tokens up to the end of a page.
 
-They must be collision resistant: an attacker who can make two prompts with one key can have the state of one stored
-under the key of the other, and everyone in that namespace restores it. So they are BLAKE2b, which is also faster than
-SHA-256. Checksums are not keys: they find accidents, and are xxh3.
+They must be collision resistant: an attacker who could construct two prompts with one key could have the state of one
+stored under the key of the other, and everyone in that namespace would restore it. So they are BLAKE2b, which is also
+faster than SHA-256. Checksums are not keys: they detect accidents, and are xxh3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records and usage: what is stored of a page beside its state. Their byte layout is defined in this module only.
+"""Records and usage: the fixed and the changing facts of a page. Their byte layout is defined in this module only.
 
 ``docs/format.md`` shows the same tables; a test compares them with the structs below.
 """

@@ -1,4 +1,4 @@
-"""What a policy has learned, as bytes for a note of the location: named parts, compressed, with a checksum."""
+"""Named parts as the bytes of a note, compressed, with a checksum: what a policy has learned, bookmarks, figures."""
 
 from __future__ import annotations
 

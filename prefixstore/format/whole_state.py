@@ -1,4 +1,4 @@
-"""The bytes of a state that is stored whole: what ``LlamaState`` says about it, the state, and its scores.
+"""The bytes of a state that is stored whole: the facts of a ``LlamaState``, its state, and its scores.
 
 ::
 

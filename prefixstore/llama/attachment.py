@@ -1,4 +1,4 @@
-"""A hook's methods in place of those of a ``Llama``, from attaching to detaching."""
+"""Replaces methods of a ``Llama`` with those of a hook, from attaching to detaching."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Attachment:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the hook is to be called."""
+        """Whether the hook is still there, and is to be called."""
         return self._is_installed and self._store() is not None
 
     def is_cache(self, cache: object) -> bool:
@@ -131,7 +131,7 @@ class Attachment:
         return self._originals.get(name) or own_method(llm, name)
 
     def without_the_store(self, name: str) -> Callable[..., Any]:
-        """The replaced method, after everything that is left of this attachment was removed."""
+        """The replaced method, after what is left of this attachment was removed."""
         original = self.original(name)
         self.remove()
         with contextlib.suppress(PrefixStoreError):  # the Llama is closed
@@ -141,7 +141,7 @@ class Attachment:
 
 
 def own_method(llm: llama_cpp.Llama, name: str) -> Callable[..., Any]:
-    """The method that the class of a ``Llama`` has."""
+    """The method of a ``Llama``'s class, as it was before any store replaced it."""
     bound: Callable[..., Any] = getattr(type(llm), name).__get__(llm)
     return bound
 

@@ -1,4 +1,4 @@
-"""Requests that go past a store: they are neither looked up in it nor captured."""
+"""Requests that bypass a store: they are neither looked up in it nor captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _marks: ContextVar[frozenset[object]] = ContextVar("prefixstore_bypassed", defau
 
 
 class Bypass:
-    """Whether the running code goes past one store."""
+    """Whether the running code bypasses one store."""
 
     def __init__(self) -> None:
         self._mark = object()
@@ -28,7 +28,7 @@ class Bypass:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Go past the store in the block. Blocks may be nested: it ends with the outermost one, however that ends."""
+        """Bypass the store in the block. Blocks may be nested; the bypass ends with the outermost one."""
         before = _marks.set(_marks.get() | {self._mark})
         try:
             yield

@@ -1,4 +1,4 @@
-"""How long computing tokens and restoring pages take in one context, measured as they happen."""
+"""How long computing tokens and restoring pages take in one context, measured; decides if a restore is worth it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class RestoreDeadline:
             self._until = [allowed + total * n / whole for n in range(1, whole + 1)]
 
     def left(self, n_given: int, arrived: float = 0.0) -> float:
-        """Seconds that the page after so many is waited for, if this share of it has arrived."""
+        """Seconds left to wait for the page after the first `n_given`, if this share of it has arrived."""
         now, last = self._clock() - self._started, len(self._until) - 1
         until = self._until[min(n_given, last)]
         if arrived > 0:

@@ -1,4 +1,4 @@
-"""One llama.cpp context and everything known about it."""
+"""One llama.cpp context and everything known about it: what hook and strategies share."""
 
 from __future__ import annotations
 
@@ -115,11 +115,11 @@ class Context(Generic[M_co]):
         return reason
 
     def skip_reason(self) -> str | None:
-        """Why this request is neither looked up nor captured: `bypass_reason`, or the caller goes past the store."""
+        """Why this request is neither looked up nor captured: `bypass_reason`, or the caller bypasses the store."""
         return self.bypass_reason() or (BYPASSED if self.bypass.is_active else None)
 
     def lookup(self, name: str) -> str:
-        """The count of how a lookup ends, such as ``"hits"``; of a session that is resumed, another than of prompts."""
+        """The name of the counter for the end of a lookup, such as ``"hits"``; resumed sessions have their own."""
         return name if self.prompt.is_prompt else f"resume:{name}"
 
     def count_lookup(self, name: str) -> None:
@@ -137,7 +137,7 @@ class Context(Generic[M_co]):
             self.prompt.miss = name.rpartition(":")[2]
 
     def catch_up(self, *, compare: bool = True) -> bool:
-        """Let the lineage follow a context that was rewound; whether everything that it holds is known.
+        """Have the lineage follow a context that was rewound; returns whether all of its contents are known.
 
         For `compare`, see `Lineage.catch_up`.
         """
@@ -166,7 +166,7 @@ class Context(Generic[M_co]):
         return bool((prompt[:live] < 0).any()) and self.memory.holds(live)
 
     def empty(self) -> None:
-        """Make the context empty, as ``Llama.reset`` does, and known to be."""
+        """Make the context empty, as ``Llama.reset`` does, and note that it is."""
         llm, before = self.llm, self.lineage.begin()
         llm.n_tokens = 0
         llm._requires_eval = True
@@ -176,7 +176,7 @@ class Context(Generic[M_co]):
             self.lineage.end(before or Unknown.INTERRUPTED)
 
     def disown_unscored(self) -> None:
-        """Have llama-cpp-python compute again what was restored without logits, which it would take for computed.
+        """Have llama-cpp-python recompute tokens that were restored without logits, which it would believe computed.
 
         The ``Llama`` no longer names these tokens, so no prompt begins with them; a running generation continues.
         Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
@@ -186,7 +186,7 @@ class Context(Generic[M_co]):
             llm.input_ids[: min(self.lineage.unscored, llm.n_tokens)] = -1
 
     def settle(self) -> bool:
-        """Undo what an interrupted change of the store has left; whether the context had to be cleared.
+        """Undo an interrupted change by the store; returns whether the context had to be cleared.
 
         Called at the beginning of everything that uses the context. Raises `ContextError` if the ``Llama`` is closed.
         """
@@ -199,7 +199,7 @@ class Context(Generic[M_co]):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """A load of a whole state: if it fails, or is interrupted, the context is cleared."""
+        """A block that loads a whole state: if it fails or is interrupted, the context is cleared."""
         self.memory.unverified = True
         try:
             yield
@@ -237,7 +237,7 @@ class Context(Generic[M_co]):
         self.engine.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
-        """Set the Llama to a context that holds this prompt, and has to decode a token before it samples one."""
+        """Note that the context holds this prompt, and that a token must be decoded before one is sampled."""
         llm, n = self.llm, len(prompt)
         llm.input_ids[:n] = prompt
         llm.n_tokens = n

@@ -89,7 +89,7 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
 
 
 def llama_cpp_build() -> str:
-    """What computes the states: the commit of llama.cpp, as ``llama-server --version`` shows it too.
+    """The build that computes the states: the commit of llama.cpp, as ``llama-server --version`` shows it.
 
     The version of llama-cpp-python, where the libraries do not know their commit.
     """

@@ -67,7 +67,7 @@ def read_metadata(path: str | os.PathLike[str]) -> Metadata:
 
 
 def model_names(metadata: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, str | None]:
-    """What a model is, for readers: its name and quantization, and the types of its KV cache.
+    """The names of a model for people: its name and quantization, and the types of its KV cache.
 
     Parameters
     ----------

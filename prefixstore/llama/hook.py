@@ -1,4 +1,4 @@
-"""Between a ``Llama`` and the engine: restores at a lookup, captures as tokens are evaluated.
+"""Connects a ``Llama`` to the engine: restores at a lookup, captures as tokens are evaluated.
 
 What llama-cpp-python does in a completion, and what happens here:
 
@@ -306,7 +306,7 @@ class Hook:
         self._is_looked_up = False
 
     def continues_prompt(self) -> None:
-        """What is evaluated next is no new prompt that should have been looked up."""
+        """Note that the next evaluation continues a prompt, so it needs no lookup."""
         self._is_looked_up = True
 
     def _count_unknown(self, n_pages: int) -> None:
@@ -532,7 +532,7 @@ class Hook:
         return n_live, max(n - n_live, 0)
 
     def rewind(self, tokens: Tokens) -> int:
-        """Cut the context to what it can continue from of a sequence, for ``eval`` of the rest; how much that is."""
+        """Cut the context to the prefix of a sequence that it can continue from; returns its length."""
         context = self.context
         context.settle()
         if context.bypass_reason() is not None:
@@ -590,7 +590,7 @@ class Hook:
         return list(self.context.lineage.keys())
 
     def bring(self, tokens: Tokens, take: Callable[[], bool]) -> bool:
-        """Have rows that wait in the context live, which are those of these tokens; if that fails, it is empty.
+        """Make parked rows, those of these tokens, live; if that fails, the context is empty.
 
         Parameters
         ----------
@@ -629,7 +629,7 @@ class Hook:
         self._capture(tail=True)
 
     def capture(self, *, wait: bool = True) -> int:
-        """Capture all of the context that is not stored, by default waiting for space in the queue; how many pages."""
+        """Capture all of the context that is not stored, by default waiting for space in the queue; returns a count."""
         self.context.settle()
         if not self._is_written or self.context.skip_reason() is not None:
             return 0

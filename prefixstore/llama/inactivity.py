@@ -1,4 +1,4 @@
-"""Warns once if a store is asked for one prompt after another and never does anything."""
+"""Warns once if a store is queried for one prompt after another and never does anything."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Inactivity:
         self._warned = False
 
     def prompt(self, *, is_looked_up: bool) -> None:
-        """A prompt begins; warn if nothing was done for the `PROMPTS` before it."""
+        """Note that a prompt begins; warn if nothing was done for the last `PROMPTS` prompts."""
         if self._warned:
             return
         activity = sum(self._counters[name] for name in ACTIVITY) - sum(self._counters[name] for name in GIVEN_UP)

@@ -1,6 +1,6 @@
-"""The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how it is emptied.
+"""The memory of a llama.cpp context, through ctypes: what it holds, what fits into it, and how to empty it.
 
-A change that is interrupted half-way is undone later: the `Unfinished` says how. It belongs to the ``Llama``, since the
+A change that is interrupted midway is undone later: `Unfinished` says how. It belongs to the ``Llama``, since the
 store that began the change may be gone by then.
 """
 
@@ -89,7 +89,7 @@ def kind_of(llm: llama_cpp.Llama) -> Kind:
 
 
 def streams_of(llm: llama_cpp.Llama) -> int:
-    """Into how many streams, one a sequence, llama.cpp divides the rows of attention; a state names their number."""
+    """The number of streams, one per sequence, into which llama.cpp divides attention rows; states contain it."""
     params = llm.context_params
     return 1 if params.kv_unified else max(int(params.n_seq_max), 1)
 
@@ -107,7 +107,7 @@ def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
 
 @dataclass(slots=True)
 class Unfinished:
-    """What has to be undone if a change of the memory of a ``Llama`` is interrupted. Written before the change.
+    """What must be undone if a change of the memory of a ``Llama`` is interrupted. Recorded before the change.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ class ContextMemory(ABC):
         return self.end() == 0
 
     def discard(self) -> None:
-        """Empty the context, its data too, and have the Llama know that it is empty.
+        """Empty the context, including its data, and tell the Llama.
 
         Freeing cells is not enough: masked attention multiplies what is left in them by 0, which is NaN for NaN and
         infinity.
@@ -223,7 +223,7 @@ class ContextMemory(ABC):
         return bool(llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1)
 
     def settle(self) -> bool:
-        """Undo what was interrupted; whether the context was cleared."""
+        """Undo an interrupted change; returns whether the context was cleared."""
         unfinished = self.unfinished
         if not unfinished.is_open:
             return False
@@ -299,7 +299,7 @@ class ContextMemory(ABC):
     # -- residents ----------------------------------------------------------------------------------------------------
 
     def park(self, name: str, tokens: Tokens) -> bool:
-        """Have the first tokens of sequence 0 wait under a name; false if no sequence is free."""
+        """Park the first tokens of sequence 0 under a name; false if no sequence is free."""
         return self.residents.add(self._pointers()[1], name, tokens)
 
     def longest_resident(self, tokens: Tokens, preferred: str) -> tuple[str, int]:
@@ -311,7 +311,7 @@ class ContextMemory(ABC):
         return self.residents.bring(self._pointers()[1], name, n, keep=keep)
 
     def make_room(self, live: Tokens, need: int) -> None:
-        """Drop residents, as long as so many more cells cannot be free beside them and these live tokens.
+        """Drop residents until there is space for so many more cells beside them and these live tokens.
 
         Where that is not certain, llama.cpp says it: then `drop_oldest`.
         """
@@ -320,7 +320,7 @@ class ContextMemory(ABC):
             self.residents.make_room(mem, live, need, llama_cpp.llama_n_ctx(ctx))
 
     def drop_oldest(self) -> bool:
-        """Free the cells of the resident that waits longest; false if there is none."""
+        """Free the cells of the resident parked longest ago; false if there is none."""
         return self.residents.has_tags and self.residents.drop_oldest(self._pointers()[1])
 
     def sweep(self) -> None:
@@ -329,7 +329,7 @@ class ContextMemory(ABC):
             self.residents.sweep(self._pointers()[1])
 
     def drop_residents(self) -> None:
-        """Free the cells of all residents: something else may reach them now. Raises `ContextError`, as `sweep`."""
+        """Free the cells of all residents, since other code may access them now. Raises `ContextError`, as `sweep`."""
         self.residents.forget_all()
         self.sweep()
 

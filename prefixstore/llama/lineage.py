@@ -1,4 +1,4 @@
-"""The tokens that are known to be in a context, because they were evaluated or restored there."""
+"""The lineage: the tokens known to be in a context, because the store saw them evaluated or restored there."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ class Lineage:
         self.unscored = unscored
 
     def begin(self) -> Unknown | None:
-        """Note that the store itself is about to change the context: unknown until `end`. What it was before."""
+        """Note that the store itself changes the context: it is unknown until `end`. Returns what it was before."""
         before = self.unknown
         self.unknown = before or Unknown.INTERRUPTED
         self.in_flight = True
         return before
 
     def end(self, unknown: Unknown | None) -> None:
-        """Note that the change came to its end, and whether the context is unknown after it."""
+        """Note that the change is complete, and whether the context is unknown after it."""
         if unknown is not None and unknown is not self.unknown:
             self.lose(unknown)
         self.in_flight = False

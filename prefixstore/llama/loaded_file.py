@@ -1,4 +1,4 @@
-"""Whether a file is the one that a ``Llama`` has loaded: the path may lead to another file by now."""
+"""Checks that a file is the one that a ``Llama`` has loaded: the path may lead to another file by now."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _hash(file: Any) -> str:
 
 
 def file_identity(stat: os.stat_result) -> list[int]:
-    """What tells whether a file is still the same one, with the same content."""
+    """The facts that show whether a file is still the same one, with the same content."""
     return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 

@@ -1,8 +1,8 @@
 """Text that is longer than the context: its first and its last tokens stay, those between are dropped (StreamingLLM).
 
-What remains is moved: llama.cpp turns the keys to their new positions. Such rows still carry what was dropped, so they
-are not those that computing the remaining tokens would give, and nothing is stored of them. Nor are they reused: the
-context is emptied at the end.
+What remains is moved: llama.cpp rotates the keys to their new positions. Such rows still depend on what was dropped, so
+they are not those that computing the remaining tokens would give, and nothing is stored of them. Nor are they reused:
+the context is emptied at the end.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class MovingWindow:
         return n
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after those before, and drop what has left the window to make room for them."""
+        """Evaluate further tokens, and drop what leaves the window to make room for them."""
         llm = self._hook.llm
         at = 0
         while at < len(tokens):

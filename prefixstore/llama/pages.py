@@ -1,4 +1,4 @@
-"""Pages of a context: out of it into the write queue, and stored ones back into it."""
+"""The strategy for memory that can step back: captures pages into the write queue, and restores stored ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idle conversations whose rows stay in the context while another one has its turn."""
+"""Parks idle sessions: their rows stay in the context while another session uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Parking", "cannot_park"]
 
 
 def cannot_park(hook: Hook) -> str | None:
-    """Why idle sequences cannot wait in a context; None if they can."""
+    """Why idle sequences cannot be parked in a context; None if they can."""
     kind = hook.kind
     if kind.has_snapshots:
         return "recurrent memory has only one state, and no rows to park"
@@ -28,7 +28,7 @@ def cannot_park(hook: Hook) -> str | None:
 
 
 class Parking:
-    """Keeps the rows of conversations that had their turn, at most so many.
+    """Keeps the rows of at most so many idle sessions in the context.
 
     `park` and `bring` are called by the thread that uses the ``Llama``, the others by any.
 
@@ -65,11 +65,11 @@ class Parking:
 
     @property
     def cells(self) -> dict[str, int]:
-        """How many cells of the context each of those that wait has."""
+        """How many cells of the context each parked session has."""
         return self._memory.residents.cells()
 
     def park(self, name: str, tokens: Tokens, before: str) -> bool:
-        """Keep the rows of a conversation that is live, before another one is brought; false if it is not live."""
+        """Park the rows of the live session, before another one is brought; false if it is not live."""
         context, residents = self._hook.context, self._memory.residents
         if not self._most or not len(tokens):
             return False
@@ -85,7 +85,7 @@ class Parking:
         return self._memory.park(name, tokens)
 
     def bring(self, name: str, tokens: Tokens) -> int:
-        """Have what waits of a conversation live again, if that is more than what is; how many of its tokens.
+        """Make the parked rows of a session live again, if they are more than the live ones; the number of tokens.
 
         A fork finds the rows of what it was forked from, and leaves them there.
         """
@@ -107,9 +107,9 @@ class Parking:
         return n if hook.bring(tokens[:n], partial(memory.bring, found, n, keep=found != name)) else 0
 
     def forget(self, name: str) -> None:
-        """Keep one no longer."""
+        """Forget a parked session."""
         self._memory.residents.forget(name)
 
     def forget_all(self) -> None:
-        """Keep none of them any longer."""
+        """Forget all parked sessions."""
         self._memory.residents.forget_all()

@@ -1,4 +1,4 @@
-"""The log of llama.cpp, which it writes to stderr."""
+"""Discards the log that llama.cpp writes to stderr."""
 
 from __future__ import annotations
 

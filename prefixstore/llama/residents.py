@@ -1,8 +1,8 @@
-"""Rows that wait in a context: the tags of sequences beside the one in which the ``Llama`` computes.
+"""Residents: sequences whose rows stay in a context, by tags, beside the one in which the ``Llama`` computes.
 
 A resident is a note (a name, a sequence, its tokens) and the tags of its cells. Notes may be removed in any thread;
-tags are changed only by the thread that uses the ``Llama``. A sequence without a note is swept by that thread later,
-so whatever is interrupted between the two leaves cells that are freed, and never rows under a wrong name.
+tags are changed only by the thread that uses the ``Llama``. A sequence without a note is removed by that thread later,
+so an interrupt between the two leaves cells that are freed later, and never rows under a wrong name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ END = -1
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A sequence that waits, and its tokens, from position 0 on."""
+    """A parked sequence, and its tokens from position 0 on."""
 
     sequence: int
     tokens: Tokens
@@ -68,7 +68,7 @@ class Residents:
         self._named.pop(name, None)
 
     def forget_oldest(self, *, but: str) -> None:
-        """Forget the one that waits longest, other than `but`."""
+        """Forget the one parked longest ago, other than `but`."""
         for name in list(self._named):
             if name != but:
                 self.forget(name)
@@ -79,12 +79,12 @@ class Residents:
         self._named.clear()
 
     def lost(self) -> None:
-        """The whole memory was cleared."""
+        """Note that the whole memory was cleared."""
         self._named.clear()
         self._used.clear()
 
     def least_cells(self, live: Tokens) -> int:
-        """How many cells they and the live sequence have at least: as if they shared each common beginning."""
+        """The least number of cells that they and the live sequence have, as if they shared each common beginning."""
         residents = tuple(self._named.values())
         if self._least[0] != residents:
             self._least = residents, _least([resident.tokens for resident in residents])
@@ -141,7 +141,7 @@ class Residents:
         return bool(left)
 
     def drop_oldest(self, mem: Any) -> bool:
-        """Free the cells of those that were forgotten, or else of the one that waits longest; whether there was any."""
+        """Free the cells of forgotten residents, or else of the one parked longest ago; whether there was any."""
         if self.sweep(mem):
             return True
         for name in list(self._named):
@@ -150,7 +150,7 @@ class Residents:
         return False
 
     def make_room(self, mem: Any, live: Tokens, need: int, capacity: int) -> None:
-        """Drop the oldest ones, as long as so many more cells cannot be free beside them and the live sequence."""
+        """Drop the oldest ones until there is space for so many more cells beside them and the live sequence."""
         if len(self._used) != len(self._named):
             self.sweep(mem)
         while sum(self.cells().values()) + len(live) + need > capacity:

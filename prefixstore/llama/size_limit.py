@@ -1,6 +1,6 @@
 """How large a state of a context can be, from the sizes in the metadata of its model: a loose upper bound.
 
-A record says how many bytes its payload unpacks to. Before a context has seen a state of its own, this is what keeps
+A record says how many bytes its payload unpacks to. Until a context has seen a state of its own, this keeps
 a forged record from claiming more than the context could ever hold.
 """
 

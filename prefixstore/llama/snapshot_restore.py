@@ -1,4 +1,4 @@
-"""Stored snapshots back into a context whose memory cannot step back."""
+"""Restores stored snapshots into a context whose memory cannot step back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Unfit(Enum):
 def resume(
     context: Context[SnapshotMemory], tokens: Tokens, limit: int, live: int, *, always: bool, multiple_of: int
 ) -> bool:
-    """Restore the deepest snapshot of a prompt, unless the context has come as far already; see `Strategy.restore`.
+    """Restore the deepest snapshot of a prompt, unless the context is as far already; see `Strategy.restore`.
 
     `live` is how much of the prompt the context holds and can continue from. Raises `StorageError`.
     """

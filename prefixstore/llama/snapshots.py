@@ -1,4 +1,4 @@
-"""Snapshots of a context whose memory cannot step back, into the write queue.
+"""The strategy for memory that cannot step back: captures snapshots, and has stored ones restored.
 
 A snapshot is what is needed to resume at one position. For recurrent memory that is its whole state; the pages before
 it are empty, and hold only tokens. For hybrid memory it is the recurrent part, copied while the context is at that
@@ -133,7 +133,7 @@ class SnapshotStrategy:
             self.before_leaving()
 
     def before_leaving(self) -> None:
-        """Copy the rows of all snapshots that wait for them."""
+        """Copy the rows of all snapshots that still lack them."""
         if self.waiting and self.context.catch_up():
             self._drop_outdated()
             started = time.perf_counter()

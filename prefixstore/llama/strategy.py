@@ -41,7 +41,7 @@ class Strategy(Protocol):
         """Whether to capture after a batch that began at position `before`."""
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Take what is not stored; the number of pages and snapshots that will be written.
+        """Capture what is not stored; returns the number of pages and snapshots that will be written.
 
         Parameters
         ----------

@@ -1,11 +1,11 @@
-"""Notices whatever reaches a llama.cpp context other than through the store.
+"""Detects any access to a llama.cpp context other than through the store.
 
-Everything that llama.cpp does with a context it is asked to do with a pointer to it, and Python code reads that pointer
+Whatever llama.cpp does with a context, it needs a pointer to it, and Python code reads that pointer
 from the ``LlamaContext`` of the ``Llama``. So there is one thing to watch instead of a list of methods: **what reads
 the pointer makes the context unknown, before it can use it.** Unknown is the default. Exempt are the functions of
 llama-cpp-python that are known to read only (`READERS`), and the store itself.
 
-A pointer that was read earlier, or past the attribute, is not seen. For this there are llama.cpp's own counters of
+A pointer that was read earlier, or past the attribute, is not seen. For these there are llama.cpp's own counters of
 decoded tokens (`DecodeCounters`).
 """
 
@@ -89,7 +89,7 @@ class DecodeCounters:
 
 
 class Watch:
-    """Replaces the class of a ``LlamaContext``, so that reading its pointers is noticed.
+    """Replaces the class of a ``LlamaContext``, so that reading its pointers is detected.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ class Watch:
         return self._pointer
 
     def notice(self, caller: FrameType) -> None:
-        """A pointer is read. The frame is the reader's."""
+        """Called when a pointer is read. The frame is the reader's."""
         if self._lineage.in_flight:
             return
         reader = caller.f_back if caller.f_code is _PASSING_ON else caller
@@ -169,19 +169,19 @@ class Watch:
             self.changed()
 
     def changed(self) -> None:
-        """The context is about to be changed."""
+        """Called when the context is about to be changed."""
         with contextlib.suppress(PrefixStoreError):  # it is being closed: there is nothing to undo
             self._settle()
             self._memory.drop_residents()
         self._lineage.lose(Unknown.CHANGED)
 
     def replaced(self) -> None:
-        """A pointer is set, as ``close()`` does; the context may be freed, so nothing can be undone in it."""
+        """Called when a pointer is set, as by ``close()``; the context may be freed, so nothing can be undone in it."""
         self._lineage.lose(Unknown.CHANGED)
 
     @property
     def has_residents(self) -> bool:
-        """Whether other sequences wait in the context."""
+        """Whether sequences are parked in the context."""
         return self._memory.residents.has_tags
 
     # -- calls with a known meaning -----------------------------------------------------------------------------------

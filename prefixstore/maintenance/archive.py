@@ -189,7 +189,7 @@ class Archive:
     # -- inspecting ---------------------------------------------------------------------------------------------------
 
     def view(self) -> AbstractContextManager[View]:
-        """A view of what is stored now, to which the index is brought up, so that `path` and `find` agree with it."""
+        """A view of what is stored now; the index is refreshed from it, so that `path` and `find` agree with it."""
         return self.engine.view()
 
     def used(self) -> Used:
@@ -347,7 +347,7 @@ class Archive:
         return evicted
 
     def evict_to(self, max_bytes: int) -> Removed:
-        """As `evict`; how much was deleted."""
+        """As `evict`; returns how much was deleted."""
         evicted = self.evict(parse_bytes(max_bytes, "max_bytes"))
         return Removed(len(evicted.pages), evicted.bytes)
 
@@ -439,7 +439,7 @@ class Archive:
 
     @property
     def n_newer(self) -> int:
-        """How many pages a newer version wrote: it is not known what they match."""
+        """How many pages a newer version wrote, so that it is unknown what they match."""
         return self.engine.n_newer
 
     def _choices(
@@ -474,7 +474,7 @@ class Archive:
         self.engine.scrub()
 
     def repair(self, max_bytes: int | None = None) -> tuple[list[Violation], Removed]:
-        """Delete damaged pages and their descendants, and build a wrong order of children again.
+        """Delete damaged pages and their descendants, and rebuild a wrong index of children.
 
         Returns what was found, and how much was deleted.
 

@@ -1,4 +1,4 @@
-"""The prefixes of a location that are used most."""
+"""The most used prefixes of a location."""
 
 from __future__ import annotations
 

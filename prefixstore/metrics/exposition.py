@@ -1,4 +1,4 @@
-"""The text that a scrape is answered with."""
+"""The response to a scrape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def import_prometheus() -> ModuleType:
 
 
 def new_registry() -> CollectorRegistry:
-    """An empty registry, so that what else runs in the process neither adds to these metrics nor clashes with them.
+    """An empty registry, so that other code in the process neither adds to these metrics nor clashes with them.
 
     Raises
     ------
@@ -37,7 +37,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def render(registry: CollectorRegistry) -> tuple[bytes, str]:
-    """The body and the content type of an answer to a scrape of this registry."""
+    """The body and the content type of the response to a scrape of this registry."""
     prometheus = import_prometheus()
     text: bytes = prometheus.generate_latest(_WithoutCreated(registry))
     return text, prometheus.CONTENT_TYPE_LATEST

@@ -1,4 +1,4 @@
-"""Values of labels: a bounded number of plain names."""
+"""Keeps the values of labels to a bounded number of plain names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
 class Reasons:
-    """The first `MOST_REASONS` reasons that were asked for; all others are `OTHER`."""
+    """The first `MOST_REASONS` reasons that are used; all others become `OTHER`."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
         self._lock = threading.Lock()
 
     def label(self, reason: str) -> str:
-        """The reason, or `OTHER` if it is not a plain name, or one too many."""
+        """The reason, or `OTHER` if it is not a plain name, or there are too many."""
         # one that is known is found without the lock
         if reason in self._known:
             return reason
@@ -36,7 +36,7 @@ class Reasons:
 
 
 def bounded(counts: Mapping[str, int]) -> dict[str, int]:
-    """Counts by reason, those of all reasons that are not plain names, or too many, as `OTHER`."""
+    """Counts by reason; reasons that are not plain names, or too many, are counted as `OTHER`."""
     reasons = Reasons()
     found: Counter[str] = Counter()
     for reason, n in counts.items():

@@ -1,4 +1,4 @@
-"""What a location holds, for Prometheus, without a process that uses it: for the text files of node_exporter."""
+"""Prometheus metrics of a location without a store: for the textfile collector of node_exporter."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Share(NamedTuple):
 SHARES = {
     "model_pages": ("pages", "Pages of a model."),
     "model_tokens": ("tokens", "Tokens in the pages of a model."),
-    "model_stored_bytes": ("stored_bytes", "Payloads of the pages of a model, as stored."),
-    "model_state_bytes": ("state_bytes", "States that the payloads of a model decode to."),
+    "model_stored_bytes": ("stored_bytes", "Size of the payloads of a model, as stored."),
+    "model_state_bytes": ("state_bytes", "Size of the states that the payloads of a model decode to."),
     "model_hits": ("hits", "How often the stored pages of a model were used."),
     "model_pinned_pages": ("pinned", "Pages of a model that are pinned."),
 }
@@ -63,11 +63,11 @@ SHARES = {
 
 # by the name of the gauge: what the figures call it
 FIGURES = {
-    "kept_prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up, as the location keeps it."),
-    "kept_restored_tokens": ("tokens_restored", "Tokens that were restored, as the location keeps it."),
-    "kept_computed_tokens": ("tokens_computed", "Tokens that were computed, as the location keeps it."),
-    "kept_saved_seconds": ("seconds_saved", "Time that restoring has saved, as the location keeps it."),
-    "kept_evicted_pages": ("evictions", "Pages that were evicted, as the location keeps it."),
+    "kept_prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up, as recorded in the location."),
+    "kept_restored_tokens": ("tokens_restored", "Tokens that were restored, as recorded in the location."),
+    "kept_computed_tokens": ("tokens_computed", "Tokens that were computed, as recorded in the location."),
+    "kept_saved_seconds": ("seconds_saved", "Time saved by restoring, as recorded in the location."),
+    "kept_evicted_pages": ("evictions", "Pages that were evicted, as recorded in the location."),
 }
 WINDOWS = {"hour": HOUR, "day": DAY, "year": None}
 
@@ -75,7 +75,7 @@ WINDOWS = {"hour": HOUR, "day": DAY, "year": None}
 def location_text(
     used: Used, shares: Iterable[Share], max_bytes: int | None = None, history: History | None = None
 ) -> str:
-    """What a location holds: in all, and of each model, all tenants together.
+    """What a location holds: in total, and by model, all tenants together.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def location_text(
 
 def _tell_history(gauge: Any, registry: CollectorRegistry, history: History) -> None:
     labels = ("window", "purpose")
-    text = "Lookups by where the beginning of the prompt came from, as the location keeps it."
+    text = "Lookups by the source of the reused prefix, as recorded in the location."
     lookups = gauge("prefixstore_kept_lookups", text, (*labels, "source"), registry=registry)
     gauges = {name: gauge(f"prefixstore_{name}", FIGURES[name][1], labels, registry=registry) for name in FIGURES}
     for window, seconds in WINDOWS.items():

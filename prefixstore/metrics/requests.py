@@ -1,4 +1,4 @@
-"""What a server does with its requests, for Prometheus."""
+"""Prometheus metrics of a server's requests."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ class RequestMetrics:
 
         self._requests = counter(
             "requests_total",
-            "Requests for which the store was asked, by where the beginning of the prompt came from.",
+            "Requests that queried the store, by the source of the reused prefix.",
             "endpoint",
             "source",
         )
         self._misses = counter(
-            "request_misses_total", "Requests to which the store gave nothing, by reason.", "endpoint", "reason"
+            "request_misses_total", "Requests for which the store had nothing, by reason.", "endpoint", "reason"
         )
         self._passed = counter(
-            "requests_passed_total", "Requests for which the store was not asked, by reason.", "endpoint", "reason"
+            "requests_passed_total", "Requests that did not query the store, by reason.", "endpoint", "reason"
         )
         self._prompt = counter("request_prompt_tokens_total", "Tokens of the prompts.", "endpoint")
         self._live = counter(
@@ -98,7 +98,7 @@ class RequestMetrics:
             "Time by which restoring was faster than computing the same tokens.",
             "endpoint",
         )
-        self._lookup = histogram("request_lookup_seconds", "Time to find out what the store has of a prompt.")
+        self._lookup = histogram("request_lookup_seconds", "Time to look up a prompt in the store.")
         self._restore = histogram("request_restore_seconds", "Time to restore pages for a request.")
 
     def observe(
@@ -114,7 +114,7 @@ class RequestMetrics:
         restore_seconds: float | None = None,
         saved_seconds: float | None = 0.0,
     ) -> None:
-        """Count a request for which the store was asked. Never raises because of a value.
+        """Count a request that queried the store. Never raises because of a value.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class RequestMetrics:
                 histogram.labels(where).observe(_at_least_zero(seconds))
 
     def passed(self, endpoint: str, reason: str) -> None:
-        """Count a request that was passed through without asking the store, for this reason."""
+        """Count a request that was passed through without querying the store, for this reason."""
         self._passed.labels(self._endpoint(endpoint), self._reasons.label(reason)).inc()
 
     def _endpoint(self, path: str) -> str:

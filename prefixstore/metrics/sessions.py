@@ -1,4 +1,4 @@
-"""What the sessions of a store have done, and what the context holds of them, for Prometheus."""
+"""Prometheus metrics of the sessions of a store, and of the context that they share."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ COUNTS = {
 }
 GAUGES = {
     "sessions": "Sessions in this process.",
-    "sessions_waiting": "Admissions that wait for the Llama, or have it.",
-    "resident_sessions": "Idle sessions whose rows wait in the context.",
-    "session_cells": "Cells of the context by what they are for: the session that is live, or those that wait.",
+    "sessions_waiting": "Admissions that wait for the Llama, or hold it.",
+    "resident_sessions": "Idle sessions whose rows are parked in the context.",
+    "session_cells": "Cells of the context: of the live session, or of parked ones.",
 }
 
 
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 def samples(engine: Engine) -> Iterator[Sample]:
-    """The values for one store; none if it never had sessions. Names of sessions are not told."""
+    """The values for one store; none if it never had sessions. Names of sessions are not exposed."""
     counters: Counters = engine.counters
     counted = engine.session_counts()
     sources = counters.group("session")

@@ -1,4 +1,4 @@
-"""What stores have done, and what their locations hold, for Prometheus."""
+"""Prometheus metrics of stores and of their locations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["GAUGES", "HasEngine", "StoreMetrics", "store_text"]
 
 
 class HasEngine(Protocol):
-    """What is a store for `StoreMetrics`: a `PrefixStore`, a `SlotStore`, an `Archive`."""
+    """The stores that `StoreMetrics` accepts: a `PrefixStore`, a `SlotStore`, an `Archive`."""
 
     @property
     def engine(self) -> Engine:
@@ -34,15 +34,15 @@ class HasEngine(Protocol):
 COUNTS = {
     "prompt_tokens": ("prompt_tokens", "Tokens of the prompts that were looked up."),
     "restored_tokens": ("tokens_restored", "Tokens restored from the store."),
-    "computed_tokens": ("tokens_computed", "Tokens computed by eval, those of the answers too."),
+    "computed_tokens": ("tokens_computed", "Tokens computed by eval, including those of the answers."),
     "written_pages": ("allocations", "Pages and snapshots written to the location."),
-    "deleted_pages": ("frees", "Pages and snapshots deleted from it, for whatever reason."),
+    "deleted_pages": ("frees", "Pages and snapshots deleted from the location, for any reason."),
     "evicted_pages": ("evictions", "Pages evicted for space."),
-    "expired_pages": ("expired", "Pages deleted because their time to live had ended."),
+    "expired_pages": ("expired", "Pages deleted because their time to live had passed."),
     "corrupt_pages": ("corrupt", "Pages deleted because they were damaged."),
-    "packed_pages": ("packed", "Stored pages that were packed because the location was full."),
+    "packed_pages": ("packed", "Stored pages that were packed because space was short."),
     "unpacked_pages": ("unpacked", "Packed pages that were made raw again."),
-    "outages": ("outages", "How often the location failed, or was slow, so that it was not asked for a while."),
+    "outages": ("outages", "How often the circuit breaker opened because the location failed or was slow."),
 }
 TIMES = {
     "saved_seconds": ("saved", "Time by which restoring was faster than computing the same tokens."),
@@ -58,17 +58,17 @@ GROUPS = {
     ),
     "dropped_pages": (
         "dropped",
-        "Pages that were captured, or should have been, and are not stored, by reason.",
+        "Pages that were captured, or should have been, but are not stored, by reason.",
         ("queue_full", "budget", "quota", "admission", "full", "unavailable", "error"),
     ),
     "outdated_pages": (
         "outdated",
-        "Captured pages that something newer replaced before they were written, by reason; nothing is lost by that.",
+        "Captured pages that were superseded before they were written, by reason; nothing is lost.",
         ("superseded", "thinned", "deleted"),
     ),
     "unreadable_pages": (
         "unreadable",
-        "Pages that were found and could not be restored, by reason.",
+        "Pages that were found but could not be restored, by reason.",
         ("corrupt", "vanished", "unavailable"),
     ),
 }
@@ -81,15 +81,15 @@ HISTOGRAMS = {
 GAUGES = {
     "used_bytes": "Bytes in use, by tier: the location with its index, and the states in RAM.",
     "budget_bytes": "Bytes that may be in use, by tier.",
-    "peak_bytes": "The most bytes that the location held since the store was opened, as far as it has seen.",
+    "peak_bytes": "The largest size of the location that this process has seen since the store was opened.",
     "pages": "Pages in the location.",
     "budget_pages": "Pages that may be in the location; missing if there is no limit.",
-    "stored_bytes": "Payloads of the pages, as stored.",
-    "state_bytes": "States that the payloads decode to.",
-    "pending_pages": "Pages and snapshots captured and not yet written.",
-    "queued_bytes": "Bytes captured and not yet written.",
+    "stored_bytes": "Size of the payloads, as stored.",
+    "state_bytes": "Size of the states that the payloads decode to.",
+    "pending_pages": "Pages and snapshots captured but not yet written.",
+    "queued_bytes": "Bytes captured but not yet written.",
     "queue_budget_bytes": "Bytes that may wait to be written.",
-    "location_up": "1 if the location answers, 0 if it failed or is closed; sizes are the last known ones then.",
+    "location_up": "1 if the location answers, 0 if it failed or is closed; then sizes are the last known ones.",
 }
 FORMS = ("page", "snapshot")
 # of gauges
@@ -108,22 +108,22 @@ class _Family(NamedTuple):
 
 
 FAMILIES: dict[str, _Family] = {
-    "lookups": _Family("counter", "Lookups, by where the beginning of the prompt came from.", ("source",)),
+    "lookups": _Family("counter", "Lookups, by the source of the reused prefix.", ("source",)),
     **{name: _Family("counter", text, ("reason",)) for name, (_, text, _) in GROUPS.items()},
     "captured_pages": _Family("counter", "Pages and snapshots copied out of contexts.", ("form",)),
     **{name: _Family("counter", text) for name, (_, text) in (COUNTS | TIMES | sessions.COUNTS).items()},
-    "late": _Family("counter", "Restores given up in the middle, and lookups that did not wait for a far location."),
-    "session_admissions": _Family("counter", "Admissions, by where the tokens of the session came from.", ("source",)),
+    "late": _Family("counter", "Restores given up midway, and lookups that did not wait for a far location."),
+    "session_admissions": _Family("counter", "Admissions, by the source of the session's tokens.", ("source",)),
     **{name: _Family("histogram", text) for name, (_, text) in HISTOGRAMS.items()},
     **{name: _Family("gauge", text, LABELS.get(name, ())) for name, text in (GAUGES | sessions.GAUGES).items()},
 }
 
 
 class StoreMetrics:
-    """Tells a registry what stores have done. May be used from many threads.
+    """Reports to a registry what stores have done. May be used from many threads.
 
-    It reads the stores when it is scraped, and costs them nothing otherwise. While a location fails, and after its
-    store is closed, it tells the counts and the last known sizes. After a fork, a child tells what its parent had
+    It reads the stores when they are scraped, and costs nothing otherwise. While a location fails, and after its
+    store is closed, it reports the counts and the last known sizes. After a fork, a child reports what its parent had
     counted until then, and what it has done itself.
 
     Parameters
@@ -152,7 +152,7 @@ class StoreMetrics:
             raise InvalidParameterError("registry has a StoreMetrics already: add() the store to that") from error
 
     def add(self, store: Engine | HasEngine, name: str = "") -> None:
-        """Tell of this store too, in place of the one of this name: the value of the label `store`. Keeps its engine.
+        """Report this store, too, instead of the one with this name: the value of the label `store`. Keeps its engine.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class StoreMetrics:
         self._engines[name] = store if isinstance(store, Engine) else store.engine
 
     def remove(self, name: str = "") -> None:
-        """Tell no more of the store of this name."""
+        """Stop reporting the store with this name."""
         self._engines.pop(name, None)
 
     def describe(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What a report says, as JSON: short columns instead of one object for each run."""
+"""The content of a report, as JSON: compact columns instead of one object for each run."""
 
 from __future__ import annotations
 

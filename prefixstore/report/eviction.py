@@ -1,4 +1,4 @@
-"""What eviction has taken, as far as the policy remembers it, and what another size of the store would give."""
+"""What was evicted, as far as the policy remembers it, and estimates for other sizes of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a location tells of how it was used: by hour and by day, as far as that is kept in it."""
+"""How a location was used: by hour and by day, as far as the location keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is called: the text, or the token ids, with which it parts from the others that follow the same page."""
+"""The label of a run: the text, or the token ids, with which it diverges from its siblings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHOWN = {**CONTROLS, **BIDI, ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): None
 
 
 def visible(text: str) -> str:
-    """A text as one line, with nothing in it that cannot be seen."""
+    """A text as one line, without invisible characters."""
     return text.translate(SHOWN).encode("utf-8", "replace").decode()
 
 

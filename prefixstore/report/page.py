@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, or a shell that asks a server for its content."""
+"""The report as an HTML page: one self-contained file, or a shell that asks a server for its content."""
 
 from __future__ import annotations
 

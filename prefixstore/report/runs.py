@@ -1,4 +1,4 @@
-"""The prefix tree of a location as runs, in columns: of each page only what a report shows is read."""
+"""The prefix tree of a location as runs of pages, in columns; only what a report shows is read of each page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USES = (1, 2, 4, 8, 16, 64)
 
 
 def read_facts(view: View) -> Facts:
-    """Facts of all pages, those that cannot be read included."""
+    """Facts of all pages, including those that cannot be read."""
     found, after = [], b""
     while len(some := view.facts(after, SLICE)):
         found.append(some)
@@ -169,7 +169,7 @@ def _believable(times: Column, now: int) -> Column:
 
 
 def limited(runs: Runs, most: int = MOST_RUNS) -> Runs:
-    """At most so many runs, those with the largest subtrees, and one more after each for what is left out there."""
+    """At most so many runs, those with the largest subtrees, each with one more run for what is left out below it."""
     if len(runs) <= most:
         return runs
     below = runs.n_bytes.tolist()

@@ -1,4 +1,4 @@
-"""Whether the server lets a client in, found out before anything is done for it."""
+"""Whether the server accepts a client, found out before any work is done for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFUSALS = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 
 
 class Admission:
-    """Asks the server about each API key once, and remembers those that it takes.
+    """Asks the server about each API key once, and remembers the accepted ones.
 
     A client without a key must not get a slot, or have a body read and understood.
 
@@ -32,7 +32,7 @@ class Admission:
         self._let_in: OrderedDict[bytes, None] = OrderedDict()
 
     async def refusal(self, headers: Headers) -> Reply | None:
-        """The server's refusal of a client with these headers; None if it is let in.
+        """The server's refusal of a client with these headers; None if it is accepted.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What the end of an answer says about the work that was done for it."""
+"""What the end of a response reports about the work that was done for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST = 1e15
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens and time of a request, as the server has counted them.
+    """Tokens and time of a request, as the server reports them.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Usage:
 
 
 class AnswerTail:
-    """The last bytes of an answer that passes through."""
+    """The last bytes of a response that is passed through."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -47,7 +47,7 @@ class AnswerTail:
         self._tail = (self._tail + chunk)[-KEPT:]
 
     def usage(self) -> Usage | None:
-        """What the server says; None if it says nothing, as before the end of a stream."""
+        """What the server reports; None if it reports nothing, as before the end of a stream."""
         found = TIMINGS.findall(self._tail)
         if found:
             timings = _numbers(found[-1])

@@ -154,7 +154,7 @@ TRUE = ("on", "enabled", "true", "1")
 
 @dataclass
 class Arguments:
-    """What arguments and environment say.
+    """The options of a server, from its arguments and environment.
 
     Attributes
     ----------
@@ -176,12 +176,12 @@ class Arguments:
 
 
 def option_name(argument: str) -> str:
-    """An option as llama-server's tables have it, which takes ``--api_key``, too."""
+    """The usual name of an option: llama-server also accepts ``--api_key``."""
     return argument.replace("_", "-") if argument.startswith("--") else argument
 
 
 def parse_arguments(argv: Sequence[str], environ: Mapping[str, str]) -> Arguments:
-    """What the arguments of a llama-server, after its name, and its environment say; arguments go over variables."""
+    """The options in the arguments of a llama-server, after its name, and in its environment; arguments come first."""
     found = Arguments()
     # of two variables for one setting, the one whose option stands last in llama-server's own list counts
     for name in sorted(environ, key=lambda name: (ORDER.get(name, 0), name)):

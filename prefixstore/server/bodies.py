@@ -1,4 +1,4 @@
-"""The bodies of requests: how much memory they may take together, and what must not stop others while it is read."""
+"""The bodies of requests: a limit for their total memory, and parsing of large ones outside the event loop."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _reader = ThreadPoolExecutor(1, thread_name_prefix="prefixstore-parse")
 
 
 class BodiesFullError(Exception):
-    """The requests that are being answered have as many bytes together as they may."""
+    """The bodies of the requests in progress have reached their limit."""
 
 
 class BodyBudget:
-    """Bytes that the bodies of all requests may have together. Used in the event loop only.
+    """The limit for the bodies of all requests together, in bytes. Used in the event loop only.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class BodyBudget:
         self.limit, self.used = limit, 0
 
     def check(self, n: int) -> None:
-        """Raise `BodiesFullError` if so many bytes have no room at present."""
+        """Raise `BodiesFullError` if so many bytes would exceed the limit now."""
         if self.used + n > self.limit:
             raise BodiesFullError
 
@@ -44,12 +44,12 @@ class BodyBudget:
         self.used += n
 
     def give_back(self, n: int) -> None:
-        """Give bytes back that were taken."""
+        """Give back bytes that were taken."""
         self.used -= n
 
 
 async def aside(size: int, work: Callable[[], T]) -> T:
-    """The result of work on an input of this size, in a thread if that is large: other requests go on meanwhile.
+    """Do work on an input of this size, in a thread if it is large, so that other requests continue.
 
     The parser of JSON itself lets no other thread run; `prompts.parse` bounds how long that may take.
     """

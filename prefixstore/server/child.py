@@ -1,4 +1,4 @@
-"""A llama-server as a child process: started, watched, started again after a crash, ended with its parent."""
+"""A llama-server as a child process: started, watched, restarted after a crash, ended with its parent."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ CHILD_URL = "http://llama-server"
 
 
 class Command(Protocol):
-    """What is started."""
+    """The command that a child process runs."""
 
     @property
     def key(self) -> str:
-        """A key with which it can be asked."""
+        """An API key that it accepts."""
 
     @property
     def socket(self) -> Path:
         """Where it listens."""
 
     def prepare(self) -> None:
-        """Make what it needs on disk. Raises `ServerError`."""
+        """Create what it needs on disk. Raises `ServerError`."""
 
     def argv(self) -> list[str]:
         """All arguments."""
 
 
 class Child:
-    """A llama-server that runs until `stop`, and is started again if it ends before, or hangs.
+    """A llama-server that runs until `stop`, and is restarted if it ends before, or hangs.
 
     It must be run from a thread that lives as long as the process: Linux kills the child when the
     thread that started it ends.
@@ -123,7 +123,7 @@ class Child:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """End it, and wait until it has ended; `at_once` without a chance to do so itself."""
+        """End it, and wait until it has ended; `at_once` kills it."""
         self._stopping.set()
         process = self.process
         if process is None or process.returncode is not None:

@@ -1,4 +1,4 @@
-"""A client of llama-server: what it is doing, what its slots hold, and their files."""
+"""A client of llama-server: its health and properties, its slots, and their files."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class LlamaServer:
         return Health("ok")
 
     def props(self, *, quiet: bool = False) -> Props:
-        """What it says about itself.
+        """Its properties.
 
         Raises
         ------
@@ -171,7 +171,7 @@ class LlamaServer:
         raise InvalidParameterError(f"slot={shown(i)}: {self.url} has the slots {', '.join(map(str, sorted(found)))}")
 
     def process(self) -> ProcessMemory | None:
-        """The memory of its process, if that is on this machine and may be read."""
+        """The memory of its process, if it is on this machine and can be read."""
         if self._host not in LOCAL_HOSTS:
             return None
         pid = listening_process(self._port)
@@ -222,7 +222,7 @@ class LlamaServer:
         return self._action(answer, "n_erased", None, None)
 
     def evaluate(self, slot: int, tokens: Sequence[int]) -> None:
-        """Have a slot hold these tokens, instead of what it holds. Raises `ServerError`."""
+        """Have a slot evaluate these tokens, in place of what it holds. Raises `ServerError`."""
         body = {"prompt": list(tokens), "n_predict": 0, "id_slot": slot, "cache_prompt": False, "temperature": 0}
         self._ask("POST", "/completion", body)
 

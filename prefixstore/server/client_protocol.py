@@ -1,4 +1,4 @@
-"""HTTP/1.1 of clients as httptools reads it: what it would leave out, and what it does not limit."""
+"""HTTP/1.1 of clients, as httptools parses it, with the checks and limits that it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of a llama-server as a child process: what the user gave, checked, and what is added."""
+"""The command line of a llama-server as a child process: the user's arguments, checked, and what is added."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ServerCommand:
         self._cache_ram = cache_ram
 
     def prepare(self) -> None:
-        """Make what the server needs in the directory, and the directory if somebody has removed it.
+        """Create what the server needs in the directory, and the directory if it was removed.
 
         Logind does that to users who are not system users, when they log out.
 
@@ -169,7 +169,7 @@ def number_of(argv: Sequence[str], names: Sequence[str], variable: str | None) -
 
 
 def api_keys_of(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the server asks its clients for a key."""
+    """Whether the server requires a key of its clients."""
     options = values_of(argv, ("--api-key", "--api-key-file"))
     return any(options) or bool(environ.get("LLAMA_API_KEY") or environ.get("LLAMA_ARG_API_KEY_FILE"))
 

@@ -1,4 +1,4 @@
-"""How the completions of a ``Llama`` came by their prompts: what was live, what was restored, what was computed."""
+"""How the prompts of a ``Llama``'s completions were served: tokens live, restored and computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("prefixstore")
 
 
 class Metrics(Protocol):
-    """What is told about each request; `prefixstore.metrics.RequestMetrics` has these methods."""
+    """Receives the figures of each request; `prefixstore.metrics.RequestMetrics` has these methods."""
 
     def observe(
         self,
@@ -40,7 +40,7 @@ class Metrics(Protocol):
         """A prompt was evaluated."""
 
     def passed(self, endpoint: str, reason: str) -> None:
-        """A request went past the store."""
+        """A request bypassed the store."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ current_request: ContextVar[Request | None] = ContextVar("current_request", defa
 
 
 class CompletionWatch:
-    """Replaces two methods of a ``Llama``, and notes the `PromptOrigin` of each completion in the current request.
+    """Replaces two methods of a ``Llama``, and adds the `PromptOrigin` of each completion to the current request.
 
     It does not keep the ``Llama`` alive, and an error in it does not reach the completion.
 

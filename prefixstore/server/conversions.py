@@ -1,4 +1,4 @@
-"""Requests of other interfaces as the chat that llama-server makes of them.
+"""Requests of other interfaces as the chat that llama-server converts them to.
 
 These follow ``server-chat.cpp``. Where they differ, the tokens are guessed wrong, which costs time and never an answer:
 the server compares the tokens of a slot with those of the request.

@@ -1,7 +1,7 @@
 """A ``Model`` of llama-cpp-python's example server: its namespace, and the layout of its states.
 
-The ``Model`` does not say with which settings its context was made, and llama.cpp cannot be asked. They are given, or a
-short evaluation stands for them: what it computes depends on all of them.
+The ``Model`` does not say with which settings its context was created, and llama.cpp cannot be asked. They are given,
+or a short evaluation represents them: its result depends on all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One HTTP request of a client and the answer to it, in ASGI's terms."""
+"""One HTTP request of a client and the response to it, in ASGI's terms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BodyTooLargeError(Exception):
 
 
 class Exchange:
-    """A request and its answer.
+    """A request and its response.
 
     Parameters
     ----------
@@ -122,12 +122,12 @@ class Exchange:
         self._is_read.set()
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Have the first line and the headers of the answer sent."""
+        """Have the status line and the headers of the response sent."""
         self.has_begun = True
         await self._outbox.put({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes, *, more: bool = True) -> None:
-        """Have a part of the answer sent; wait only if the client leaves too much of it unread.
+        """Have a part of the response sent; wait only if the client leaves too much of it unread.
 
         Raises
         ------
@@ -139,16 +139,16 @@ class Exchange:
         )
 
     async def emptied(self) -> None:
-        """Return when the client has taken all of the answer so far; the task of one that does not is cancelled."""
+        """Return when the client has read all of the response so far; if it does not, its task is cancelled."""
         await self._outbox.emptied()
 
     async def flush(self) -> None:
-        """Send what has come of an answer that has no end, for a moment."""
+        """Send, for a moment, what has arrived of a response that will not be completed."""
         with contextlib.suppress(asyncio.TimeoutError, ClientGoneError):
             await asyncio.wait_for(self._outbox.emptied(), FLUSH_SECONDS)
 
     async def close(self) -> None:
-        """Send nothing more, and give back the memory of the body."""
+        """Send nothing more, and release the memory of the body."""
         self._budget.give_back(self._n_taken)
         self._n_taken = 0
         await self._outbox.close()
@@ -162,7 +162,7 @@ class Exchange:
         return pass_on
 
     async def answer(self, status: int, content: bytes, content_type: str, **headers: str) -> None:
-        """Send a whole answer."""
+        """Send a complete response."""
         listed = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
         listed += [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         await self.begin(status, listed)

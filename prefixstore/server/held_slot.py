@@ -1,4 +1,4 @@
-"""A slot while one request has it, and what was done to it for that."""
+"""A slot while one request holds it, and what was done to it for that request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs as long as the proxy: its own llama-server, or a watch over one that somebody else has started."""
+"""What runs as long as the proxy: its own llama-server, or a watch over one that it did not start."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class OwnServer:
             await asyncio.gather(self._running, return_exceptions=True)
 
     def lost(self) -> None:
-        """A connection to it has failed. If it has ended, its parent notices."""
+        """Called when a connection to it has failed. If it has ended, its parent notices."""
 
 
 class RunningServer:
-    """Watches a server that runs already.
+    """Watches a running server.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class RunningServer:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     def lost(self) -> None:
-        """A connection has failed: the server may have ended, and another one may answer next."""
+        """Called when a connection has failed: the server may have ended, and another one may answer next."""
         if self._session.is_ready and not self._session.is_certainly_alive():
             self._replaced()
 

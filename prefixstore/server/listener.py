@@ -1,4 +1,4 @@
-"""The sockets that clients connect to, until a signal ends them."""
+"""The listening sockets of a server, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Listener(uvicorn.Server):
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run this in an event loop of its own: that of uvloop, where there is one, which takes less processor time."""
+    """Run this in an event loop of its own: that of uvloop if it is installed, since it takes less processor time."""
     try:
         import uvloop  # noqa: PLC0415
     except ImportError:

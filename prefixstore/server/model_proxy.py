@@ -20,7 +20,7 @@ log = logging.getLogger("prefixstore")
 
 
 class StoreProxy(LlamaProxy):
-    """Loads models as the server asks for them, and keeps one store attached to the one that is loaded.
+    """Loads models on request of the server, and keeps one store attached to the loaded one.
 
     The store stays open from the first model on. It leaves a model before the server closes that.
 
@@ -79,7 +79,7 @@ class StoreProxy(LlamaProxy):
         return llm
 
     def free(self) -> None:
-        """Close the model, after what the store still needs of it was captured."""
+        """Close the model, after capturing what the store lacks of its context."""
         self._leave()
         llm, self._current_model = self._current_model, None
         if llm is not None:

@@ -1,4 +1,4 @@
-"""What the arguments of a llama-server say about its model, as the settings of a ``Llama``."""
+"""The arguments of a llama-server about its model, as the settings of a ``Llama``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONTEXT_STEP = 256
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the states of a server depend on, as far as its arguments and its model tell.
+    """What the states of a server depend on, as far as its arguments and its model show.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ModelSettings:
 
 
 def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSettings:
-    """What arguments say about a model.
+    """The settings of a model in arguments.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""The namespace of a llama-server: all that its states depend on.
+"""The namespace of a llama-server: everything that its states depend on.
 
 It is the one that a ``Llama`` with the same model and settings has (`llama.fingerprint`), so both share their pages.
-The settings are those of the server's arguments and environment, since the server does not tell them. Its slot files
-tell whether V is transposed, and with which types. What is not understood of the arguments becomes a part of the
-namespace as it was given.
+The settings are those of the server's arguments and environment, since the server does not report them. Its slot files
+show whether V is transposed, and the types. Arguments that are not understood become part of the namespace as they were
+given.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CONFIG_FILE = "llama.cpp/config.ini"
 
 
 def kind_of_layout(layout: SlotLayout) -> Kind:
-    """What is stored of a server with this layout, as of a ``Llama``."""
+    """The kind of state that is stored of a server with this layout, as for a ``Llama``."""
     if layout.shape.recurrent is None:
         return Kind.PAGES
     return Kind.PAGES_AND_SNAPSHOTS if layout.shape.sections else Kind.SNAPSHOTS
@@ -59,7 +59,7 @@ def kind_of_layout(layout: SlotLayout) -> Kind:
 
 @dataclass(frozen=True)
 class ServerIdentity:
-    """Everything that fixes the namespace of a server, but what its own slot files tell.
+    """Everything that determines the namespace of a server, except what its own slot files show.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class ServerIdentity:
 
     @classmethod
     def named(cls, props: Props, namespace: str, *, slots_dir: Path | None = None) -> ServerIdentity:
-        """That of a server of which little is known: a name stands for its model and all of its settings.
+        """The identity of a server of which little is known: a name represents its model and all of its settings.
 
         Raises
         ------
@@ -122,7 +122,7 @@ class ServerIdentity:
         *,
         directory: str | os.PathLike[str] | None = None,
     ) -> ServerIdentity:
-        """That of a server that was started with these arguments, its name first, in this environment.
+        """The identity of a server that was started with these arguments, its name first, in this environment.
 
         Parameters
         ----------
@@ -154,7 +154,7 @@ class ServerIdentity:
 
     @classmethod
     def of_process(cls, url: str, props: Props) -> ServerIdentity:
-        """That of a server on this machine, whose arguments and environment can be read.
+        """The identity of a server on this machine, whose arguments and environment can be read.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class ServerIdentity:
         return Namespace(settings)
 
     def names(self, namespace: Namespace) -> dict[str, str | None]:
-        """What the model is, for readers; see `model_names`."""
+        """The names of the model, for people; see `model_names`."""
         path = next(iter(self.files), None)
         try:
             metadata = read_metadata(path) if path is not None else {}

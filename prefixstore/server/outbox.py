@@ -1,4 +1,4 @@
-"""What has come of an answer, and the client has not taken yet."""
+"""The part of a response that has arrived from the server, and that the client has not read yet."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MESSAGE_BYTES = 512
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection, or is so slow that it is closed for it."""
+    """The client has closed the connection, or was too slow."""
 
 
 class Outbox:
-    """Sends messages in a task of its own, so that a slow client does not hold what its answer was made with.
+    """Sends messages in its own task, so that a slow client does not hold the slot of its response.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Outbox:
         self._began: float | None = None
 
     async def put(self, message: Message, size: int = 0) -> None:
-        """Have a message of so many bytes sent after those before it; wait only if the outbox is full.
+        """Queue a message of so many bytes; wait only if the outbox is full.
 
         The first call is made by the task that answers: it is cancelled if the client does not take what is sent.
 

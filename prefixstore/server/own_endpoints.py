@@ -25,7 +25,7 @@ JSON = "application/json; charset=utf-8"
 
 
 class OwnEndpoints:
-    """What the proxy answers itself.
+    """The endpoints that the proxy answers itself.
 
     All need what the server asks of its clients, but ``/prefixstore/health`` and ``/prefixstore/``, a page without
     content that asks for the key.

@@ -21,7 +21,7 @@ LOCK = "lock"
 
 @contextmanager
 def private_directory(parent: Path | None = None) -> Iterator[Path]:
-    """Make the directory, with mode 0700, and remove it with all that is in it at the end.
+    """Create the directory, with mode 0700, and remove it with its contents at the end.
 
     What processes that were killed have left behind is removed first.
 

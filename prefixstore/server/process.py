@@ -125,7 +125,7 @@ def started_at(pid: int) -> float | None:
 
 
 def work_of_session(leader: int) -> int | None:
-    """What all processes of a session have done: ticks of the processor and pages read from disk; None if unknown."""
+    """The work of all processes of a session: ticks of the processor and pages read from disk; None if unknown."""
     found = [work for pid in _processes() if (work := _work_in(leader, pid)) is not None]
     return sum(found) if found else None
 

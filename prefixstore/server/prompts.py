@@ -1,4 +1,4 @@
-"""What a request asks for: which prompt, and why it is passed on without the store."""
+"""The prompt of a request, or why it is passed through without the store."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ JSON_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 @dataclass(frozen=True)
 class Ask:
-    """A completion that a client asks for.
+    """A completion that a client requests.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Ask:
 
 
 def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
-    """What the body of a request to one of `ENDPOINTS` asks for; `allowed` are further fields that do no harm."""
+    """Parse the body of a request to one of `ENDPOINTS`; `allowed` are further harmless fields."""
     if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
         # it may be anything
         return Ask("structure", can_pin=False, taints=True, can_add=False)

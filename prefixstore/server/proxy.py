@@ -1,4 +1,4 @@
-"""A reverse proxy in front of one llama-server, whose completions gain the store."""
+"""A reverse proxy in front of one llama-server, which adds the store to its completions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Lifetime(Protocol):
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Limits, and how clients are told apart.
+    """Limits, and how tenants are identified.
 
     Attributes
     ----------

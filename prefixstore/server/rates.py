@@ -20,7 +20,7 @@ MAX_RETRY_EVERY = 4096
 
 @dataclass
 class Rates:
-    """Seconds for each unit of work. What they are before the first measurement favours the store.
+    """Seconds for each unit of work. The values before the first measurement favour the store.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Rates:
         return seconds < self.computing(n_tokens) * MAX_SLOWDOWN
 
     def tries(self, *, is_faster: bool) -> bool:
-        """Whether what was found is restored, given whether that is faster than computing; now and then if it is not.
+        """Whether to restore what was found, given whether that is faster than computing; now and then even if not.
 
         Nothing is learned of restores that are left out: otherwise one that was slow by chance would be the last one.
         """

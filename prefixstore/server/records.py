@@ -1,4 +1,4 @@
-"""What a llama-server says: about itself, its slots, and what it did with one."""
+"""The replies of a llama-server: about itself, its slots, and what it did with one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Health:
 
 @dataclass(frozen=True)
 class Props:
-    """What a server says about itself.
+    """The properties that a server reports.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Slot:
 
     @property
     def capacity(self) -> float:
-        """The share of its room that is taken, 0 to 1."""
+        """The used share of its context, 0 to 1."""
         if not self.n_tokens or self.n_ctx <= 0:
             return 0.0
         return min(self.n_tokens / self.n_ctx, 1.0)

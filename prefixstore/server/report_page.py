@@ -1,4 +1,4 @@
-"""The report of a server: a page without content, and the content as JSON."""
+"""The report in a server: a page without content, and the content as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEADERS = {
 
 
 def page_of() -> tuple[bytes, dict[str, str]]:
-    """The page, which says nothing about the store, and headers. It asks for a key if the content needs one."""
+    """The page, without content, and its headers. It asks for a key if the content requires one."""
     return live_html().encode(), HEADERS
 
 
@@ -46,7 +46,7 @@ class _Made(NamedTuple):
 
 
 class LiveReport:
-    """Makes the content, at most one at a time and not too often.
+    """Generates the content, one at a time and not too often.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class LiveReport:
         self._work: asyncio.Task[_Made] | None = None
 
     async def content(self, *, accepted: str, with_tokens: bool) -> tuple[bytes, dict[str, str]]:
-        """What the page shows, and headers.
+        """The content of the page, and its headers.
 
         Parameters
         ----------

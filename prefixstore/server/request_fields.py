@@ -1,9 +1,9 @@
-"""The fields of completions that leave in a slot the rows of its tokens alone.
+"""The fields of completions that are known to leave nothing in a slot but the rows of its tokens.
 
-A list of what is known to do so, and not of what is known to do otherwise: a field of a newer llama-server that
-switches on an adapter, moves rows or mixes in something else would not be on such a list. What a field makes of the
-*tokens* does no harm, since the server compares those itself. So here are those that say which prompt is meant, how the
-next token is chosen, or how the answer looks; and those of other interfaces, which llama-server does not read.
+It lists what is known to be harmless, not what is known to do harm: a field of a newer llama-server that
+switches on an adapter, moves rows or mixes in something else would not be on such a list. What a field does to the
+*tokens* does no harm, since the server compares those itself. So the list has fields that say which prompt is meant,
+how the next token is chosen, or how the answer is formatted; and those of other interfaces, which llama-server ignores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ JUDGED = frozenset({"lora", "n_cache_reuse"})
 
 
 def unknown_field(request: Mapping[str, object], allowed: Collection[str] = ()) -> str | None:
-    """The first field of a request of which it is not known what rows it leaves; None if there is none.
+    """The first field of a request that is not known to be harmless; None if there is none.
 
     Parameters
     ----------

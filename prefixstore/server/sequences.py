@@ -6,7 +6,7 @@ What the scheduler of that server does with a request, and what happens here:
     load(match)                          its pages, joined into the state of a sequence
     save(tokens, state, prompt_logits)   after the prompt: the pages that are not stored yet
 
-The scheduler needs logits if all of a prompt is found, and they are not stored: so the last token is always computed.
+If all of a prompt is found, the scheduler needs logits, which are not stored: so the last token is always computed.
 
 Of a sliding window, llama.cpp writes only the rows that the last token sees. The scheduler may go back to any token of
 a sequence later, so a page is stored only with all of its rows: as long as a conversation grows by less than a window
@@ -51,7 +51,7 @@ RECURRENT_SLACK = 1 << 16
 
 @dataclass(frozen=True)
 class Match:
-    """What was found of a prompt, where the server has no class for it."""
+    """What was found of a prompt, if the server has no class for it."""
 
     tokens: tuple[int, ...]
     has_prompt_logits: bool = False
@@ -64,7 +64,7 @@ class Match:
 
 @dataclass
 class Load:
-    """The state of what was found, where the server has no class for it."""
+    """The state of what was found, if the server has no class for it."""
 
     tokens: list[int]
     state_bytes: npt.NDArray[np.uint8]
@@ -183,7 +183,7 @@ class StoredSequences:
         return None
 
     def save(self, tokens: Sequence[int], state_bytes: npt.NDArray[np.uint8], prompt_logits: object) -> None:
-        """Store what is new of a prompt. `prompt_logits` are not stored."""
+        """Store the pages of a prompt that are missing. `prompt_logits` are not stored."""
         del prompt_logits
         store, states = self._store, self._states
         if states is None or store.read_only:

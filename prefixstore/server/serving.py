@@ -1,4 +1,4 @@
-"""All parts of the proxy put together, and run."""
+"""Puts all parts of the proxy together, and runs it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ GRACE_SECONDS = 10
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """What ``prefixstore serve`` was told.
+    """The settings of ``prefixstore serve``.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
 def serve_running(
     settings: ServeSettings, url: str, slots_dir: Path, *, namespace: str | None = None, api_key: str | None = None
 ) -> None:
-    """Serve a llama-server that runs already until SIGINT or SIGTERM. Raises as `serve_child`."""
+    """Serve a running llama-server until SIGINT or SIGTERM. Raises as `serve_child`."""
     # raises if that is no URL, or no key
     LlamaServer(url, api_key=api_key).close()
     models: list[str] = []

@@ -1,4 +1,4 @@
-"""The server behind the proxy, and its store: opened when it is ready, kept or opened again after a restart."""
+"""The server behind the proxy, and its store: opened when the server is ready, kept or reopened after a restart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ READY_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server says about itself that only another one says otherwise.
+    """The facts by which one server is told from another.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class SessionOptions:
 
 
 class ServerSession:
-    """What is known of the server, from one `ready` to the next.
+    """The state of the server and its store, from one `ready` to the next.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class ServerSession:
 
     @property
     def reason(self) -> str | None:
-        """Why the store is not asked at present; None if it is."""
+        """Why the store is not used at present; None if it is."""
         if self._lora_changed:
             return "lora"
         if self._unusable is not None:
@@ -154,7 +154,7 @@ class ServerSession:
         return manager is not None and (manager.n_elsewhere > 0 or manager.pool.n_held > 0)
 
     async def ready(self) -> None:
-        """The server is healthy, for the first time or again."""
+        """Called when the server is healthy, for the first time or again."""
         await self._meet()
         assert self.manager is not None, "it was met"
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
@@ -244,7 +244,7 @@ class ServerSession:
         return self.store is not None and self.store.identity.is_running()
 
     def down(self) -> None:
-        """The server has ended, and with it what its slots held."""
+        """Called when the server has ended, and the contents of its slots are lost."""
         self._is_up.clear()
         self.tokenizer.forget()
         if self.manager is not None:
@@ -252,7 +252,7 @@ class ServerSession:
             self.manager.pool.restarted(are_empty=self.options.socket is not None)
 
     async def reopen(self) -> None:
-        """Another server may answer by now: find out which."""
+        """Find out which server answers, since it may be another one by now."""
         store, self.store = self.store, None
         self.when_store(None)
         if self.manager is not None:
@@ -272,7 +272,7 @@ class ServerSession:
             return True
 
     def lora_changed(self) -> None:
-        """The server computes other states than those of the namespace, until it is restarted."""
+        """Stop using the store until the server is restarted: its states no longer belong to the namespace."""
         self._lora_changed = True
         if self.manager is not None:
             # requests that wait for a slot have asked for the store before
@@ -281,7 +281,7 @@ class ServerSession:
                 slot.is_tainted = True
 
     async def look(self) -> bool:
-        """Notice what has become of the server since the last request; whether it can be asked now.
+        """Check for changes of the server since the last request; returns whether it can be used now.
 
         It may have unloaded its model, and its slots are empty then. Or an operator has started another one at the same
         place, with other slots, another model: then this waits until that is known.
@@ -351,7 +351,7 @@ class ServerSession:
         self._last_use = asyncio.get_running_loop().time()
 
     def hurry(self) -> None:
-        """Have `close` leave out what takes long: what the slots hold is not stored."""
+        """Have `close` skip what takes long: the contents of the slots are not stored."""
         self._hurried.set()
 
     @property

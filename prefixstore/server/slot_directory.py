@@ -1,4 +1,4 @@
-"""The slot directory of a llama-server: files appear in it complete, and none is left behind."""
+"""The slot directory of a llama-server: files appear in it only when they are complete, and are always removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_LATE = 1000
 
 
 class SlotDirectory:
-    """A directory that a llama-server was started with as ``--slot-save-path``, and that this process can write to.
+    """The ``--slot-save-path`` of a llama-server, which this process can write to.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class SlotDirectory:
 
     @contextmanager
     def name(self) -> Iterator[str]:
-        """The name of a file that does not exist; what exists under it at the end is deleted."""
+        """An unused file name; a file with that name at the end of the block is deleted."""
         name = _new_name()
         try:
             yield name
@@ -129,7 +129,7 @@ class SlotDirectory:
             raise UnavailableError(f"a slot file cannot be written: {error.strerror}") from error
 
     def mark(self, name: str) -> tuple[int, ...]:
-        """What is different once a file was replaced, cut or written to; nothing if it is not there."""
+        """A value that changes if a file is replaced, truncated or written to; empty if it does not exist."""
         try:
             found = (self.path / name).lstat()
         except FileNotFoundError:
@@ -150,7 +150,7 @@ class SlotDirectory:
                 self._late.add(name)
 
     def remove_late(self) -> None:
-        """Delete the files that came late."""
+        """Delete the files that were written late."""
         if not self._late:
             return
         with self._lock:
@@ -160,7 +160,7 @@ class SlotDirectory:
                     self._late.discard(name)
 
     def sweep(self) -> None:
-        """Delete files of this kind that are old: the process that should have done it has ended."""
+        """Delete old files of this kind, left by processes that have ended."""
         before = time.time() - STALE_SECONDS
         with suppress(OSError):
             for entry in os.scandir(self.path):
@@ -187,7 +187,7 @@ def _read(handle: int, size: int) -> memoryview:
 
 
 def wrong_directory(path: Path, more: str = "") -> InvalidParameterError:
-    """The error of a directory that the server does not use."""
+    """The error for a directory that the server does not use."""
     return InvalidParameterError(
         f"slots_dir={str(path)!r} is not the directory that the server writes slots to; pass the one it was started "
         f"with as --slot-save-path{more}"

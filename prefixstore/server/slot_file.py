@@ -1,4 +1,4 @@
-"""The file that llama-server writes of a slot, to a state that can be cut into pages, and back. Pure.
+"""Converts the file that llama-server writes of a slot to a state that can be cut into pages, and back. Pure.
 
 ::
 
@@ -42,7 +42,7 @@ NO_TOKENS: Tokens = np.empty(0, "<i4")
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What is the same in all slot files of a server.
+    """What all slot files of a server have in common.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Slots taken out of a server, and put into it, through files of its slot directory."""
+"""Moves slots out of a server, and into it, through files in its slot directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("prefixstore")
 
 
 class SlotFiles:
-    """Files of slots, each deleted as soon as it was read.
+    """Files of slots, each deleted once it was read.
 
     Parameters
     ----------

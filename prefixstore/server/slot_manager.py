@@ -1,7 +1,7 @@
-"""Slots for requests: emptied, saved and filled before, saved after.
+"""Prepares slots for requests: empties, saves and fills them before, saves them after.
 
-The store and the server's slots are worked on in threads; what they hold is decided in the event loop. Any failure of
-the store or of a slot is a miss: the request is computed as if there were no store.
+The store and the server's slots are accessed in threads; decisions about slots are made in the event loop. Any failure
+of the store or of a slot is a miss: the request is computed as if there were no store.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class SlotManager:
 
     @property
     def rates(self) -> Rates:
-        """What work costs."""
+        """How long each kind of work takes."""
         return self.pool.rates
 
     # -- before the answer ---------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class SlotManager:
         ask: bool = True,
         trusts: bool = False,
     ) -> HeldSlot:
-        """Hold a slot for a prompt, filled with what the store has of it if that pays.
+        """Hold a slot for a prompt, filled from the store if that is faster than computing.
 
         A slot that cannot be emptied is left to others. If that is so of each idle one, nothing of what is in it may be
         used (`HeldSlot.must_compute`).
@@ -307,7 +307,7 @@ class SlotManager:
             raise SlotUnusableError
 
     async def empty_tainted(self) -> None:
-        """Empty the idle slots whose rows are in doubt: the server may choose any of them for what comes next."""
+        """Empty the idle slots with doubtful rows: the server may choose any of them for the next request."""
         if any(slot.is_tainted and not slot.is_held for slot in self.pool.slots):
             # what a thread does to a slot cannot be interrupted
             await asyncio.shield(asyncio.ensure_future(self._empty_tainted()))
@@ -353,7 +353,7 @@ class SlotManager:
         self.pool.release(slot)
 
     def answering(self, held: HeldSlot) -> None:
-        """Note that the prompt is computed: the first byte of the answer has come."""
+        """Note that the prompt is computed: the first byte of the response has arrived."""
         self._prefill_until.pop(held.slot.id, None)
 
     async def save_when_idle(self) -> None:
@@ -483,12 +483,12 @@ class SlotManager:
             await self._wake.wait()
 
     async def keep_copies(self, seconds: float) -> None:
-        """Wait until what was copied is stored."""
+        """Wait until all copies are stored."""
         if self._copies:
             await asyncio.wait(self._copies, timeout=seconds)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the threads; wait for what they do if so wanted."""
+        """End the threads, and wait for their work if requested."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
     # -- threads -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Pages of slots: a slot's state is cut into those that are missing, and stored ones are joined to a file."""
+"""Pages of slots: cuts a slot's state into those that are missing, and joins stored ones to a file."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class SlotPages:
     # -- into the store -----------------------------------------------------------------------------------------------
 
     def store(self, place: Place, file: SlotFile) -> tuple[int, int, str | None]:
-        """Submit the pages of a slot that are not stored; how many, their bytes, and why not, if so.
+        """Submit the pages of a slot that are not stored; how many, their bytes, and why not more.
 
         Raises
         ------

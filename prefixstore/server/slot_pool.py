@@ -46,12 +46,12 @@ class PoolFullError(Exception):
 
 
 class PoolClosedError(Exception):
-    """The slots are no longer there: the server was replaced by one with others."""
+    """The slots no longer exist: the server was replaced."""
 
 
 @dataclass(eq=False)
 class PoolSlot:
-    """A slot of the server, as far as it is known.
+    """What is known of a slot of the server.
 
     Attributes
     ----------
@@ -93,21 +93,21 @@ class PoolSlot:
     request: tuple[str, bytes] | None = None
 
     def forget(self) -> None:
-        """It is empty, or what it holds is unknown."""
+        """Note that it is empty, or that its contents are unknown."""
         self.tokens, self.owner, self.request = NOTHING, None, None
         self.n_unsaved = self.failures = 0
 
     def doubt(self) -> None:
-        """Nothing is known of its rows, nor whose they are."""
+        """Note that neither its rows nor their tenant are known."""
         self.is_tainted = self.is_unknown = True
 
     def must_empty(self, *, trusts: bool) -> bool:
-        """Whether it is emptied before its next use, which may be by one who trusts what it has left there itself."""
+        """Whether it must be emptied before a use; `trusts` if the user trusts the rows that it left there itself."""
         return self.is_unknown or (self.is_tainted and not trusts)
 
     @property
     def is_worth_saving(self) -> bool:
-        """Whether it holds enough of what can be stored, and is not, that all slots may wait for a save."""
+        """Whether it holds so much that can be stored, and is not, that all slots may wait for a save."""
         return self.is_dirty and self.n_unsaved >= WORTH_A_SAVE
 
     @property
@@ -118,7 +118,7 @@ class PoolSlot:
 
 @dataclass(frozen=True)
 class Choice:
-    """The slot of a request.
+    """The slot chosen for a request.
 
     Attributes
     ----------
@@ -239,12 +239,12 @@ class SlotPool:
         slot.request = (path, body) if len(body) <= MAX_REMEMBERED else None
 
     def forget_requests(self) -> None:
-        """A request has used slots that are not known: none is certain to hold what it has answered last."""
+        """Note that a request has used unknown slots: none is certain to hold its last response."""
         for slot in self.slots:
             slot.request = None
 
     async def wait_for_slot(self, wanted: int | None = None) -> None:
-        """Return when a slot is idle, or the one that is wanted, and it is this request's turn.
+        """Return when a slot, or the wanted one, is idle, and it is this request's turn.
 
         Raises
         ------
@@ -285,7 +285,7 @@ class SlotPool:
         trusts: bool = False,
         without: Collection[int] = (),
     ) -> Choice | None:
-        """Hold the idle slot with which the answer comes soonest without the store; None if there is none.
+        """Hold the idle slot with which a response is fastest without the store; None if there is none.
 
         Parameters
         ----------
@@ -322,7 +322,7 @@ class SlotPool:
         *,
         without: Collection[int] = (),
     ) -> PoolSlot:
-        """The slot that is held, or instead of it an idle one that costs less now that the store was asked."""
+        """The held slot, or instead an idle one that costs less, given what the store has."""
         idle = [slot, *(other for other in self.slots if not other.is_held and other.id not in without)]
         best = min(idle, key=lambda slot: self._cost(slot, tokens, owner, n_found, n_bytes))
         if best is not slot:
@@ -342,7 +342,7 @@ class SlotPool:
         trusts: bool = False,
         tries: bool = False,
     ) -> Choice:
-        """What is to be done to a slot for a prompt. With `tries`, what is found is restored even if that is slower."""
+        """What to do with a slot for a prompt. With `tries`, what was found is restored even if that is slower."""
         n_live = self._live(slot, tokens, owner, trusts=trusts)
         n_usable = n_live if self.can_cut or n_live == len(slot.tokens) else 0
         is_faster = tries or self.rates.is_faster(self.rates.restoring(n_bytes), n_found - n_usable)
@@ -394,11 +394,11 @@ class SlotPool:
         self.when_free()
 
     def is_current(self, slot: PoolSlot) -> bool:
-        """Whether the server still runs in which the slot was taken."""
+        """Whether the server in which the slot was taken is still running."""
         return slot.generation == self.generation
 
     def close(self) -> None:
-        """The slots are no longer there. Requests that wait for one are refused; those that have one are not ended."""
+        """Note that the slots no longer exist. Waiting requests are refused; those that have a slot are not ended."""
         self._is_closed = True
         self.generation += 1
         for one in self._waiting:
@@ -451,7 +451,7 @@ class SlotPool:
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens two sequences begin with in common."""
+    """The length of the longest common prefix of two sequences, in tokens."""
     n = min(len(a), len(b))
     if n == 0:
         return 0

@@ -1,4 +1,4 @@
-"""What was found of a prompt, what a slot was given, what was stored of one."""
+"""The results of a lookup for a slot, of filling it, and of storing it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a slot was given.
+    """What was restored into a slot.
 
     Attributes
     ----------

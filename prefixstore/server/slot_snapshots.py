@@ -40,7 +40,7 @@ KEEP, INTERVAL = 16, 1024
 
 
 class SlotSnapshots:
-    """Stores slots whose state can only be resumed where it ends.
+    """Stores slots whose state can be resumed only at its end.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class SlotSnapshots:
     # -- out of the store ---------------------------------------------------------------------------------------------
 
     def find(self, place: Place, prompt: Tokens, limit: int) -> tuple[int, tuple[Page, ...]]:
-        """How many of the first `limit` tokens of a prompt end at a snapshot, and what is needed for it.
+        """How many of the first `limit` tokens of a prompt end at a snapshot, and the pages that it needs.
 
         Raises
         ------

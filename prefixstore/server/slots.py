@@ -1,4 +1,4 @@
-"""The slots of a llama-server, and the store: pages out of a slot's file, and a slot's file out of pages."""
+"""`SlotStore`: the slots of a llama-server in a store; pages from a slot's file, and a slot's file from pages."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class SlotStore:
 
     @property
     def counters(self) -> Counters:
-        """What it counts."""
+        """Its counters."""
         return self.store.engine.counters
 
     @property
@@ -236,7 +236,7 @@ class SlotStore:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, tokens: TokenSequence, *, salt: str | None = None) -> Found:
-        """How much of a prompt the store has. The server is not asked.
+        """How much of a prompt is stored. The server is not queried.
 
         Raises
         ------
@@ -250,7 +250,7 @@ class SlotStore:
         return Found(n, sum(page.raw_bytes for page in used), len(used)) if n else Found()
 
     def deepest(self, *, salt: str | None = None) -> Tokens:
-        """The longest prompt that is stored and has room in a slot; empty if there is none.
+        """The longest stored prompt that fits into a slot; empty if there is none.
 
         All that is stored is looked at. Raises `StorageError`.
         """
@@ -273,7 +273,7 @@ class SlotStore:
         return np.frombuffer(b"".join(page.tokens for page in self.engine.path(deepest)), "<i4")
 
     def restore_deepest(self, slot: int, *, salt: str | None = None) -> Restored:
-        """Give a slot the longest prompt that is stored, instead of what it holds; see `restore`."""
+        """Restore the longest stored prompt into a slot, in place of its contents; see `restore`."""
         self.connect()
         # as for a prompt that continues: if a state cannot be cut, its end could not be used otherwise
         return self.restore(slot, np.append(self.deepest(salt=salt), ANY_TOKEN), salt=salt)
@@ -284,7 +284,7 @@ class SlotStore:
     # -- restoring ----------------------------------------------------------------------------------------------------
 
     def restore(self, slot: int, tokens: TokenSequence, *, salt: str | None = None) -> Restored:
-        """Give a slot the longest stored prefix of a prompt, instead of what it holds.
+        """Restore the longest stored prefix of a prompt into a slot, in place of its contents.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Whether the store of a server can be opened, before the server starts."""
+"""Checks that the store of a server can be opened, before the server starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `SlotManager` needs of a `SlotStore`."""
+"""The interface that `SlotManager` needs of a `SlotStore`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CopyLike", "FoundLike", "RestoredLike", "StoreLike"]
 
 
 class FoundLike(Protocol):
-    """What the store has of a prompt."""
+    """What is stored of a prompt."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -17,7 +17,7 @@ class FoundLike(Protocol):
 
 
 class RestoredLike(Protocol):
-    """What a slot was filled with."""
+    """What was restored into a slot."""
 
     @property
     def n_tokens(self) -> int: ...
@@ -30,7 +30,7 @@ class RestoredLike(Protocol):
 
 
 class CopyLike(Protocol):
-    """What was in a slot that was copied out of the server."""
+    """The contents of a slot, copied out of the server."""
 
     @property
     def tokens(self) -> Any: ...
@@ -40,7 +40,7 @@ class CopyLike(Protocol):
 
 
 class StoreLike(Protocol):
-    """A `SlotStore`."""
+    """The methods of a `SlotStore` that are used."""
 
     def find(self, tokens: Any, *, salt: str | None = None) -> FoundLike: ...
     def restore(self, slot: int, tokens: Any, *, salt: str | None = None) -> RestoredLike: ...

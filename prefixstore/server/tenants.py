@@ -16,12 +16,12 @@ CREDENTIALS = frozenset({"authorization", "x-api-key", "cookie", "proxy-authoriz
 
 
 class NoTenantError(Exception):
-    """A request does not say whose it is. The text says what it lacks."""
+    """A request does not identify its tenant. The text says what it lacks."""
 
 
 @dataclass(frozen=True)
 class TenantSource:
-    """Where a request says whose it is: ``api-key``, or ``header:NAME``.
+    """What identifies the tenant of a request: ``api-key``, or ``header:NAME``.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class TenantSource:
 
     @classmethod
     def parse(cls, text: str) -> TenantSource:
-        """What ``--salt-from`` says.
+        """Parse ``--salt-from``.
 
         Raises
         ------
@@ -72,6 +72,6 @@ class TenantSource:
 
 
 def api_key_of(headers: Mapping[str, str]) -> str:
-    """The key that a request brings, where llama-server looks for it; empty if there is none."""
+    """The API key of a request, where llama-server looks for it; empty if there is none."""
     authorization = headers.get("authorization", "")
     return (authorization or headers.get("x-api-key", "")).removeprefix("Bearer ")

@@ -37,7 +37,7 @@ class Tokenizer:
         self._n_tokens = 0
 
     async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
-        """The tokens that the server will compute for this; None if it refuses, which it will say again.
+        """The tokens that the server will use for this; None if it refuses, as it will then refuse the request itself.
 
         Parameters
         ----------
@@ -74,7 +74,7 @@ class Tokenizer:
         return tokens
 
     def forget(self) -> None:
-        """Forget what was asked: another model may answer next."""
+        """Forget all answers: another model may answer next."""
         self._known.clear()
         self._n_tokens = 0
 

@@ -1,4 +1,4 @@
-"""The one server that requests are passed on to."""
+"""The one server behind the proxy, to which requests are passed on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LONGEST_LINE: Final = 1 << 16
 
 
 class UpstreamError(Exception):
-    """The server has not answered, or not to the end."""
+    """The server did not respond, or not completely."""
 
 
 class UpstreamTimeoutError(UpstreamError):
@@ -59,7 +59,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 
 class UpstreamLostError(UpstreamError):
-    """There is no connection to the server, or it broke, or what came was not HTTP."""
+    """There is no connection to the server, or it broke, or the response was not HTTP."""
 
 
 class TargetError(Exception):
@@ -68,7 +68,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer.
+    """A complete response.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Reply:
 
 
 class Answer:
-    """An answer of which only the head has been read; it must be closed."""
+    """A response of which only the head has been read; it must be closed."""
 
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
@@ -167,7 +167,7 @@ class Upstream:
             await self._opened.close()
 
     def credentials(self, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-        """The headers by which the server lets a client in."""
+        """The headers by which the server authenticates a client."""
         if self._key is not None:
             return [(b"authorization", f"Bearer {self._key}".encode())]
         names = (b"authorization", b"x-api-key")
@@ -175,7 +175,7 @@ class Upstream:
         return sorted(first.items())
 
     async def send(self, method: str, target: bytes, headers: Headers, content: bytes | None) -> Answer:
-        """Send a request; the answer is not read yet, and must be closed.
+        """Send a request; the response is not read yet, and must be closed.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class Upstream:
         *,
         timeout: float = ASK_SECONDS,
     ) -> Reply:
-        """Ask the server for something small; with content, by POST as JSON.
+        """Send the server a small request; with content, by POST as JSON.
 
         Raises
         ------

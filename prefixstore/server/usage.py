@@ -15,7 +15,7 @@ ENDPOINTS = ("/v1/completions", "/v1/engines/copilot-codex/completions", "/v1/ch
 
 
 class CachedTokens:
-    """Middleware: notes the completions of each request, and completes the ``usage`` of its answer.
+    """Middleware that tracks the completions of each request, and completes the ``usage`` of its response.
 
     Answers that are not JSON, and streams, pass through as they are: the server sends no ``usage`` in a stream.
 

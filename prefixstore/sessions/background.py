@@ -1,4 +1,4 @@
-"""Work that would block an event loop, in a thread of its own, to its end."""
+"""Runs work that would block an event loop in a thread of its own, to its end."""
 
 from __future__ import annotations
 

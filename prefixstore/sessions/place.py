@@ -1,4 +1,4 @@
-"""What is changed at a ``Llama`` while a session has it."""
+"""A session's turn at the ``Llama``, and the changes to the ``Llama`` while it lasts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Place:
 
     @property
     def in_use(self) -> threading.RLock:
-        """Held by the thread that uses the ``Llama`` just now."""
+        """A lock held by the thread that is using the ``Llama``."""
         return self._queue.in_use
 
     @property
@@ -71,7 +71,7 @@ class Place:
         return self.why_lost is not None
 
     def take(self, *, reads: bool) -> None:
-        """Have completions ask the store, and the store keep all that is captured."""
+        """Have completions use the store, and the store keep everything that is captured."""
         llm: Any = self.hook.llm
         self._cache = llm.cache
         self._n_computed = self._engine.counters["tokens_computed"]
@@ -85,7 +85,7 @@ class Place:
         self._engine.counters.count(name)
 
     def restore(self, tokens: Tokens) -> int:
-        """As the store's, for ``generate``: it notes what becomes of the prompt."""
+        """As the store's `restore`, for ``generate``: it records how the prompt is served."""
         return self._store.restore(tokens)
 
     def capture(self) -> None:
@@ -112,12 +112,12 @@ class Place:
         self._is_taken = False
 
     def lose(self, why: str) -> None:
-        """The session has the ``Llama`` no longer, for this reason; what `take` has changed is undone."""
+        """Note that the session has lost the ``Llama``, for this reason, and undo what `take` has changed."""
         self.why_lost = why
         self.give_back()
 
     def leave(self) -> None:
-        """Let the next one have the ``Llama``, as it was. Does nothing the second time."""
+        """Undo all changes, and let the next session have the ``Llama``. Does nothing the second time."""
         try:
             self.give_back()
         except BaseException:  # interrupted

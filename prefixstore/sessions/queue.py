@@ -1,4 +1,4 @@
-"""Whose turn it is to use the ``Llama``: one at a time, in the order of arrival, threads and asyncio tasks alike."""
+"""The queue for a ``Llama``: one user at a time, in the order of arrival, threads and asyncio tasks alike."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOK = 1.0
 
 
 class Ticket:
-    """The place of a thread in the queue. Its owner keeps the ticket: once that is garbage, the place is free.
+    """The place of a thread in the queue. The owner keeps the ticket: once it is garbage, the place is free.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Ticket:
         return False
 
     def tell(self) -> bool:
-        """Tell the owner that it is its turn; false if there is no owner any more. Doing it twice does no harm."""
+        """Tell the owner that it is its turn; false if there is no owner any more. May be called twice."""
         with suppress(RuntimeError):
             self._gate.release()
         return True
@@ -143,7 +143,7 @@ class Queue:
 
     @contextmanager
     def unless_in_use(self) -> Generator[bool]:
-        """A ``with`` block without another thread that uses the ``Llama``; whether there is none now."""
+        """A ``with`` block during which no other thread uses the ``Llama``; whether none does now."""
         is_free = self.in_use.acquire(blocking=False)
         try:
             yield is_free
@@ -179,7 +179,7 @@ class Queue:
             return self._settle() is ticket
 
     def begin(self, ticket: Ticket) -> bool:
-        """Have the ``Llama`` from now on, if it is the turn of this ticket, until `leave`; false if it is not."""
+        """Take the ``Llama`` until `leave`, if it is this ticket's turn; false if it is not."""
         with self._lock:
             if self._settle() is not ticket:
                 return False
@@ -187,14 +187,14 @@ class Queue:
             return True
 
     def leave(self, ticket: Ticket) -> None:
-        """Give a place up, whatever it is; the next one is told if it is its turn. Does nothing the second time."""
+        """Give up a place; the next ticket is told if it is its turn. Does nothing the second time."""
         with self._lock:
             with suppress(ValueError):
                 self._tickets.remove(weakref.ref(ticket))
             self._settle()
 
     def look(self) -> None:
-        """Admit the next ticket, if that was not done yet; a lease whose owner cannot end it any more is ended."""
+        """Admit the next ticket, if that was not done yet; end a lease whose owner can no longer end it."""
         with self._lock:
             first = self._settle()
         end = first.end() if first is not None and first.is_begun and first.is_orphaned else None
@@ -253,12 +253,12 @@ _queues: weakref.WeakKeyDictionary[object, Queue] = weakref.WeakKeyDictionary()
 
 
 def queue_of(llm: object) -> Queue:
-    """The queue of a ``Llama``: one, whatever stores are attached to it one after the other."""
+    """The queue of a ``Llama``: the same one for all stores that are attached to it in turn."""
     return _queues.setdefault(llm, Queue())
 
 
 def between_calls(llm: object) -> AbstractContextManager[object]:
-    """A ``with`` block while no other thread uses a ``Llama`` for a session; it is waited for."""
+    """A ``with`` block that waits until no other thread uses the ``Llama`` for a session, and keeps it so."""
     queue = None
     with suppress(TypeError):  # not a Llama
         queue = _queues.get(llm)

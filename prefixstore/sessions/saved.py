@@ -23,7 +23,7 @@ class Saved(NamedTuple):
 
 
 class SavedSessions:
-    """The saved sessions of a namespace. A location that fails has none, and loses those that are saved meanwhile.
+    """The saved sessions of a namespace. A failing location has none, and loses those saved meanwhile.
 
     Parameters
     ----------
@@ -49,20 +49,20 @@ class SavedSessions:
         self._has_snapshots = has_snapshots
 
     def names(self) -> list[str]:
-        """Those that can be resumed: what they hold is stored as a whole."""
+        """The names of those that can be resumed: all that they hold is stored."""
         with self._looking_up():
             return self._engine.whole_bookmarks(self._namespace)
         return []
 
     def newer(self, set_at: Mapping[str, int]) -> set[str]:
-        """Which of these sessions are saved, and were set after these times."""
+        """Which of these sessions were saved after these times."""
         with self._looking_up():
             bookmarks = self._engine.bookmarks(self._namespace) if set_at else {}
             return {name for name, before in set_at.items() if name in bookmarks and bookmarks[name].set_at > before}
         return set()
 
     def find(self, newer_than: Mapping[str, int]) -> dict[str, Saved]:
-        """Those of these sessions that were set after these times, by another process or an earlier one."""
+        """Those of these sessions that were saved after these times, by another process or an earlier one."""
         found: dict[str, Saved] = {}
         with self._looking_up():
             bookmarks = self._engine.bookmarks(self._namespace)
@@ -110,5 +110,5 @@ class SavedSessions:
 
     @staticmethod
     def now(before: int) -> int:
-        """The time, later than that of what was saved before."""
+        """The time, but later than that of everything saved before."""
         return max(time.time_ns(), before + 1)

@@ -1,4 +1,4 @@
-"""A session as its ``with`` block has it: the calls of the ``Llama``, for as long as its lease lasts."""
+"""A session as its ``with`` block has it: the calls of the ``Llama``, while its lease is valid."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Session:
         return f"Session({self.name!r}, generation={self.generation}, {state})"
 
     def prepare(self, bring: Callable[[], int], *, uses_live: bool, uses_store: bool) -> None:
-        """Bring what can be reused of the session into the context: first what waits there, which `bring` does."""
+        """Bring what can be reused of the session into the context: first its parked rows, by `bring`."""
         self._is_over = False
         self.place.take(reads=uses_store)
         self._n_parked = bring()
@@ -108,7 +108,7 @@ class Session:
 
     @property
     def last(self) -> LastPrompt | None:
-        """What became of the last prompt of this lease, as `PrefixStore.last`; before the first, of its own tokens."""
+        """How the last prompt of this lease was served, as `PrefixStore.last`; before the first, its own tokens."""
         meter = self.place.hook.context.prompt
         self._check()
         return meter.record()
@@ -130,7 +130,7 @@ class Session:
 
     @property
     def tokens(self) -> Tokens:
-        """What the session holds: as it was left before, until something is evaluated. Empty if it is not known."""
+        """What the session holds; until something is evaluated, what it held before. Empty if it is unknown."""
         with self.using():
             if not self.has_evaluated:
                 return self._held
@@ -170,7 +170,7 @@ class Session:
             return stream
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluate tokens after those that the session holds; of these, what is not in the context any more first.
+        """Evaluate tokens after those that the session holds, and before that those no longer in the context.
 
         Raises
         ------
@@ -292,13 +292,13 @@ class Session:
         return stream
 
     def forget(self, stream: Stream) -> None:
-        """A stream has ended by itself."""
+        """Forget a stream that was exhausted."""
         with suppress(ValueError):
             self._streams.remove(stream)
 
     @contextmanager
     def using(self) -> Generator[Llama]:
-        """A call: one at a time, and not after the end of the lease."""
+        """A block for one call: one at a time, and not after the end of the lease."""
         with self.alone():
             if not self.place.hook.is_attached:
                 raise NotAttachedError(
@@ -309,7 +309,7 @@ class Session:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """As `using`, for what does not need the store."""
+        """As `using`, for calls that do not need the store."""
         self._check()
         with self.place.in_use:
             outer, self._caller = self._caller, threading.get_ident()
@@ -390,7 +390,7 @@ class Session:
             self.place.leave()
 
     def end_for_its_owner(self) -> None:
-        """Discard it: its task will never continue."""
+        """Discard the session, since its task will never continue."""
         self.end_soon(discard=True)
 
     def __del__(self) -> None:
@@ -405,7 +405,7 @@ class Session:
 
 
 class Stream(Iterator[Any]):
-    """What a call of a session streams. It ends with the session.
+    """The stream that a call of a session returns. It ends with the session.
 
     Parameters
     ----------

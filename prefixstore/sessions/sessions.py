@@ -255,7 +255,7 @@ class Sessions:
             return session
 
     def unless_in_use(self) -> AbstractContextManager[bool]:
-        """A ``with`` block without another thread that uses the ``Llama`` for a session; whether there is none now."""
+        """A ``with`` block during which no other thread uses the ``Llama`` for a session; whether none does now."""
         return self._queue.unless_in_use()
 
     def _give_up(self, ticket: Ticket) -> None:
@@ -443,7 +443,7 @@ class Sessions:
             self._note(fork)
 
     def evict(self, name: str) -> bool:
-        """Forget an idle session: whether there was one. Its pages stay, as ordinary ones, and so does what is live.
+        """Forget an idle session; whether there was one. Its pages stay, as ordinary ones, and so do its live rows.
 
         Raises `BusyError` if it has the ``Llama``.
         """
@@ -500,7 +500,7 @@ class Sessions:
         return name in self.names()
 
     def stats(self) -> SessionCounts:
-        """What was done with sessions."""
+        """Counts of what was done with sessions."""
         self._settle_dropped()
         count = self._engine.counters
         parked = self._parking.cells

@@ -22,7 +22,7 @@ NOTHING: Tokens = np.empty(0, "<i4")
 
 
 class State(str, Enum):
-    """What a session does."""
+    """The state of a session."""
 
     IDLE = "idle"
     LEASED = "leased"
@@ -95,7 +95,7 @@ class SessionTable:
         return next((entry for entry in self if entry.state is State.LEASED), None)
 
     def add(self, entry: Entry) -> list[Entry]:
-        """Add an idle session, or replace one that is not leased, as the last used one; those evicted for it."""
+        """Add an idle session, or replace one that is not leased, as the last used; returns those evicted for it."""
         self._entries.pop(entry.name, None)
         self._entries[entry.name] = entry
         return self._evict_surplus(entry)
@@ -169,7 +169,7 @@ class SessionTable:
         return fork, self.add(fork)
 
     def is_shared(self, entry: Entry) -> bool:
-        """Whether what a session holds was forked, and neither it nor a fork has continued since."""
+        """Whether a session was forked, and neither it nor a fork has continued since."""
         return len(entry.tokens) > 0 and any(
             other is not entry and other.tokens is entry.tokens for other in self._entries.values()
         )

@@ -256,7 +256,7 @@ class _Rollback(Exception):  # noqa: N818 - not an error
 
 
 class BackendContract:
-    """What every backend promises, as tests. Subclass it and say how to open one."""
+    """The contract of every backend, as tests. Subclass it and say how to open one."""
 
     def open_backend(self, tmp_path: Path) -> Backend:
         """A new, empty backend with space for at least 64 MiB. Each test gets a directory of its own."""
@@ -1005,7 +1005,7 @@ class BackendContract:
 
 
 class PersistentBackendContract(BackendContract):
-    """What a backend promises in addition if its pages outlive `close` and are shared by all who open it."""
+    """The further contract of a backend whose pages outlive `close` and are shared by all who open it."""
 
     def reopen(self, tmp_path: Path) -> Backend:
         """Open once more what `open_backend` has opened in this directory."""

@@ -1,4 +1,4 @@
-"""Backends that fail or are slow on purpose: they wrap any other, to test what is built on it."""
+"""Backends that fail or are slow on purpose: wrappers of any other, to test what is built on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records what a store is asked: hashes and lengths, one JSON object a line. docs/operations.md has the format."""
+"""Records the requests to a store: hashes and lengths, one JSON object a line. docs/operations.md has the format."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is recorded still."""
+        """Whether it is still recording."""
         return self._is_open
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Recorder:
     # -- what the engine tells ----------------------------------------------------------------------------------------
 
     def asked(self, namespace: bytes, tokens: Tokens, page_tokens: int, n_matched: int) -> None:
-        """Remember the sequence, in case it is a request: see `Tap`."""
+        """Remember the sequence, in case it turns out to be a request: see `Tap`."""
         self._asked.last = (namespace, tokens, page_tokens, n_matched)
 
     def used(self, namespace: bytes, pages: Sequence[Page], n_tokens: int) -> None:
@@ -233,7 +233,7 @@ class Recorder:
 
 
 def make_private(file: int) -> None:
-    """Take all access to an open file from other accounts; a pipe or a device stays as it is.
+    """Remove access of other accounts to an open file; a pipe or a device is left unchanged.
 
     Raises
     ------

@@ -37,7 +37,7 @@ SLACK = 1024
 
 
 class Cache(Protocol):
-    """What a trace is replayed through. `written` is how many blocks it has stored, each time they were missing."""
+    """A cache that a trace is replayed through. `written` counts the blocks stored, each time they were missing."""
 
     written: int
 

@@ -1,4 +1,4 @@
-"""Lists of prompts into a store, each shared prefix computed once.
+"""Computes lists of prompts into a store, each shared prefix once.
 
 In the order of the data: `prompts` reads files and makes tokens, `context_size` says how long a context they need,
 `prompt_trie` sorts them and divides them into parts, `survey` finds what is already stored, `job` computes the rest,

@@ -1,4 +1,4 @@
-"""Warming: a list of prompts into a store, each shared prefix computed once.
+"""A warming job: computes a list of prompts into a store, each shared prefix once.
 
 The prompts are the leaves of a trie of tokens, which a job visits depth first. To return to a branch, the live context
 is cut there, or pages are restored if another job computed them. Jobs on the same list divide it into the same parts

@@ -1,4 +1,4 @@
-"""Prompts from files and lines to tokens; a prompt that cannot be used becomes a `Problem` with its origin."""
+"""Prompts from files and lines to tokens; an unusable prompt becomes a `Problem` with its origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store already has of the prompts of a job."""
+"""What is already stored of a job's prompts."""
 
 from __future__ import annotations
 

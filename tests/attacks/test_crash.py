@@ -138,7 +138,7 @@ def test_a_store_is_sound_after_a_kill_at_each_write(killable, tmp_path, request
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_store_is_sound_after_a_kill_while_tables_and_indexes_are_built(killable, tmp_path, request, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
-    # the order of children is built in several transactions
+    # the index of children is built in several transactions
     life.is_whole_unwritten = scheme != "lmdb"
     level = LEVELS.get(scheme, "statements")
     step = 1 if EACH else {"lmdb": 7, "sqlite": 9, "postgresql": 23, "valkey": 60, "s3": 400}[scheme]

@@ -54,7 +54,7 @@ LEFT_BY_RECLAIM = 32
 
 log = logging.getLogger("prefixstore")
 
-# in the database meta, while the order of children is built again: who does it
+# in the database meta, while the index of children is rebuilt: who does it
 REINDEXING = b"reindexing"
 MAKER = struct.Struct("<I8s")
 META_GENERATION = struct.Struct("<Q")
@@ -296,7 +296,7 @@ class _Change(_View, Transaction):
         return self._sizes
 
     def put_sizes(self, sizes: tuple[int, int] | None) -> None:
-        """Write down the sizes of all pages; None if they are not known."""
+        """Store the total sizes of all pages; None if they are not known."""
         put_counted(self._txn, self._db[b"meta"], self._entries(), sizes)
 
     def _remove_child(self, key: bytes, place: tuple[bytes, int, bytes] | None) -> bool:
@@ -307,7 +307,7 @@ class _Change(_View, Transaction):
         return self._siblings(parent, form).remove(key, tokens)
 
     def order(self, after: bytes, at_most: int) -> bytes | None:
-        """Put the pages with keys after this one, at most so many, among their siblings; the last key, None at the end.
+        """Index the next `at_most` pages after this key among their siblings; the last key, None at the end.
 
         Those that cannot be read are left out.
         """
@@ -342,7 +342,7 @@ class _Change(_View, Transaction):
             self._txn.put(NOTE + name, value, db=self._db[b"meta"])
 
     def forget_changes(self) -> None:
-        """Have every process start over: what it has learned of the order of children may be wrong."""
+        """Have every process start over: what it has learned from the index of children may be wrong."""
         self._txn.put(b"generation", META_GENERATION.pack(self.generation + 1), db=self._db[b"meta"])
         self._txn.drop(self._db[b"changes"], delete=False)
 
@@ -490,14 +490,14 @@ class LMDBBackend(Backend):
         self._clear_free_space(erase, gaps=True)
 
     def compact(self) -> int:
-        """Give the free pages of the file back to the disk; returns their bytes.
+        """Return the free pages of the file to the disk; returns the number of bytes.
 
         The file keeps its length, and gets holes. Raises `UnavailableError` where files cannot have holes.
         """
         return self._clear_free_space(punch, gaps=False)
 
     def reindex(self) -> None:
-        """Build the order of children again from all records, some at a time, and add up their sizes."""
+        """Rebuild the index of children from all records, some at a time, and add up their sizes."""
         environment = self._writable()
         mine = MAKER.pack(os.getpid(), os.urandom(8))
         with environment.begin(write=True) as txn:
@@ -518,7 +518,7 @@ class LMDBBackend(Backend):
                 txn.delete(REINDEXING, db=environment.databases[b"meta"])
 
     def _end_reindex(self) -> None:
-        """Build the order of children again if a process has died, or was interrupted, while it did that."""
+        """Rebuild the index of children if a process has died, or was interrupted, while it did that."""
         environment = self._open()
         with environment.begin(write=False) as txn:
             maker = txn.get(REINDEXING, db=environment.databases[b"meta"])

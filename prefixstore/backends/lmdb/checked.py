@@ -1,14 +1,14 @@
-"""Up to which state a file was found sound, so that opening it does not walk it again.
+"""Records the last state in which an LMDB file was found sound, so that opening it need not walk it again.
 
-A file that was sound stays so as long as only LMDB writes to it. So when nothing was written for a moment, the process
+A file that was sound stays so while only LMDB writes to it. So when nothing has been written for a moment, the process
 that has it open notes its newest transaction in a file beside it, with the size, the times and the inode number of the
 data file. The next process that opens it walks it only if one of these differs: after anything else has written to it,
-in a copy or a backup that was restored, and after a process was killed before it could note what it had written. The
-note is not a secret: a process that can write it can write the data as well. A note that is damaged, or cannot be read,
-is none.
+in a copy or a restored backup, and after a process was killed before it could note what it had written. The note needs
+no protection: a process that can write it can write the data as well. A note that is damaged or cannot be read is
+ignored.
 
-A file system notes times in steps of some milliseconds. A note is made only when the last write is older than that, so
-anything that is written after it has another time. It is not flushed: LMDB flushes the pages of a state before it
+File systems record times in steps of some milliseconds. A note is made only when the last write is older than that, so
+anything written after it has another time. The note is not flushed: LMDB flushes the pages of a state before it
 writes the number of its transaction, so the state that a note names is complete whenever it is the newest in the file.
 """
 
@@ -111,13 +111,13 @@ class CheckedFile:
         self._known = self.state(transaction)
 
     def forget(self) -> None:
-        """Something in the file is damaged: the next one that opens it walks it. Even a reader takes back the note."""
+        """Something in the file is damaged: delete the note, so that the next opening walks it. Readers do so, too."""
         self._known = self._noted = None
         with suppress(OSError):
             self._path.with_name(NOTE).unlink(missing_ok=True)
 
     def note(self, found: os.stat_result) -> None:
-        """Note the state that is known, if nothing was written for a moment. `found` is the file as it is now."""
+        """Note the known state, if nothing has been written for a moment. `found` is the file as it is now."""
         known = self._known
         if known is None or known == self._noted or self._read_only:
             return

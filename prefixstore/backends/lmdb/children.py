@@ -1,4 +1,4 @@
-"""The children of a page in the order of their tokens: rows of the database ``children``.
+"""The index of children in LMDB: the children of each page in the order of their tokens, as rows of ``children``.
 
 A key of LMDB has at most 511 bytes, and the tokens of a page have thousands, so they are cut into chunks. The children
 of a page form a tree of nodes; its root has the page's own key (the namespace's for first pages):
@@ -7,13 +7,13 @@ of a page form a tree of nodes; its root has the page's own key (the namespace's
     value    0, u32; key of the child
         or   depth, u32; node, 32 bytes
 
-A row names a child unless several share its chunk. Then it names the node at which they part, and the depth of that
-node: how many bytes of tokens precede it, all of which they share. So a child adds at most two rows, and the rows on
-the way to it are as many as the places at which its siblings part from it: at most one for each chunk, and mostly one.
+A row names a child unless several share its chunk. Then it names the node at which they diverge, and the depth of that
+node: how many bytes of tokens precede it, all of which they share. So a child adds at most two rows, and a search for
+it reads one row for each place at which a sibling diverges from it: at most one for each chunk, and mostly one.
 
-The bytes between two nodes are in no row. So a way through the rows may lead to a child that shares less of the tokens
-than the rows say; its record tells how much. Rows are derived from records: whatever they name is compared with its
-record, and a row that names anything else is ignored by readers, and replaced by a writer in whose way it is.
+The bytes between two nodes are in no row. So a path through the rows may lead to a child that shares less of the tokens
+than the rows suggest; its record shows how much. Rows are derived from records: whatever they name is compared with its
+record, and a row that names anything else is ignored by readers, and replaced by a writer that needs its place.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Step(NamedTuple):
 
 
 class Siblings:
-    """The children of one page that have one form.
+    """The children of one page with one form, in the order of their tokens.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Siblings:
         return self._children(self._rows(self._root))
 
     def stored_or_not(self) -> Iterator[bytes]:
-        """The keys of all of them, those included whose records cannot be read."""
+        """The keys of all of them, including those whose records cannot be read."""
         waiting = [self._root]
         seen = {self._root}
         for node in waiting:
@@ -113,7 +113,7 @@ class Siblings:
         return [each for each in (below, above) if each is not None]
 
     def row_of(self, key: bytes, tokens: bytes) -> bytes | None:
-        """The row to which the way of these tokens leads, if it names this child."""
+        """The row that these tokens lead to, if it names this child."""
         _, row, target = self._way(tokens)[-1]
         return row if target == Target(0, key) else None
 
@@ -237,7 +237,7 @@ class Siblings:
 
 
 def remove_everywhere(txn: lmdb.Transaction, database: Any, keys: Collection[bytes]) -> None:
-    """Remove children from a tree that is not known, by reading all rows: their records were damaged."""
+    """Remove children whose parents are unknown, since their records are damaged, by reading all rows."""
     named = {ROW.pack(0, key) for key in keys}
     for row in [bytes(row) for row, value in txn.cursor(database) if value in named]:
         txn.delete(row, db=database)
@@ -271,7 +271,7 @@ def _shorten(txn: lmdb.Transaction, database: Any, above: bytes, head: bytes) ->
 
 
 def target_of(stored: Buffer | None, node: Target) -> Target | None:
-    """What a row of a node leads to; None if it is not there, or holds nothing that leads further down."""
+    """What a row of a node leads to; None if it is missing, or leads nowhere further down."""
     if stored is None or len(stored) != ROW.size:
         return None
     target = Target(*ROW.unpack(stored))

@@ -1,4 +1,4 @@
-"""Whether the rows of ``children`` match the pages: every page has one row, and there are no others."""
+"""Checks that the index of children matches the pages: one row for every page, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The LMDB handles of this process: opened once per location, shared, resized, and not used by forked children."""
+"""The LMDB handles of this process: opened once per location, shared, resized, and never used by a forked child."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class Environment:
             repair()
 
     def require_free(self, txn: lmdb.Transaction, n_pages: int) -> None:
-        """Raise `lmdb.MapFullError` unless a transaction could take so many more pages of the file.
+        """Raise `lmdb.MapFullError` unless a transaction could allocate this many more pages of the file.
 
         LMDB does not say how many are free for it, so they are taken, in a transaction inside this one that is undone.
         """
@@ -457,7 +457,7 @@ _open_lock = ForkLock()
 
 
 def acquire(path: Path, map_size: int, *, read_only: bool, user: object) -> Environment:
-    """The environment at this path, opened if this process has not opened it yet. The user gives it to `release`."""
+    """The environment at this path, opened if this process has not opened it yet. To be given back to `release`."""
     path = path.resolve()
     with _open_lock.held:
         environment = _open.get(path)

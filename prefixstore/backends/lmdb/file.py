@@ -1,13 +1,13 @@
-"""The pages of an LMDB file, walked by reading it: whether it is sound, and which of its bytes are free.
+"""Walks the pages of an LMDB file by reading it: whether the file is sound, and which of its bytes are free.
 
 LMDB trusts what it reads: a changed byte can end the process. Measured on LMDB 0.9.36: of changed bytes in pages with
 nodes some end in SIGBUS, some in an assertion that aborts. So the file is walked before LMDB follows a pointer in it:
 metas, branches, leaves, the heads of large values, the list of free pages; not the contents of keys and values, which
-are checked when they are read. It is read, not mapped, so a file that is cut meanwhile is an error too.
+are checked when they are read. It is read, not mapped, so a file that is truncated meanwhile is an error, too.
 
-LMDB keeps the bytes of a page that it frees, and a page from which something was deleted keeps them in its gap, through
-copies too; there is no call that clears either. The same walk finds both kinds of free bytes, for scrub and compaction:
-then each page that the walk does not reach has to be in LMDB's own list of free pages.
+LMDB keeps the bytes of a page that it frees, and a page from which something was deleted keeps them in its gap, even
+when it is copied; no call clears either. The same walk finds both kinds of free bytes, for scrub and compaction:
+these require that each page that the walk does not reach is in LMDB's own list of free pages.
 
 The layout is that of LMDB 0.9 (data version 1, 64 bits).
 """

@@ -56,7 +56,7 @@ def erase(handle: int, start: int, end: int) -> int:
 
 
 def punch(handle: int, start: int, end: int) -> int:
-    """Free a range of a file on the disk, so that it reads as zeros; returns its bytes.
+    """Punch a hole into a file, which then reads as zeros; returns the freed bytes.
 
     Raises
     ------

@@ -1,12 +1,12 @@
-"""The lock file of LMDB: which process holds the write lock.
+"""Reads from LMDB's lock file which process holds the write lock.
 
-LMDB has no call that asks for it, nor one that waits for it with a limit. On Linux the lock is a robust mutex of the C
-library in the file, which holds the id of the thread that has it. Read without a lock, and used for waiting and for
-messages only: the process that it names may end at any time.
+LMDB has no call for this, nor one that waits for the lock with a limit. On Linux the lock is a robust mutex of the C
+library in the file, which holds the id of the thread that has it. It is read without a lock, and used for waiting and
+for messages only: the process that it names may end at any time.
 
-In a copy of the file, and after a loss of power, these bytes say nothing. A process that uses a lock file has locked a
-byte of it, too: LMDB sets a POSIX lock at the offset that is the process id, before the first transaction. That one is
-asked for. (A file that is not locked is initialised again when it is next opened.)
+In a copy of the file, and after a loss of power, these bytes are stale. But a process that uses a lock file has also
+locked a byte of it: LMDB sets a POSIX lock at the offset that is the process id, before the first transaction. So that
+lock is checked as well. (A lock file that is not locked is initialised again when it is next opened.)
 
 A process that has the store open must not call this: closing a file drops all POSIX locks of the process on it, and
 LMDB tells by them whether others use the file.

@@ -1,7 +1,7 @@
-"""The bytes of all payloads together, as stored and as states: counted with each change, so they need not be summed.
+"""The total size of all payloads, as stored and as states: updated with each change, so it need not be summed.
 
-The count is a row of the database ``meta``, with the number of the pages that it is of, and a checksum. One that is
-damaged, or of another number of pages, is none: then the sizes are added up from the records.
+It is a row of the database ``meta``, with the number of pages that it covers, and a checksum. A row that is damaged, or
+has another number of pages, is ignored: then the sizes are summed from the records.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEAL = struct.Struct("<Q")
 
 
 def counted(txn: lmdb.Transaction, meta: Any, entries: int) -> tuple[int, int] | None:
-    """The sizes that were counted for so many pages; None if they are not known."""
+    """The sizes recorded for this number of pages; None if they are not known."""
     if not entries:
         return 0, 0
     stored = txn.get(ROW, default=b"", db=meta)
@@ -34,7 +34,7 @@ def counted(txn: lmdb.Transaction, meta: Any, entries: int) -> tuple[int, int] |
 
 
 def put_counted(txn: lmdb.Transaction, meta: Any, entries: int, sizes: tuple[int, int] | None) -> None:
-    """Write the sizes of so many pages; None if they are not known."""
+    """Record the sizes for this number of pages; None if they are not known."""
     if sizes is None or not 0 <= min(sizes) <= max(sizes) <= LARGEST:
         txn.delete(ROW, db=meta)
         return

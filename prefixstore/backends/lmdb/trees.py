@@ -1,4 +1,4 @@
-"""The walk through the trees of an LMDB file: many pages at a time, since each step in Python costs more than a page.
+"""Walks the trees of an LMDB file many pages at a time, since each step in Python costs more than a page.
 
 The pages of one level of a tree are read together, and each property that they must have is one comparison of arrays.
 """

@@ -1,9 +1,9 @@
-"""Large commits, written to disk from their first byte on.
+"""Begins to write a large LMDB commit to disk while its pages are still being copied.
 
 LMDB writes the pages of a transaction into the page cache of the system, then flushes all of them, then writes the page
-that makes them count. The disk is idle while the first step copies. So a thread asks the system meanwhile to begin with
-what is there. That changes no order that matters: no byte of it counts before the flush, and the system may write it at
-any time anyway.
+that makes them count. The disk is idle during the first step. So a thread asks the system meanwhile to begin with
+the pages that are there. This changes no order that matters: none of these bytes counts before the flush, and the
+system may write them at any time anyway.
 """
 
 from __future__ import annotations

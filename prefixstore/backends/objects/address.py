@@ -1,4 +1,4 @@
-"""The address of a store in object storage: a bucket, a prefix, options; credentials never are a part of it."""
+"""Parses the URL of a store in object storage: a bucket, a prefix, options. Credentials are never part of it."""
 
 from __future__ import annotations
 

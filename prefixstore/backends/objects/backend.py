@@ -1,4 +1,4 @@
-"""Pages in object storage: an object for each payload, and a log of changes that every process keeps in memory."""
+"""Pages in object storage: an object for each payload, and a log of commits that every process keeps in memory."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ObjectsBackend(Backend):
                 self._delete_dead()
 
     def reindex(self) -> None:
-        """Delete objects that belong to nothing; an order of children is in memory only."""
+        """Delete unreferenced objects; the index of children is in memory only."""
         with self._alone():
             self._sweep()
 

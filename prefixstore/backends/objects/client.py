@@ -1,4 +1,4 @@
-"""The requests to a bucket: what they answer, and what their errors mean.
+"""The requests to a bucket, and what their errors mean.
 
 Messages name the location, the status and the server's error code, and nothing else that came over the wire: the
 server's reply may repeat credentials, and a URL may hold a signature.
@@ -136,7 +136,7 @@ class Client:
         return self._get(name, None)
 
     def get_if_changed(self, name: str, known: Version | None) -> tuple[memoryview, Version] | None:
-        """An object, unless it still is the version that is known: then None.
+        """An object; None if it is still the known version.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class Client:
                 return None
 
     def replace(self, name: str, data: Buffer, version: Version) -> Version | None:
-        """Replace this version of an object; None if it is another one by now, or gone."""
+        """Replace this version of an object; None if it has changed by now, or is gone."""
         self.n_requests += 1
         with self._translated():
             try:

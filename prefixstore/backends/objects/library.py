@@ -1,8 +1,8 @@
-"""obstore as this process may use it.
+"""The package obstore, as this process may use it: a forked child loads its own copy.
 
 Its threads do not exist in a forked child, and what they wait with (an epoll instance) is shared with the parent: a
-child that used it would hang, and its parent, too. So a child loads the library once more, from a copy of its file,
-which the loader takes for another library: with threads, connections and state of its own. What the child has
+child that used it would hang, and so would its parent. So a child loads the library once more, from a copy of its file,
+which the loader treats as another library: with its own threads, connections and state. What the child has
 inherited is never used, nor destroyed.
 """
 

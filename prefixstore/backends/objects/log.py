@@ -1,8 +1,8 @@
-"""The log of commits: this process follows it, adds to it, and makes it shorter.
+"""The log of commits of a store in object storage: follows it, appends to it, and merges its segments.
 
-A commit is a segment, written first, and a new head that lists it, written in place of the head that was read: if
-another process has committed meanwhile, the server refuses, the news are read, and the commit is put after them,
-unless they contradict it. So of two heads that follow the same one only one is ever seen.
+A commit is a segment, written first, and a new head that lists it, which replaces the head that was read: if another
+process has committed meanwhile, the server refuses, the new segments are read, and the commit is appended after them,
+unless they conflict with it. So of two heads that follow the same one, only one is ever seen.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Log:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Read it; make the store if there is none. The server is tried once: it has to refuse what it must not write.
+        """Read the log, or create the store. A server is tested once: it has to refuse writes that must fail.
 
         Raises
         ------
@@ -306,7 +306,7 @@ class Log:
     # -- making it shorter --------------------------------------------------------------------------------------------
 
     def shorten(self) -> None:
-        """Merge small segments if there are many, after a commit. What fails is done by the next process."""
+        """Merge small segments if there are many, after a commit. If that fails, the next process does it."""
         head = self._head
         if len(head.parts) <= MANY_SEGMENTS:
             return
@@ -321,7 +321,7 @@ class Log:
             log.info("%s: segments were not merged: %s", self._where, error)
 
     def fold(self) -> None:
-        """Make one segment of all, so that nothing of what was deleted is left in any.
+        """Merge all segments into one, so that none contains deleted data any more.
 
         Raises
         ------

@@ -1,7 +1,8 @@
-"""The objects that say which pages a location has: one head, and segments of changes. Only here are their bytes.
+"""The objects that say which pages a location in object storage has: one head, and segments of changes.
 
 A segment is the effect of one commit, or of several that follow each other; it is never changed. The head lists the
-segments in their order, and is replaced as a whole by each commit. ``docs/format.md`` describes both.
+segments in their order, and is replaced as a whole by each commit. Their bytes are defined in this module only;
+``docs/format.md`` describes them.
 """
 
 from __future__ import annotations

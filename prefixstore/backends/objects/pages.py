@@ -1,6 +1,6 @@
-"""All pages of a location as this process knows them: records, usage, order of children; no payloads.
+"""All pages of a location in object storage, in memory: records, usage, index of children; no payloads.
 
-Some 2 KB a page with 256 tokens. It is changed by segments only, in the order of the commits.
+Some 2 KB a page with 256 tokens. It is changed by applying segments only, in the order of the commits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Siblings = list[tuple[bytes, bytes]]
 
 
 def cost_of(stored: Stored) -> int:
-    """What a page counts of the budget, in bytes."""
+    """How many bytes of the budget a page takes."""
     if not isinstance(stored.record, Record):
         return len(stored.packed) + ENTRY_BYTES
     return len(stored.record.tokens) + stored.record.stored_bytes + ENTRY_BYTES
@@ -38,7 +38,7 @@ def entries_of(pages: Iterable[tuple[bytes, Stored | None]]) -> list[Entry]:
 
 
 class Pages:
-    """What all segments up to a commit add up to. `lock` is held while it changes, and for reads of several steps.
+    """The result of all segments up to a commit. `lock` is held while it changes, and for reads of several steps.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class Pages:
             return self._ordered[1]
 
     def has_children(self, key: bytes, without: Collection[bytes]) -> bool:
-        """Whether a page follows this one, other than these."""
+        """Whether this page has children other than these."""
         siblings = (self.children.get((key, form), []) for form in (PAGE, SNAPSHOT))
         return any(child not in without for some in siblings for _, child in some)
 

@@ -1,4 +1,4 @@
-"""Payloads on their way to the server: several requests at a time, and bounded memory."""
+"""Writes payloads to the server: several requests at a time, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Uploads"]
 
 
 class Uploads:
-    """Payloads that a transaction writes, before it says to which pages they belong.
+    """The payloads that a transaction uploads before its commit makes them part of pages.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Uploads:
         self.names: list[str] = []
 
     def begin(self, name: str, payload: Buffer) -> None:
-        """Write a payload, whose bytes do not change any more. Waits while too many bytes are on their way."""
+        """Begin to upload a payload, whose bytes do not change any more. Waits while too many bytes are in transit."""
         while self._running and self._held + len(payload) > HELD_BYTES:
             self._finish_one()
         if self._threads is None:
@@ -55,7 +55,7 @@ class Uploads:
             self._finish_one()
 
     def close(self) -> None:
-        """Wait for what is on its way, and end the threads."""
+        """Wait for uploads in transit, and end the threads."""
         while self._running:
             self._running[0][1].end()
             self._running.popleft()

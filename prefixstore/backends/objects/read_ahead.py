@@ -1,8 +1,8 @@
-"""Payloads on their way here: several requests at a time, and bounded memory.
+"""Reads payloads from the server: several requests at a time, in bounded memory.
 
-Requests that run at the same time share the link, and pages are used in order. So the next page is asked for when
-little of those before it is still to come: on a slow link the first page takes as long as if it were alone, and on a
-fast one many are on their way.
+Concurrent requests share the link, and pages are used in order. So the next page is requested when little of those
+before it is outstanding: on a slow link the first page takes as long as if it were alone, and on a fast one many are
+requested at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Arrived: TypeAlias = Callable[[int], None]
 
 
 class Window:
-    """How many bytes may be on their way when one more payload is asked for, as learned from the requests so far.
+    """How many bytes may be in transit when the next payload is requested, as learned from the requests so far.
 
     For the threads of one process, without a lock: what is lost of it is learned again.
 
@@ -64,7 +64,7 @@ class Window:
         self._since = self._changed = self._clock()
 
     def begin(self) -> None:
-        """Payloads are going to be read: forget what is old."""
+        """Called before payloads are read: forget old measurements."""
         if not 0 <= self._clock() - self._since <= LEARNED_SECONDS:
             self._forget()
 
@@ -79,7 +79,7 @@ class Window:
         return self.bytes if self.bytes >= 2 * size else FIRST_BYTES
 
     def received(self, size: int, seconds: float, *, is_full: bool = True) -> None:
-        """Learn from a request for so many bytes that took so long, until now.
+        """Learn from a request that has just ended: its bytes and its duration.
 
         Without `is_full`, fewer requests were on their way than the window allows.
         """
@@ -112,7 +112,7 @@ def ahead(
     window: Window,
     told: Arrived = lambda _: None,
 ) -> Iterator[tuple[T, R]]:
-    """Read items, some ahead of the one that is asked for, and yield them in order. An error is raised in its turn.
+    """Read items ahead of the one in use, and yield them in order. An error is raised in its turn.
 
     `told` hears how many bytes of the one that is waited for are there.
     """

@@ -1,4 +1,4 @@
-"""Objects that belong to nothing: left by a process that died between its requests, or whose requests failed."""
+"""Finds unreferenced objects: left by a process that died between its requests, or whose requests failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRACE_SECONDS = 3600.0
 
 
 def strays(client: Client, log: Log, *, read_only: bool) -> list[Listed]:
-    """All objects that belong to nothing, and that no transaction will need any more. Lists the location."""
+    """All unreferenced objects that no running transaction can need. Lists the location."""
     listed = [one for folder in (PAGES, SEGMENTS, PROBES) for one in client.list(folder)]
     # after that: what was committed meanwhile is known
     log.refresh()

@@ -1,10 +1,10 @@
-"""A transaction on a location in object storage: what it changes lies over what is known of the log.
+"""A transaction on a location in object storage: its changes are kept over the known log until they are committed.
 
-Writers do not wait for each other. What was committed by another process meanwhile comes first, and a transaction that
-contradicts it is not committed (`ConflictError`). It contradicts it
+Writers do not wait for each other. What another process has committed meanwhile comes first, and a transaction that
+conflicts with it is not committed (`ConflictError`). It conflicts
 
 - if a page that it puts follows one that is gone, or is in a namespace that is gone, or was stored before and is gone;
-- if a page that it deletes is followed by another one, or pinned;
+- if a page that it deletes has a child now, or is pinned;
 - if an announced usage or a note that it replaces is no longer the one that it has seen.
 
 If both have put the same page, the last one counts.
@@ -35,7 +35,7 @@ __all__ = ["ObjectsTransaction"]
 
 
 class ObjectsTransaction(ObjectsView, Transaction):
-    """Stages changes, and writes payloads at once; `commit` says to which pages they belong.
+    """Stages changes, and uploads payloads at once; `commit` makes them part of pages.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def commit(self, removed: Collection[Payload]) -> None:
-        """Publish what is staged, if anything is, and which payloads without a page are gone.
+        """Publish the staged changes, if there are any, and which unreferenced payloads were deleted.
 
         Raises
         ------
@@ -278,7 +278,7 @@ class ObjectsTransaction(ObjectsView, Transaction):
         return ConflictError(f"{self._client.where}: another process {what}; try again")
 
     def end(self) -> None:
-        """Wait for payloads that are on their way, and delete those that belong to no page."""
+        """Wait for payloads in transit, and delete those that belong to no page."""
         self._uploads.close()
         if self._is_unknown:
             return

@@ -27,7 +27,7 @@ READS = 8
 
 
 class ObjectsView(View):
-    """Reads what is known of the log as it is; later commits may show.
+    """Reads the known state of the log; later commits may become visible.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""SQL locations: a SQLite file or a PostgreSQL database. Their packages are imported when one is opened."""
+"""SQL locations: a SQLite file or a PostgreSQL database. Their packages are imported when such a location is opened."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _COUNT = bindparam("count", type_=BigInteger)
 
 
 def prefix(tokens: ColumnElement[Any]) -> ColumnElement[Any]:
-    """What PostgreSQL's index has of some tokens. No parameters in it: the server would not recognize its index."""
+    """The part of some tokens that PostgreSQL's index has. Without parameters: the server would not use its index."""
     return func.substr(tokens, literal_column("1"), literal_column(str(ORDERED_BYTES)), type_=LargeBinary)
 
 

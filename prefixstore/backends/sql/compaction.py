@@ -1,9 +1,9 @@
-"""How the table of payloads of a PostgreSQL store becomes smaller while others read and write.
+"""Shrinks the payload table of a PostgreSQL store while others read and write.
 
 A vacuum cuts off the free end of a table, but deletions free space anywhere in it. So all payloads are written again, a
 few at a time. The server puts them where space is free, and looks for it from the beginning of the table after each
-vacuum; so the end becomes free, and the next vacuum cuts it off. Where a payload lies is not known: only superusers may
-read the table of its chunks. So most of the free space is given back, and not all.
+vacuum; so the end becomes free, and the next vacuum cuts it off. Where a payload lies is not known, since only
+superusers may read the table of its chunks. So most of the free space is given back, but not all.
 """
 
 from __future__ import annotations

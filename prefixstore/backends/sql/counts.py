@@ -1,4 +1,4 @@
-"""The number of pages and their bytes: counted with each change in the row about the whole store, and added up."""
+"""The number of pages and their bytes: running totals in the row of `META`, and sums over all pages, to compare."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ SUMMED = select(META, _SUMS).join_from(META, _SUMS, true()).where(META.c.id == 1
 
 
 def counted(row: Row[Any]) -> Counts:
-    """What a row of `META` has counted."""
+    """The running totals in a row of `META`."""
     return Counts(row.entries, row.bytes, row.stored_bytes, row.raw_bytes)
 
 
 def summed(row: Row[Any]) -> Counts:
-    """What there is, by a row of `SUMMED`."""
+    """The sums over all pages, from a row of `SUMMED`."""
     return Counts(row.n_pages, row.sum_stored + row.sum_tokens, row.sum_stored, row.sum_raw)

@@ -232,7 +232,7 @@ class Database(ABC):
         """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
 
     def after_full(self, connection: Connection) -> None:  # noqa: B027 - most databases have nothing to do
-        """Free disk space after a transaction that has found none."""
+        """Free disk space after a transaction that found none."""
 
     def rows(
         self,
@@ -272,7 +272,7 @@ class Database(ABC):
 
     @abstractmethod
     def fix(self, connection: Connection) -> None:
-        """From here on, all reads of a view see one moment."""
+        """Have all further reads of a view see one moment."""
 
     @abstractmethod
     def fetch(
@@ -313,11 +313,11 @@ class Database(ABC):
         """`Backend.scrub`."""
 
     def flaws(self, connection: Connection) -> Sequence[tuple[str, str]]:
-        """Rules and messages of `View.flaws`. A server looks after its files itself."""
+        """Rules and messages of `View.flaws`. A server checks its own files."""
         return ()
 
     def reindex(self, connection: Connection) -> None:
-        """Build the indexes of the pages again, in a transaction that writes."""
+        """Rebuild the indexes of the pages, in a writing transaction."""
         with translated(self.location):
             connection.exec_driver_sql(self.REINDEX)
 

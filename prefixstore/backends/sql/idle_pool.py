@@ -1,4 +1,4 @@
-"""A pool of database connections that an interrupt cannot lock."""
+"""A pool of database connections that an interrupt cannot leave locked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IDLE = 5
 
 
 class IdlePool(Pool):
-    """Connects whenever no idle connection is left, and keeps some of those that are given back.
+    """Opens a connection whenever none is idle, and keeps some of those that are returned.
 
     The pools of SQLAlchemy wait for connections, with a condition of Python: an interrupt between its lock and its
     ``try`` locks it for ever. This one never waits, and adds and takes in single operations.

@@ -1,4 +1,4 @@
-"""What others have changed, read together with the newest generation: a server is asked once instead of three times."""
+"""Reads what others have changed together with the newest generation: one round trip instead of three."""
 
 from __future__ import annotations
 

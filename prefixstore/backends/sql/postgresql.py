@@ -370,7 +370,7 @@ class PostgreSQL(Database):
         super().reindex(connection)
 
     def compact(self) -> None:
-        """Rewrite payloads, some at a time, so that a vacuum can cut off the ends of the tables.
+        """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
         Only the owner of the tables can.
         """
@@ -389,7 +389,7 @@ class PostgreSQL(Database):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
 
     def scrub(self) -> None:
-        """Have the server rewrite all tables; all others wait. Its log and its backups are out of reach.
+        """Have the server rewrite all tables; all others wait. Its log and its backups are not covered.
 
         Only the owner of the tables can.
         """

@@ -119,7 +119,7 @@ def create(path: Path) -> None:
 
 
 def require_trusted(path: Path) -> None:
-    """Refuse a file that others could have made or changed, also its log and its index."""
+    """Refuse a file that others could have created or changed, or such a log or index of it."""
     require_trusted_directory(path.parent, sticky=True)
     require_trusted_files(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
 

@@ -1,8 +1,8 @@
-"""Payloads of PostgreSQL as they arrive, put together in memory that is kept for the next ones.
+"""Receives payloads from PostgreSQL row by row, into reused memory.
 
-An answer that is received as a whole takes fresh memory for all of it, twice, and nothing is done with it meanwhile. So
-the pages of a restore are one query, whose rows are received one by one. What a row holds is copied once, out of the
-memory of libpq.
+An answer that is received as a whole takes fresh memory for all of it, twice, and is of no use before it is complete.
+So the pages of a restore are one query, whose rows are received one by one. The contents of a row are copied once, out
+of the memory of libpq.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamingConnection(psycopg.Connection[Any]):
     streamed: StreamedCursor | None = None
 
     def load_streamed(self) -> None:
-        """Receive the rows that are on their way, so that another statement can be sent."""
+        """Receive the rows in transit, so that another statement can be sent."""
         if self.streamed is not None:
             self.streamed.load()
 
@@ -95,7 +95,7 @@ class _Shown(Loader):
 
 
 class StreamedCursor(Cursor):
-    """Receives one row after the other, each when it is asked for.
+    """Receives rows one by one, as they are requested.
 
     It takes the place of a cursor in the server, which SQLAlchemy asks for by a name: such a one would need a
     transaction, and a round trip for each row.
@@ -186,7 +186,7 @@ def select_payloads(wanted: FromClause) -> Executable:
 
 
 def kept_memory(pool: BufferPool, size: int, where: str) -> npt.NDArray[np.uint8]:
-    """Memory, which is used again once nothing refers to it: fresh memory is slower by half.
+    """Reused memory: it is free once nothing refers to it. Fresh memory is slower by half.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The URL of a location in a Valkey or Redis server."""
+"""Parses the URL of a location in a Valkey or Redis server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Address:
 
     @classmethod
     def parse(cls, location: str) -> Address:
-        """Take a URL apart.
+        """Parse a URL.
 
         Raises
         ------

@@ -124,7 +124,7 @@ class ValkeyBackend(Backend):
                 raise UnavailableError(f"{self.location}: the server's disk has not answered for {SYNC_SECONDS:.0f} s")
 
     def reclaim(self) -> None:
-        """Delete values that no entry names; others are freed when they are deleted."""
+        """Delete values without an entry; the memory of other deleted values is already free."""
         if not self._read_only:
             self._sweep()
 
@@ -140,7 +140,7 @@ class ValkeyBackend(Backend):
             self._connections.run(SWEEP, *some)
 
     def reindex(self) -> None:
-        """Build the two orders and the counts again, from the entries."""
+        """Rebuild the two sorted sets and the counts from the entries."""
         with self._turn() as transaction:
             names = self._connections.names
             order, children = (

@@ -1,8 +1,8 @@
 """Connections to a Valkey server, and what is done when one of them fails.
 
-Everything that is sent may be sent again: reads change nothing, values of pages have names of their own until they are
+Everything that is sent may be sent again: reads change nothing, values of pages have temporary names until they are
 committed, and a transaction is known to the server by a number, not by its connection. So when a connection turns out
-to be dead, the command goes to a new one, once, if that was found out quickly.
+to be dead, the command is sent once more on a new one, if that was found out quickly.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Connections:
         return self.use(work)
 
     def call(self, *command: Any) -> Any:
-        """What the server answers to a command."""
+        """The server's reply to a command."""
 
         def work(connection: Any) -> Any:
             connection.send_command(*command)
@@ -182,11 +182,11 @@ class Connections:
             return connection.read_response()
 
     def use(self, work: Callable[[Any], T]) -> T:
-        """Do some work on a connection, and again on another one if that may help. It must read all answers."""
+        """Do some work on a connection, and retry on another one if that may help. It must read all replies."""
         return self._again(lambda connection: self._use(connection, work))
 
     def take(self, work: Callable[[Any], T]) -> T:
-        """As `use`, but the connection is the caller's then.
+        """As `use`, but the caller keeps the connection.
 
         `give_back` it when all answers are read, or disconnect it. Work that fails must have done either, too.
         """
@@ -240,7 +240,7 @@ class Connections:
             raise
 
     def give_back(self, connection: Any) -> None:
-        """Keep a connection for the next command."""
+        """Return a connection to the pool."""
         if len(self._idle) < IDLE and not self._closed:
             self._idle.append(connection)
         else:

@@ -1,4 +1,4 @@
-"""Many entries in one answer of the server: each has its key and its length before it."""
+"""Parses replies with many entries: each has its key and its length before it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Generations of a server that may forget: it restarts without its last seconds, or a replica takes its place.
+"""Generations of a server that may lose its latest changes: it restarts from an older copy, or a replica takes over.
 
-Then it counts the same generations again, for other changes. Each change has a random number beside its generation, and
-each question names the last pair that this process has seen: so the server's answer tells whether it still knows that.
-If it does not, generations of this process go on after the highest that it has seen, and changes since an earlier one
-are unknown: everything that was known of the location is read again.
+It then counts the same generations again, for other changes. Each change has a random number beside its generation, and
+each request names the last pair that this process has seen: so the reply tells whether the server still knows it.
+If it does not, the generations of this process continue after the highest that it has seen, and changes since an
+earlier one are unknown: everything that was known of the location is read again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class History(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What is true of a whole location at one moment.
+    """The facts of a whole location at one moment.
 
     Attributes
     ----------
@@ -72,17 +72,17 @@ class Head(NamedTuple):
 
     @property
     def generation(self) -> int:
-        """In the count of this process."""
+        """The generation, as this process counts."""
         return self.history.generation + self.history.shift
 
     @property
     def server_generation(self) -> bytes:
-        """In the count of the server, as it writes it."""
+        """The generation, as the server counts."""
         return str(self.history.generation).encode()
 
     @classmethod
     def of(cls, answer: Sequence[Any], seen: History, where: str) -> Head:
-        """From what the script has answered to a question that named `seen`.
+        """Parse the script's reply to a request that named `seen`.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class Head(NamedTuple):
             raise CorruptError(f"{where}: its counters cannot be read: {error}") from None
 
     def changes_since(self, since: int) -> list[bytes] | None:
-        """As `View.changes`; None also if the question did not name so early a generation."""
+        """As `View.changes`; None also if the request named a later generation."""
         if since == self.generation:
             return []
         if self.changes is None or not max(self.since, self.history.floor) <= since < self.generation:

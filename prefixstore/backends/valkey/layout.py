@@ -1,10 +1,10 @@
-"""How a page lies in a Valkey server: names of keys, the bytes of values, and what they weigh.
+"""How pages are stored in a Valkey server: names of keys, the bytes of values, and their size in the server.
 
 A location has a fixed number of keys, and one more for each page:
 
-- a hash of all entries, by page key: what is counted of the page, its usage, its record
-- two ordered sets: the page keys in order, and the children of each page in the order of their tokens
-- hashes of settings, notes, the log of changes, and what is true of the whole location
+- a hash of all entries, by page key: the page's counts, its usage, its record
+- two sorted sets: the page keys in order, and the index of children
+- hashes of settings, notes, the log of changes, and facts of the whole location
 - for each page a value with its record and its payload, so that the two are read with one GET and belong together
 
 ``docs/format.md`` describes them.
@@ -84,7 +84,7 @@ class Names(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted of a location, or of a page: pages, their weight, the bytes of payloads and of states."""
+    """Counts of a location, or of a page: pages, their size in the server, the bytes of payloads and of states."""
 
     entries: int
     bytes: int
@@ -101,7 +101,7 @@ class Counts(NamedTuple):
 
 
 def sum_of(counts: Iterable[Counts]) -> Counts:
-    """What is counted of some pages."""
+    """The counts of some pages together."""
     total = Counts(0, 0, 0, 0)
     for each in counts:
         total = total.plus(each)
@@ -129,7 +129,7 @@ def readable(key: bytes, entry: bytes) -> tuple[Record | StorageError, Usage]:
         return error, Usage(0)
 
 
-# -- the order of children -----------------------------------------------------------------------------------------
+# -- the index of children -----------------------------------------------------------------------------------------
 
 # Members of an ordered set are compared byte by byte. So that tokens come before other tokens that begin with them,
 # whatever follows, a byte before each token says that there is one, and another byte ends them.
@@ -137,24 +137,24 @@ _MORE, _END = 1, b"\0"
 
 
 def prefix_of(parent: bytes, form: int) -> bytes:
-    """What the children of a page that have one form begin with."""
+    """The common beginning of the members for the children of a page with one form."""
     return parent + bytes([form])
 
 
 def span_of(parent: bytes, form: int, tokens: bytes) -> bytes:
-    """What the child with these tokens begins with, and no other."""
+    """The beginning of the member for the child with these tokens, and of no other."""
     marked = np.full((len(tokens) // TOKEN_BYTES, 1 + TOKEN_BYTES), _MORE, np.uint8)
     marked[:, 1:] = np.frombuffer(tokens, np.uint8).reshape(-1, TOKEN_BYTES)
     return prefix_of(parent, form) + marked.tobytes() + _END
 
 
 def upper_bound(prefix: bytes) -> bytes:
-    """Something after all that begins with this."""
+    """A bound above everything that begins with this."""
     return prefix + b"\xff" * (KEY_BYTES + 2)
 
 
 def member_of(key: bytes, entry: bytes) -> bytes | None:
-    """The place of a page among the children of its parent; None if its record does not say."""
+    """The member of a page in the index of children; None if its record cannot be read."""
     place = place_of(entry[RECORD_AT:])
     if place is None or len(place[2]) % TOKEN_BYTES:
         return None

@@ -1,6 +1,6 @@
-"""Payloads, sent in pieces, and received straight into memory that is kept for the next ones.
+"""Payloads, sent in pieces, and received straight into reused memory.
 
-Clients collect a reply in pieces, join them, and copy what they have joined: 2 GB/s over a socket on which 5 are
+Clients collect a reply in pieces, join them, and copy the result: 2 GB/s over a socket on which 5 are
 possible. So the replies to GETs of payloads are read here, from the socket of the client's own connection.
 """
 
@@ -38,7 +38,7 @@ Value = tuple[bytes, Buffer]
 
 
 class KeptBuffers:
-    """Memory for what is received. It is reused only when there are no references to it any more.
+    """Memory for received payloads. It is reused only when nothing refers to it any more.
 
     Fresh memory costs more than the copy into it. Used by one thread at a time.
     """
@@ -56,7 +56,7 @@ class KeptBuffers:
         return memoryview(memory)
 
     def trim(self) -> None:
-        """Keep no more than some, the last ones; what is referred to by others is theirs."""
+        """Keep at most this much, the latest ones; memory that is still referred to stays with its users."""
         kept: list[bytearray] = []
         n_bytes = 0
         for memory in reversed(self._all):
@@ -84,7 +84,7 @@ def send(
     milliseconds: int,
     meanwhile: Callable[[], None],
 ) -> None:
-    """Store a value, out of two parts, that is gone after some time if nothing is done with it.
+    """Store a value, in two parts, that expires unless it is committed.
 
     `meanwhile` is called before each piece: on a slow line all of them may take longer than a lock lasts.
     """

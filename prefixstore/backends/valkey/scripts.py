@@ -1,7 +1,7 @@
-"""What the server does in one step each: scripts in Lua, sent once and then called by their digest.
+"""The Lua scripts that run in the server, each as one atomic step; sent once and then called by their digest.
 
-Keys are always the same, as `Names` lists them. A script that reads returns many entries as one string, in which each
-has its key and its length: that is faster to send and to take apart than thousands of replies.
+Their keys are always the same, as `Names` lists them. A script that reads returns many entries as one string, in which
+each has its key and its length: that is faster to send and to parse than thousands of replies.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ until #some > 0 or after == before
 return table.concat(some)
 """)
 
-# Members of the order of children. ARGV: '1' for entries too; then of each range both ends, how many, and 'R' if it is
+# Members of the index of children. ARGV: '1' for entries too; then of each range both ends, how many, and 'R' if it is
 # walked from its end. Each member comes as the number of its range, its key, and its entry.
 RANGES = _reader("""
 local some = {}

@@ -1,7 +1,7 @@
-"""A transaction: what it changes is kept here, and values of pages under names of their own, until a script commits it.
+"""A transaction on a Valkey server: its changes are kept here, its payloads under temporary names, until the commit.
 
-It holds a lock of the location, which the server forgets if this process does not renew it. The commit names its owner:
-one that has lost the lock, since it was stopped or the server was replaced, changes nothing.
+It holds a lock of the location, which expires if this process does not renew it. The commit, one script, names its
+owner: if it has lost the lock, since it was stopped or the server was replaced, nothing changes.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ServerTransaction(ServerView, Transaction):
         )
 
     def abort(self) -> None:
-        """Undo it. If the server cannot be reached, it does so by itself after a while."""
+        """Undo the transaction. If the server cannot be reached, it does so itself after a while."""
         if not self._may_hold:
             return
         staged = [page.name for page in self._pages.values() if page is not None]

@@ -1,4 +1,4 @@
-"""What a server holds, read: each call is one script, which sees one moment."""
+"""A view of a Valkey server: each call is one script, which sees one moment."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Shared:
 
 
 class Range(NamedTuple):
-    """Members of the order of children: from one end to the other, or back, and how many; -1 for all."""
+    """Members of the index of children: from one end to the other, or back, and how many; -1 for all."""
 
     low: bytes
     high: bytes
@@ -116,7 +116,7 @@ class ServerView(View):
     # -- generations ------------------------------------------------------------------------------------------------
 
     def head(self) -> Head:
-        """What is true of the whole location; read once."""
+        """The facts of the whole location; read once."""
         if self._known is None:
             self._known = self._read_head()
         return self._known

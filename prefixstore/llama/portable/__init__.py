@@ -1,1 +1,1 @@
-"""A store without a ``Llama`` of its own, on llama-cpp-python's ``LlamaState`` objects."""
+"""A store without an attached ``Llama``, on llama-cpp-python's ``LlamaState`` objects."""

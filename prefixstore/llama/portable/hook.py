@@ -1,4 +1,4 @@
-"""A store without a ``Llama`` of its own: it works on the ``LlamaState`` objects of llama-cpp-python.
+"""The portable hook: a store without an attached ``Llama``, on the ``LlamaState`` objects of llama-cpp-python.
 
     state = self.cache[prompt]                lookup: pages are joined into a state that ``load_state`` accepts
     self.load_state(state)
@@ -46,7 +46,7 @@ __all__ = ["PortableHook"]
 
 
 class PortableHook:
-    """What a store does that is not attached to a ``Llama``.
+    """The hook of a store that is not attached to a ``Llama``.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class PortableHook:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """All in which this hook may have stored something in this process."""
+        """All namespaces in which this hook may have stored something in this process."""
         targets = [self._nameless, self._last, *self._targets.values()]
         found = [namespace for target in targets for namespace in (target.pages, target.whole) if namespace is not None]
         return list({namespace.key: namespace for namespace in found}.values())

@@ -26,7 +26,7 @@ OWN_HITS = 1
 
 @dataclass(frozen=True)
 class WholeMatch:
-    """What whole states hold of a sequence of tokens.
+    """The whole states that share tokens with a sequence.
 
     Attributes
     ----------

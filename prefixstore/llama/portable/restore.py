@@ -1,4 +1,4 @@
-"""Stored pages, or a stored whole state, to a ``LlamaState`` that ``Llama.load_state`` accepts."""
+"""Joins stored pages, or takes a stored whole state, to a ``LlamaState`` that ``Llama.load_state`` accepts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NoState(Enum):
 
 
 class StateBuilder:
-    """Looks prompts up, and builds states of what is stored.
+    """Looks prompts up, and builds states from what is stored.
 
     Parameters
     ----------

@@ -1,1 +1,1 @@
-"""The bytes that llama.cpp writes of a state: views, cuts and joins, parsing, comparing the shape. Pure."""
+"""The bytes of llama.cpp's states: views, cuts and joins, parsing, comparing the shape. Pure; no llama.cpp."""

@@ -1,6 +1,6 @@
-"""The bytes that llama.cpp wrote of a state, to a `StateView`. Pure; does not need llama.cpp.
+"""Parses the bytes of a llama.cpp state into a `StateView`. Pure; does not need llama.cpp.
 
-The layout is in `view`; llama.cpp promises nothing about it. So a state is parsed only if every byte is accounted for.
+The layout is in `view`; llama.cpp makes no promises about it. So a state is parsed only if every byte is accounted for.
 States that cannot be cut are refused: several streams, a cell in two sequences or with the coordinates of an image, and
 whatever a later llama.cpp writes.
 """

@@ -1,4 +1,4 @@
-"""The shape of states: all of their bytes but the rows. llama.cpp is given only pages that have its context's shape.
+"""The shape of a state: all of its bytes but the rows. llama.cpp is given only pages with the shape of its context.
 
 llama.cpp compares types and sizes itself, and refuses those that differ. It does not check positions and sequences, nor
 anything after what it reads: a page that is wrong there would be accepted, and answers would be wrong. The layout is in
