@@ -49,6 +49,7 @@ FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 CLOSED_TO_TENANTS = ("/v1/stream", "/props", "/cors-proxy", "/tools")
 # These only ask. What is done for all others needs a key, if the server has any.
 READS = ("GET", "HEAD", "OPTIONS")
+RANGES = (b"range", b"if-range")
 # What uses slots without reusing anything of them.
 STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
@@ -270,7 +271,9 @@ class Proxy:
             try:
                 with manager.pool.tainting() as foreign:
                     status = await self._forward(exchange, content)
-                    foreign.is_harmless = status >= HTTPStatus.BAD_REQUEST
+                    foreign.is_harmless = (
+                        status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
+                    )
             finally:
                 manager.n_elsewhere -= 1
             if path == "/lora-adapters" and not foreign.is_harmless:
@@ -293,6 +296,9 @@ class Proxy:
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
         headers = exchange.raw_headers
+        if exchange.method not in READS:
+            # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
+            headers = [(name, value) for name, value in headers if name not in RANGES]
         if self._options.tenants is not None:
             # who names the conversation of another would end it
             headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
@@ -410,7 +416,7 @@ class Proxy:
         try:
             if ask.taints:
                 with manager.pool.tainting() as foreign:
-                    foreign.is_harmless = await self._forward(exchange, body) >= HTTPStatus.BAD_REQUEST
+                    foreign.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
             else:
                 await self._forward(exchange, body)
         finally:
@@ -441,7 +447,8 @@ class Proxy:
             usage = answer.tail.usage() if is_ok else None
             if is_ok and is_counted and manager.pool.is_current(held.slot):
                 manager.pool.remember(held.slot, exchange.path, given)
-            manager.release(held, usage, began=answer.status in (None, HTTPStatus.OK), taints=taints)
+            began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
+            manager.release(held, usage, began=began, taints=taints)
             self._session.note(usage, held, is_counted=is_counted)
         if is_counted and status == HTTPStatus.OK:
             self._observe(exchange.path, held, usage)
