@@ -206,8 +206,9 @@ class Proxy:
     async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
             # the client must see that the answer is cut short, and what has come of it
-            await exchange.flush()
-            raise ConnectionAbortedError(message)
+            log.warning("an answer is cut short: %s", message)
+            await exchange.cut()
+            return
         await exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
 
     async def _unavailable(self, exchange: Exchange, message: str) -> None:

@@ -60,6 +60,9 @@ def test_the_child_is_killed_while_it_answers(serve: Serve, alone: Running):
     again = _until_answered(served, prompt(1))
     assert again["content"] in own_answers(alone, prompt(1))
     assert cached(again) > 200
+    assert "an answer is cut short" in served.text()
+    assert "Traceback" not in served.text()
+    assert "ASGI" not in served.text()
 
 
 def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serve, tmp_path: Path, docs_model: Path):
