@@ -232,13 +232,17 @@ class Proxy:
         elif not self._session.is_ready:
             exchange.nothing_to_read()
             await self._unavailable(exchange, "the server is starting")
-        elif exchange.method not in READS and (refusal := await self._admission.refusal(exchange.raw_headers)):
+        elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.raw_headers)):
             exchange.nothing_to_read()
             await exchange.answer(refusal.status, refusal.content, refusal.content_type)
         elif exchange.method == "POST" and path in ENDPOINTS:
             await self._complete(exchange, await exchange.body())
         else:
             await self._pass(exchange)
+
+    def _needs_key(self, exchange: Exchange) -> bool:
+        """Whether a key is needed before anything is done. A body takes of what the bodies of all have together."""
+        return exchange.method not in READS or exchange.has_body
 
     # -- everything but completions ------------------------------------------------------------------------------------
 

@@ -210,6 +210,10 @@ def test_without_a_key_no_slot_is_touched_and_no_body_is_read(serve: Serve):
         # it announces a body that it never sends
         client.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n")
         assert b" 401 " in client.recv(4096)
+    for length in (b"Content-Length: 9999", b"Transfer-Encoding: chunked"):
+        with _connect(served) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n\r\n")
+            assert b" 401 " in client.recv(4096)
     assert _held(served) == before
     assert served.metric("prefixstore_requests_total", source="store") == 0
 
