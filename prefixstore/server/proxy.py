@@ -40,6 +40,8 @@ log = logging.getLogger("prefixstore.server")
 RETRY_SECONDS = 2
 # with a longer one, llama-server closes the connection
 MAX_TARGET = 8000
+# With more fields in a head, or longer ones, it closes the connection, mostly before its answer is read.
+MAX_FIELDS, MAX_FIELD = 90, 8000
 # What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
 # Of so many fields it is said that they are not known.
@@ -226,6 +228,12 @@ class Proxy:
         elif len(exchange.target) > MAX_TARGET:
             exchange.nothing_to_read()
             await exchange.refuse(414, "invalid_request_error", f"the target has more than {MAX_TARGET} bytes")
+        elif len(fields := exchange.raw_headers) > MAX_FIELDS or any(len(n) + len(v) > MAX_FIELD for n, v in fields):
+            exchange.nothing_to_read()
+            message = (
+                f"the head of the request has more than {MAX_FIELDS} fields, or one of more than {MAX_FIELD} bytes"
+            )
+            await exchange.refuse(431, "invalid_request_error", message)
         elif path in self._own.paths:
             exchange.nothing_to_read()
             await self._own.answer(exchange)
