@@ -166,6 +166,8 @@ def serve(
         raise MissingExtraError(
             f'serve needs {error.name}, which is not installed; pip install "prefixstore[server]"'
         ) from error
+    if admin_key is not None and not admin_key.strip():
+        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
     _log_to_stderr()
     settings = ServeSettings(
         location=location if far is None else [location, far],

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["Arguments", "option_name", "parse_arguments"]
+__all__ = ["Arguments", "config_files", "option_name", "parse_arguments"]
 
 # Options with one value that change no state, and some that name the model: its content is in the namespace.
 VALUED = """
@@ -149,6 +150,7 @@ REFUSED_VARIABLES = {"SPEC_DRAFT_MODEL": "draft", "SPEC_DRAFT_HF_REPO": "draft"}
 VARIABLE = re.compile(r"LLAMA_ARG_(NO_)?(\w+)")
 # not of an option: rotates K and V before they are quantized
 ROTATION = "LLAMA_ATTN_ROT_DISABLE"
+CONFIG_FILE = "llama.cpp/config.ini"
 TRUE = ("on", "enabled", "true", "1")
 
 
@@ -173,6 +175,12 @@ class Arguments:
     def is_on(self, name: str) -> bool:
         """Whether a flag is set."""
         return self.settings.get(name) == "1"
+
+
+def config_files(environ: Mapping[str, str]) -> list[Path]:
+    """The files of settings that llama-server reads before its arguments, as far as they exist."""
+    home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")
+    return [path for place in ("/etc", home) if (path := Path(place) / CONFIG_FILE).exists()]
 
 
 def option_name(argument: str) -> str:

@@ -108,6 +108,8 @@ class Child:
                 # `stop` has not seen this one
                 await self.stop()
             became_ready = await self._watch(process)
+            # of a script that has ended alone
+            _end_group(process.pid)
             self._when_down()
             if self._stopping.is_set():
                 return
@@ -128,15 +130,12 @@ class Child:
         process = self.process
         if process is None or process.returncode is not None:
             return
-        if not at_once:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+        if not at_once and _signal_group(process.pid, signal.SIGTERM):
             try:
                 await asyncio.wait_for(process.wait(), STOP_SECONDS)
             except asyncio.TimeoutError:
                 log.warning("llama-server did not end within %.0f s of SIGTERM and is killed", STOP_SECONDS)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        _end_group(process.pid)
         await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -207,9 +206,7 @@ class Child:
                 lambda seconds: self._answers(server, seconds), lambda: work_of_session(process.pid), self._patience
             )
         log.warning("llama-server neither answers nor does anything: it is killed")
-        with contextlib.suppress(ProcessLookupError):
-            # the session that was made for it, so that nothing of it keeps the model in memory
-            os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process.pid)
 
     async def _answers(self, server: Upstream, seconds: float) -> bool:
         """Whether its threads for requests answer, and the one that computes as well if it has something to do.
@@ -223,6 +220,21 @@ class Child:
         except UpstreamError:
             return False
         return True
+
+
+def _signal_group(leader: int, number: int) -> bool:
+    """Signal the session that was made for a child, with all that it has started; whether there was anything of it."""
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        # macOS: of processes that have ended
+        return False
+    return True
+
+
+def _end_group(leader: int) -> None:
+    """Kill what is left of it, so that nothing keeps the model in memory."""
+    _signal_group(leader, signal.SIGKILL)
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from prefixstore.server.exchange import CUT
 
 __all__ = ["MAX_HEAD", "ClientProtocol"]
 
@@ -86,6 +89,9 @@ class ClientProtocol(HttpToolsProtocol):
             self._is_head = self._is_silent = False
             self._earlier = [cycle for cycle in (*self._earlier, self.cycle) if cycle and not cycle.response_complete]
             super().on_headers_complete()
+            # the application is called after this
+            scope = cast("dict[str, Any]", self.cycle.scope)
+            scope[CUT] = partial(_cut, self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._is_silent = False
@@ -95,3 +101,9 @@ class ClientProtocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._is_silent = False
             super().on_message_complete()
+
+
+def _cut(cycle: RequestResponseCycle) -> None:
+    """Close the connection of a request whose answer has no end; uvicorn would log where the application was."""
+    cycle.disconnected = True
+    cycle.transport.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prefixstore.errors import InvalidParameterError, ServerError
-from prefixstore.server.arguments import option_name
+from prefixstore.server.arguments import config_files, option_name
 
 __all__ = ["ServerCommand", "api_keys_of", "check_program", "drafts", "number_of"]
 
@@ -50,6 +51,11 @@ DRAFTS = {
     "--spec-draft-hf",
     "--spec-default",
 }
+CACHE_OPTIONS = ("-cram", "--cache-ram")
+KEY_OPTIONS = ("--api-key", "--api-key-file")
+KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
+# in a line of a file of settings that is no comment
+API_KEY = re.compile(r"^[^#;\n]*api[-_]key", re.IGNORECASE | re.MULTILINE)
 # llama-server takes it for a Unix socket by its ending. No other user of the machine can reach it, and no other process
 # can have it before the server does, as it could have a port.
 SOCKET = "server.sock"
@@ -91,12 +97,12 @@ class ServerCommand:
         self.key = secrets.token_urlsafe(32)
         self._private, self._key_file = private, private / "api-key"
         self.prepare()
-        cache_ram = number_of(argv, ("-cram", "--cache-ram"), environ.get("LLAMA_ARG_CACHE_RAM"))
+        cache_ram = number_of(argv, CACHE_OPTIONS, environ.get("LLAMA_ARG_CACHE_RAM"))
         if separated and cache_ram not in (None, 0):
             raise InvalidParameterError(
                 f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
             )
-        self._cache_ram = cache_ram
+        self._cache_ram, self._separated = cache_ram, separated
 
     def prepare(self) -> None:
         """Create what the server needs in the directory, and the directory if it was removed.
@@ -121,6 +127,33 @@ class ServerCommand:
                 self._key_file.write_text(f"{self.key}\n")
         except OSError as error:
             raise ServerError(f"{self._private} cannot be prepared for llama-server: {error.strerror}") from error
+
+    def check_started(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Check what has been started: a script that is given as the command may add options.
+
+        Parameters
+        ----------
+        argv, environ
+            Of the process that listens on `socket`.
+
+        Raises
+        ------
+        ServerError
+            If it asks for keys that are not known here: clients without any would be let in. Or if it has a cache of
+            prompts that tenants would share.
+        """
+        own = {str(self._key_file)}
+        given = [value for value in values_of(argv, KEY_OPTIONS) if value not in own]
+        if not self.has_keys and (any(given) or any(environ.get(name) for name in KEY_VARIABLES)):
+            raise ServerError(
+                f"{self.given[0]} starts llama-server with API keys of its own, and clients would not need them here: "
+                "pass --api-key or --api-key-file after the --"
+            )
+        if self._separated and number_of(argv, CACHE_OPTIONS, None) != 0:
+            raise ServerError(
+                f"{self.given[0]} starts llama-server with a --cache-ram of its own: tenants would see each other's "
+                "prompts in it; leave it out"
+            )
 
     def argv(self) -> list[str]:
         """All arguments, for a server that listens on `socket`."""
@@ -170,8 +203,15 @@ def number_of(argv: Sequence[str], names: Sequence[str], variable: str | None) -
 
 def api_keys_of(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether the server requires a key of its clients."""
-    options = values_of(argv, ("--api-key", "--api-key-file"))
-    return any(options) or bool(environ.get("LLAMA_API_KEY") or environ.get("LLAMA_ARG_API_KEY_FILE"))
+    given = [*values_of(argv, KEY_OPTIONS), *(environ.get(name) for name in KEY_VARIABLES)]
+    return any(given) or any(_names_key(path) for path in config_files(environ))
+
+
+def _names_key(path: Path) -> bool:
+    try:
+        return API_KEY.search(path.read_text(errors="replace")) is not None
+    except OSError:
+        return False
 
 
 def drafts(argv: Sequence[str], environ: Mapping[str, str]) -> bool:

@@ -13,12 +13,14 @@ from starlette.datastructures import Headers
 from prefixstore.server.bodies import BodyBudget
 from prefixstore.server.outbox import MESSAGE_BYTES, ClientGoneError, Message, Outbox
 
-__all__ = ["BodyTooLargeError", "Exchange"]
+__all__ = ["CUT", "BodyTooLargeError", "Exchange"]
 
 # How long a client may neither read nor send: a request that waits for it may hold a slot.
 CLIENT_SECONDS: Final = 60.0
 # How long what has come of an answer is passed on after the server has failed.
 FLUSH_SECONDS: Final = 5.0
+# Where the scope of a request has what closes its connection in the middle of the answer.
+CUT: Final = "prefixstore.cut"
 
 
 class BodyTooLargeError(Exception):
@@ -53,6 +55,7 @@ class Exchange:
         max_body: int,
         budget: BodyBudget,
     ) -> None:
+        self._cut: Callable[[], None] | None = scope.get(CUT)
         self._receive, self._max_body, self._budget = receive, max_body, budget
         self._outbox = Outbox(self._sent(send), patience=CLIENT_SECONDS)
         self._n_taken = 0
@@ -146,6 +149,19 @@ class Exchange:
         """Send, for a moment, what has arrived of a response that will not be completed."""
         with contextlib.suppress(asyncio.TimeoutError, ClientGoneError):
             await asyncio.wait_for(self._outbox.emptied(), FLUSH_SECONDS)
+
+    async def cut(self) -> None:
+        """Send what has come of an answer that has no end, and close the connection: the client sees that it is cut.
+
+        Raises
+        ------
+        ConnectionAbortedError
+            If the connection cannot be closed otherwise.
+        """
+        await self.flush()
+        if self._cut is None:
+            raise ConnectionAbortedError
+        self._cut()
 
     async def close(self) -> None:
         """Send nothing more, and release the memory of the body."""

@@ -75,6 +75,7 @@ class RunningServer:
         self._session, self._failed = session, failed
         self._lost = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to watch."""
@@ -83,14 +84,26 @@ class RunningServer:
 
     async def stop(self) -> None:
         """Stop watching. The server keeps running."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        tasks = [task for task in (self._watching, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def lost(self) -> None:
-        """Called when a connection has failed: the server may have ended, and another one may answer next."""
-        if self._session.is_ready and not self._session.is_certainly_alive():
-            self._replaced()
+        """A connection has failed: the server may have ended, and another one may answer next.
+
+        Or it has closed the connection, as it does with some requests that it refuses: then it answers the next one.
+        One that is started in its place does not, as long as it loads its model.
+        """
+        if self._session.is_ready and not self._session.is_certainly_alive() and self._looking is None:
+            self._looking = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        try:
+            if not await self._is_healthy() and self._session.is_ready:
+                self._replaced()
+        finally:
+            self._looking = None
 
     def _replaced(self) -> None:
         self._session.down()

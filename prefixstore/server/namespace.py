@@ -25,7 +25,7 @@ from prefixstore.llama.gguf import model_names, read_metadata
 from prefixstore.llama.model_file import file_identity
 from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.llama.state.view import PAIR, U32
-from prefixstore.server.arguments import Arguments, parse_arguments
+from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
 from prefixstore.server.process import (
@@ -47,7 +47,6 @@ __all__ = ["ServerIdentity", "kind_of_layout", "slots_dir_of"]
 SHORT_PAGE = 64
 # where a GPU shows
 GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "accel*")
-CONFIG_FILE = "llama.cpp/config.ini"
 
 
 def kind_of_layout(layout: SlotLayout) -> Kind:
@@ -306,10 +305,7 @@ def _reason(arguments: Arguments, environ: Mapping[str, str]) -> str | None:
         return "cache_reuse"
     if settings.get("spec_type", "none") != "none":
         return "draft"
-    home = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "/")) / ".config")
-    if any((Path(place) / CONFIG_FILE).exists() for place in ("/etc", home)):
-        return "config_file"
-    return None
+    return "config_file" if config_files(environ) else None
 
 
 def _resolved(layout: SlotLayout) -> int:

@@ -17,6 +17,7 @@ __all__ = [
     "listening_process",
     "memory_of",
     "path_of",
+    "process_at",
     "start_ticks",
     "started_at",
     "work_of_session",
@@ -74,6 +75,19 @@ def listening_process(port: int) -> int | None:
     if not inodes:
         return None
     found = {pid for pid in _processes() if _has_open(pid, inodes)}
+    return found.pop() if len(found) == 1 else None
+
+
+def process_at(path: Path) -> int | None:
+    """The process that listens on a Unix socket of this machine; None if it is not known, or if there are several."""
+    inodes = set()
+    with suppress(OSError):
+        for line in os.fsdecode((PROC / "net" / "unix").read_bytes()).splitlines()[1:]:
+            # the last field is the path, which may have blanks
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7] == str(path):
+                inodes.add(f"socket:[{fields[6]}]")
+    found = {pid for pid in _processes() if _has_open(pid, inodes)} if inodes else set()
     return found.pop() if len(found) == 1 else None
 
 

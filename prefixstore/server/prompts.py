@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
 from prefixstore.server.conversions import chat_of_messages, chat_of_responses
@@ -46,6 +47,7 @@ MAX_PARTS = 100_000
 UNKNOWN_FIELD = "unknown_field"
 # All that a prompt may have beside images and sound if it is an object.
 PROMPT_FIELDS = frozenset({"prompt_string", "multimodal_data"})
+BOM = b"\xef\xbb\xbf"
 JSON_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
@@ -72,6 +74,8 @@ class Ask:
     can_add
         Whether the server reads what is added to it: a JSON object that was read here, of an interface of which it
         takes all fields.
+    may_fail_late
+        Whether the server may refuse it after it has computed some of it: one of its prompts, or what cannot be told.
     """
 
     reason: str | None = None
@@ -82,29 +86,43 @@ class Ask:
     taints: bool = False
     field: str | None = None
     can_add: bool = True
+    may_fail_late: bool = False
+
+    def has_left_nothing(self, status: int) -> bool:
+        """Whether the server has computed nothing of this, to judge by the status of its answer.
+
+        It looks at what it can read of a request before it computes any of it. What fails later is its own error.
+        """
+        is_refused = status >= HTTPStatus.BAD_REQUEST and not self.may_fail_late
+        return is_refused and (status != HTTPStatus.INTERNAL_SERVER_ERROR or self.reason == "invalid")
 
 
 def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
     """Parse the body of a request to one of `ENDPOINTS`; `allowed` are further harmless fields."""
     if _n_parts(body) > MAX_PARTS and _n_parts(JSON_TEXT.sub(b"", body)) > MAX_PARTS:
         # it may be anything
-        return Ask("structure", can_pin=False, taints=True, can_add=False)
+        return Ask("structure", can_pin=False, taints=True, can_add=False, may_fail_late=True)
     try:
         request = json.loads(body.decode())  # as text: bytes could be in another encoding
         if not isinstance(request, dict):
             return INVALID
         ask = _of_messages(request) if path in MESSAGES else _of_others(path, request, body)
         field = unknown_field(request, allowed) or _unknown_of_prompt(path, request)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return UNREAD if body.startswith(BOM) or b"\0" in body else INVALID
     except (ValueError, RecursionError):
         # what is nested deeply may be read, and not be written
-        return INVALID
-    if field is None or ask == INVALID:
+        return UNREAD
+    ask = replace(ask, may_fail_late=path in TEXT and _may_be_several(request.get("prompt")))
+    if field is None or ask.reason == INVALID.reason:
         return ask
     return replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
 
 
 # It may be anything, for a server that reads it otherwise.
 INVALID = Ask("invalid", can_pin=False, taints=True, can_add=False)
+# The server reads what is not read here: numbers of any length, any depth, a byte order mark, what follows a zero byte.
+UNREAD = replace(INVALID, may_fail_late=True)
 
 
 def _unknown_of_prompt(path: str, request: dict[str, Any]) -> str | None:
@@ -184,6 +202,11 @@ def _is_piece(piece: object) -> bool:
 def _is_batch(prompt: object) -> bool:
     """Whether the server takes it as several prompts: a list of more than one without a number in it."""
     return isinstance(prompt, list) and len(prompt) > 1 and not any(isinstance(piece, int) for piece in prompt)
+
+
+def _may_be_several(prompt: object) -> bool:
+    """Whether the server may take it as several prompts, or what else it is cannot be told."""
+    return _is_batch(prompt) or (isinstance(prompt, list) and len(prompt) > 1 and not all(map(_is_piece, prompt)))
 
 
 def _has_media(value: object) -> bool:

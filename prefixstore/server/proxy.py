@@ -40,6 +40,8 @@ log = logging.getLogger("prefixstore.server")
 RETRY_SECONDS = 2
 # with a longer one, llama-server closes the connection
 MAX_TARGET = 8000
+# With more fields in a head, or longer ones, it closes the connection, mostly before its answer is read.
+MAX_FIELDS, MAX_FIELD = 90, 8000
 # What would be another path there than it is here: clients leave out dot segments, and llama-server reads %uXXXX.
 AMBIGUOUS = re.compile(rb"(?:^|/)\.\.?(?:/|$)|%[uU]")
 # Of so many fields it is said that they are not known.
@@ -49,6 +51,7 @@ FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 CLOSED_TO_TENANTS = ("/v1/stream", "/props", "/cors-proxy", "/tools")
 # These only ask. What is done for all others needs a key, if the server has any.
 READS = ("GET", "HEAD", "OPTIONS")
+RANGES = (b"range", b"if-range")
 # What uses slots without reusing anything of them.
 STATELESS = frozenset({"/embedding", "/embeddings", "/v1/embeddings"})
 STATELESS |= {"/rerank", "/reranking", "/v1/rerank", "/v1/reranking"}
@@ -205,8 +208,9 @@ class Proxy:
     async def _broken(self, exchange: Exchange, status: int, message: str) -> None:
         if exchange.has_begun:
             # the client must see that the answer is cut short, and what has come of it
-            await exchange.flush()
-            raise ConnectionAbortedError(message)
+            log.warning("an answer is cut short: %s", message)
+            await exchange.cut()
+            return
         await exchange.refuse(status, "unavailable_error", message, retry_after=str(RETRY_SECONDS))
 
     async def _unavailable(self, exchange: Exchange, message: str) -> None:
@@ -224,19 +228,29 @@ class Proxy:
         elif len(exchange.target) > MAX_TARGET:
             exchange.nothing_to_read()
             await exchange.refuse(414, "invalid_request_error", f"the target has more than {MAX_TARGET} bytes")
+        elif len(fields := exchange.raw_headers) > MAX_FIELDS or any(len(n) + len(v) > MAX_FIELD for n, v in fields):
+            exchange.nothing_to_read()
+            message = (
+                f"the head of the request has more than {MAX_FIELDS} fields, or one of more than {MAX_FIELD} bytes"
+            )
+            await exchange.refuse(431, "invalid_request_error", message)
         elif path in self._own.paths:
             exchange.nothing_to_read()
             await self._own.answer(exchange)
         elif not self._session.is_ready:
             exchange.nothing_to_read()
             await self._unavailable(exchange, "the server is starting")
-        elif exchange.method not in READS and (refusal := await self._admission.refusal(exchange.raw_headers)):
+        elif self._needs_key(exchange) and (refusal := await self._admission.refusal(exchange.raw_headers)):
             exchange.nothing_to_read()
             await exchange.answer(refusal.status, refusal.content, refusal.content_type)
         elif exchange.method == "POST" and path in ENDPOINTS:
             await self._complete(exchange, await exchange.body())
         else:
             await self._pass(exchange)
+
+    def _needs_key(self, exchange: Exchange) -> bool:
+        """Whether a key is needed before anything is done. A body takes of what the bodies of all have together."""
+        return exchange.method not in READS or exchange.has_body
 
     # -- everything but completions ------------------------------------------------------------------------------------
 
@@ -270,7 +284,9 @@ class Proxy:
             try:
                 with manager.pool.tainting() as foreign:
                     status = await self._forward(exchange, content)
-                    foreign.is_harmless = status >= HTTPStatus.BAD_REQUEST
+                    foreign.is_harmless = (
+                        status >= HTTPStatus.BAD_REQUEST and status != HTTPStatus.INTERNAL_SERVER_ERROR
+                    )
             finally:
                 manager.n_elsewhere -= 1
             if path == "/lora-adapters" and not foreign.is_harmless:
@@ -293,6 +309,9 @@ class Proxy:
     ) -> int:
         """Pass a request on, and its answer back; the status of the answer."""
         headers = exchange.raw_headers
+        if exchange.method not in READS:
+            # a part of an answer that is made has no use, and llama-server refuses a wrong one after it has made all
+            headers = [(name, value) for name, value in headers if name not in RANGES]
         if self._options.tenants is not None:
             # who names the conversation of another would end it
             headers = [(name, value) for name, value in headers if name != b"x-conversation-id"]
@@ -410,7 +429,7 @@ class Proxy:
         try:
             if ask.taints:
                 with manager.pool.tainting() as foreign:
-                    foreign.is_harmless = await self._forward(exchange, body) >= HTTPStatus.BAD_REQUEST
+                    foreign.is_harmless = ask.has_left_nothing(await self._forward(exchange, body))
             else:
                 await self._forward(exchange, body)
         finally:
@@ -441,7 +460,8 @@ class Proxy:
             usage = answer.tail.usage() if is_ok else None
             if is_ok and is_counted and manager.pool.is_current(held.slot):
                 manager.pool.remember(held.slot, exchange.path, given)
-            manager.release(held, usage, began=answer.status in (None, HTTPStatus.OK), taints=taints)
+            began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
+            manager.release(held, usage, began=began, taints=taints)
             self._session.note(usage, held, is_counted=is_counted)
         if is_counted and status == HTTPStatus.OK:
             self._observe(exchange.path, held, usage)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from prefixstore.server.listener import Listener, bound, run
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
+from prefixstore.server.process import command_of, directory_of, environment_of, process_at
 from prefixstore.server.proxy import Lifetime, Proxy, ProxyOptions
 from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
@@ -114,14 +116,23 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
         if is_drafting and separated:
             raise InvalidParameterError("--salt-from cannot be used with drafts: slots of drafts are not managed")
 
+        def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
+            # what is given may be a script that adds options
+            pid = process_at(command.socket)
+            seen = (command_of(pid), environment_of(pid), directory_of(pid)) if pid is not None else (None, None, None)
+            return (seen[0], seen[1], seen[2]) if seen[0] and seen[1] is not None else (command.argv(), environ, None)
+
         def identify(props: Props) -> ServerIdentity:
-            return ServerIdentity.of_command(command.argv(), environ, props)
+            argv, variables, directory = started()
+            return ServerIdentity.of_command(argv, variables, props, directory=directory)
 
         def make(failed: Callable[[PrefixStoreError], None]) -> tuple[Upstream, ServerSession, Lifetime]:
             session.append(ServerSession(upstream, options))
             return upstream, session[0], OwnServer(child, session[0], failed)
 
         async def ready() -> None:
+            argv, variables, _ = await asyncio.to_thread(started)
+            command.check_started(argv, variables)
             await session[0].ready()
 
         def down() -> None:

@@ -24,6 +24,7 @@ import pytest
 from tests.support import PATIENCE, ROOT
 from tests.support.llama_server import Running, binary, start
 from tests.support.models import TORTURE
+from tests.support.proxy import Line
 from tests.support.served import START_SECONDS, Serve, Served, cached, launch, own_answers, prompt
 from tests.support.timeouts import wait_for
 
@@ -60,6 +61,9 @@ def test_the_child_is_killed_while_it_answers(serve: Serve, alone: Running):
     again = _until_answered(served, prompt(1))
     assert again["content"] in own_answers(alone, prompt(1))
     assert cached(again) > 200
+    assert "an answer is cut short" in served.text()
+    assert "Traceback" not in served.text()
+    assert "ASGI" not in served.text()
 
 
 def test_a_model_that_was_replaced_before_the_child_is_started_again(serve: Serve, tmp_path: Path, docs_model: Path):
@@ -207,6 +211,10 @@ def test_without_a_key_no_slot_is_touched_and_no_body_is_read(serve: Serve):
         # it announces a body that it never sends
         client.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n")
         assert b" 401 " in client.recv(4096)
+    for length in (b"Content-Length: 9999", b"Transfer-Encoding: chunked"):
+        with _connect(served) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n\r\n")
+            assert b" 401 " in client.recv(4096)
     assert _held(served) == before
     assert served.metric("prefixstore_requests_total", source="store") == 0
 
@@ -241,6 +249,8 @@ def test_adapters_that_are_not_there_cannot_be_changed(serve: Serve):
         (b"GET /slots/. HTTP/1.1", (400,)),
         (b"GET /%u0073lots HTTP/1.1", (400,)),
         (b"GET /props?a=/../%u HTTP/1.1", (200,)),
+        (b"GET /health HTTP/1.1" + b"\r\nX: y" * 3000, (431,)),
+        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 50_000, (431,)),
         # two lengths: for h11 that of the body counts, httptools refuses them
         (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 3", (200, 400)),
         (b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 300", (200, 400)),
@@ -271,6 +281,31 @@ def test_a_target_that_the_server_cannot_bear_does_not_lose_its_slots(tmp_path: 
         assert served.status()["ready"]
     finally:
         served.end()
+        running.stop()
+
+
+def test_a_connection_that_the_server_closes_does_not_lose_its_slots(tmp_path: Path, docs_model: Path):
+    """Of a server whose process is not known, that may mean that it has ended."""
+    running = start(docs_model, tmp_path / "slots", "-c", "4096", "--no-cache-idle-slots")
+    line = Line(("127.0.0.1", running.port))
+    url, options = f"http://127.0.0.1:{line.port}", ["--slots-dir", str(tmp_path / "slots"), "--namespace", "mine"]
+    served = launch(tmp_path, "served", [str(tmp_path / "store"), "--port", "0", "--server", url, *options])
+    try:
+        served.wait_ready()
+        served.complete(prompt(1))
+        before = _held(served)
+        for _ in range(3):
+            with served.endless() as lines:
+                next(lines)
+                line.cut()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    list(lines)
+            assert served.get("/health").status_code == 200
+            assert max(_held(served)) == max(before)
+        assert cached(served.complete(prompt(1))) > 200
+    finally:
+        served.end()
+        line.close()
         running.stop()
 
 

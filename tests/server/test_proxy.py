@@ -465,6 +465,80 @@ def test_api_keys_are_those_of_the_server(serve: Serve):
     assert KEY not in served.text()
 
 
+def test_api_keys_of_a_file_of_settings_are_needed(serve: Serve, tmp_path: Path):
+    """llama-server reads it before its arguments."""
+    file = tmp_path / "config" / "llama.cpp" / "config.ini"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"; of all programs\n[*]\napi-key = {KEY}\n")
+    served = serve(environment={"XDG_CONFIG_HOME": str(tmp_path / "config")})
+    body = {"prompt": "Hello", "n_predict": 1}
+    assert [served.post("/completion", json=body).status_code, served.get("/slots").status_code] == [401, 401]
+    assert served.post("/completion", json=body, headers={"x-api-key": KEY}).status_code == 200
+    file.write_text(f"; api-key = {KEY}\n")
+    served = serve(environment={"XDG_CONFIG_HOME": str(tmp_path / "config")})
+    assert served.post("/completion", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_admin_key_is_refused(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A shell makes that of a variable that is not set."""
+    arguments = ["serve", str(tmp_path / "store"), "--admin-key", key, "--", str(binary()), "--port", "1"]
+    assert main(arguments) == 2
+    assert "--admin-key is empty" in capsys.readouterr().err
+
+
+def _script(tmp_path: Path, options: str) -> str:
+    """A command that starts llama-server with more options than it is given, and is not replaced by it."""
+    script = tmp_path / "start.sh"
+    script.write_text(f'#!/bin/sh\n{binary()} "$@" {options}\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list[str]:
+    common = ["-m", str(model), "--no-warmup", "-t", "1", "-np", "1", "-c", "4096"]
+    return [str(tmp_path / "store"), "--port", "0", *options, "--", command, *common]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
+@pytest.mark.parametrize(
+    ("options", "given", "said"),
+    [
+        ("--api-key secret", (), "API keys of its own"),
+        ("--cache-ram 100", ("--salt-from", "header:X-Tenant"), "--cache-ram of its own"),
+    ],
+)
+def test_a_script_that_opens_what_should_be_closed_is_refused(
+    options: str, given: tuple[str, ...], said: str, tmp_path: Path, docs_model: Path
+):
+    script = _script(tmp_path, options)
+    served = launch(tmp_path, "served", _arguments(tmp_path, script, docs_model, *given))
+    try:
+        assert served.ended() == 1
+        assert said in served.text()
+    finally:
+        served.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
+def test_what_a_script_adds_is_part_of_the_namespace_and_its_server_ends_with_it(tmp_path: Path, docs_model: Path):
+    script = _script(tmp_path, "--rope-freq-base 77777")
+    found = []
+    for command in (script, script, str(binary())):
+        served = launch(tmp_path, "served", _arguments(tmp_path, command, docs_model))
+        try:
+            served.wait_ready()
+            found.append(cached(served.complete(prompt(19))))
+            child = served.child()
+            servers = [child, *map(int, Path(f"/proc/{child}/task/{child}/children").read_text().split())]
+            assert len(servers) == (2 if command == script else 1)
+            assert served.stop() == 0
+            wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), "the end", 120)  # noqa: B023
+        finally:
+            served.end()
+    assert [n > 200 for n in found] == [False, True, False]
+
+
 def _listens_at(child: int) -> Path:
     """The socket of a llama-server."""
     arguments = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")

@@ -105,9 +105,37 @@ def test_a_body_that_is_nested_so_deeply_that_it_can_just_be_read_is_left_to_the
 
 def test_a_body_of_too_many_parts_is_not_read_and_one_with_brackets_in_its_text_is():
     many = {"messages": [{"role": "user", "content": "a"}] * (MAX_PARTS + 1)}
-    assert parse(CHAT, json.dumps(many).encode()) == Ask("structure", can_pin=False, taints=True, can_add=False)
+    assert parse(CHAT, json.dumps(many).encode()) == Ask(
+        "structure", can_pin=False, taints=True, can_add=False, may_fail_late=True
+    )
     text = '[{"\\' * MAX_PARTS
     assert parse("/completion", json.dumps({"prompt": text}).encode()) == Ask(prompt=text)
+
+
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [
+        (b'{"prompt": "x", "steering": 1}', (400, 501, 503)),
+        (b'{"prompt": [1, 2], "steering": 1}', (400, 501, 503)),
+        (b'{"prompt": "x", "lora": [1]}', (400, 501, 503)),
+        # some of these may have been computed before the next one was refused
+        (b'{"prompt": [[1], [2]], "steering": 1}', ()),
+        (b'{"prompt": ["x", "y"], "lora": [1]}', ()),
+        (b'{"prompt": [[1], [2]], "id_slot": 1.0}', ()),
+        # what the server cannot read either
+        (b"{", (400, 500, 501, 503)),
+        (b"[]", (400, 500, 501, 503)),
+        # what it reads
+        (b'{"prompt": "x"}\0', ()),
+        (b'\xef\xbb\xbf{"prompt": "x"}', ()),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ()),
+        (b'{"prompt": "x", "unused": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", ()),
+        (b'{"prompt": "x", "unused": [' + b"[]," * 100_000 + b"[]]}", ()),
+    ],
+)
+def test_which_errors_say_that_nothing_was_computed(body: bytes, statuses: tuple[int, ...]):
+    ask = parse("/completion", body)
+    assert tuple(status for status in (200, 400, 500, 501, 503) if ask.has_left_nothing(status)) == statuses
 
 
 def test_fields_are_added_at_the_end_and_win():

@@ -51,6 +51,12 @@ class Proxy:
         """Pass on what is sent in one direction; `answers` is the one from the server."""
         raise NotImplementedError
 
+    def cut(self) -> None:
+        """End the connections that there are."""
+        for end in self.ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """End all connections, and take no more."""
         for end in (self.listener, *self.ends):

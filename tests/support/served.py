@@ -19,7 +19,7 @@ import pytest
 from prefixstore.server.slot_pool import WORTH_A_SAVE
 from tests.support import ROOT
 from tests.support.llama_server import Running, binary, start
-from tests.support.signals import default_signals
+from tests.support.signals import ends_with_us
 from tests.support.untimed import untimed
 
 START_SECONDS = 180
@@ -171,7 +171,7 @@ def launch(tmp_path: Path, name: str, arguments: list[str], environment: dict[st
             stderr=file,
             env=environ,
             cwd=tmp_path,
-            preexec_fn=default_signals,  # noqa: PLW1509 - it takes no lock
+            preexec_fn=ends_with_us(),  # noqa: PLW1509 - it takes no lock
         )
     return Served(process, log)
 
