@@ -39,7 +39,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Config", "explain", "load", "load_config"]
+__all__ = ["Config", "explain", "load", "load_config", "model_file"]
 
 log = logging.getLogger("prefixstore")
 
@@ -57,6 +57,8 @@ TOKENIZER_SETTINGS = frozenset({"chat_format", "kv_overrides", "spm_infill", "ve
 STORE_SETTINGS = frozenset(inspect.signature(PrefixStore).parameters) - {"llm"}
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
+# how a model file begins
+MAGIC = b"GGUF"
 # settings that are numbers in llama.cpp: the prefix of the names of their constants
 NAMED = {
     "type_k": "GGML_TYPE_",
@@ -67,6 +69,10 @@ NAMED = {
     "flash_attn_type": "LLAMA_FLASH_ATTN_TYPE_",
     "split_mode": "LLAMA_SPLIT_MODE_",
 }
+
+
+# a V of these types needs no flash attention: not set, f32, f16, bf16
+FLOATS = (None, 0, 1, 30)
 
 
 @dataclass(frozen=True)
@@ -169,13 +175,13 @@ class Config:
             raise InvalidParameterError(
                 f'[model] path={shown(self.path)} must be a string, such as path = "model.gguf"'
             )
-        if not Path(self.path).is_file():
-            raise InvalidParameterError(f"model file not found: {self.path}")
+        path = model_file(self.path)
         known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
         try:
-            llm: Llama = llama_cpp.Llama(self.path, **{"verbose": False, **known, **more})
+            llm: Llama = llama_cpp.Llama(path, **{"verbose": False, **known, **more})
         except (ValueError, RuntimeError, TypeError) as error:
-            raise InvalidParameterError(f"llama.cpp cannot load {self.path} with these settings: {error}") from error
+            hint = _hint(known) if "context" in str(error) else ""
+            raise InvalidParameterError(f"llama.cpp cannot load {path} with these settings: {error}{hint}") from error
         return llm
 
     def open_store(self, llm: Llama | None, **more: Any) -> PrefixStore:
@@ -198,7 +204,10 @@ def load_config(path: str | os.PathLike[str]) -> Config:
     """
     file = Path(path)
     try:
-        read = _toml().loads(file.read_text("utf-8"))
+        # some editors begin a file with a BOM
+        read = _toml().loads(file.read_text("utf-8-sig"))
+    except FileNotFoundError as error:
+        raise InvalidParameterError(f"config {file}: No such file or directory; prefixstore init writes one") from error
     except OSError as error:
         raise InvalidParameterError(f"config {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -246,6 +255,38 @@ def load(path: str | os.PathLike[str]) -> tuple[Llama, PrefixStore]:
         log.warning("%s has no pages for these settings yet: %s", store.location, difference)
     llm.set_cache(store)  # type: ignore[arg-type]  # registered as a BaseLlamaCache
     return llm, store
+
+
+def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
+    """The path of a model, with ``~`` expanded.
+
+    Parameters
+    ----------
+    path
+        The file.
+    is_read
+        Whether to look into it.
+
+    Raises
+    ------
+    InvalidParameterError
+        If it is not a file, or not one in the format GGUF.
+    """
+    found = Path(os.path.expanduser(path))  # noqa: PTH111 - a user that is unknown is left as it is
+    if found.is_dir():
+        raise InvalidParameterError(f"{path} is a folder; pass the model file (GGUF) in it")
+    if not found.is_file():
+        raise InvalidParameterError(f"model file not found: {path}")
+    if not is_read:
+        return str(found)
+    try:
+        with found.open("rb") as file:
+            is_model = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise InvalidParameterError(f"{path} cannot be read: {error.strerror}") from error
+    if not is_model:
+        raise InvalidParameterError(f"llama.cpp cannot load {path}: it is not a model file (GGUF)")
+    return str(found)
 
 
 # -- why two namespaces differ ---------------------------------------------------------------------------------------
@@ -306,7 +347,8 @@ def _given(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _beside(folder: Path, path: object) -> object:
-    return str(folder / path) if isinstance(path, str) and path != "-" else path
+    # no shell has replaced a ~ in a file
+    return str(folder / os.path.expanduser(path)) if isinstance(path, str) and path != "-" else path  # noqa: PTH111 - a user that is unknown is left as it is
 
 
 def _location_beside(folder: Path, location: object) -> object:
@@ -330,7 +372,18 @@ def _number(llama_cpp: Any, name: str, value: object) -> object:
 def _names(setting: str, constants: Mapping[str, Any]) -> dict[str, int]:
     """The values of a setting by the names that llama.cpp has for them."""
     prefix = NAMED[setting]
-    return {key.removeprefix(prefix).lower(): value for key, value in constants.items() if key.startswith(prefix)}
+    found = {key.removeprefix(prefix).lower(): value for key, value in constants.items() if key.startswith(prefix)}
+    # GGML_TYPE_COUNT is how many types there are
+    found.pop("count", None)
+    return found
+
+
+def _hint(settings: Mapping[str, Any]) -> str:
+    """What to change if a context with these settings cannot be created, where that is known."""
+    is_quantized = settings.get("type_v") not in FLOATS
+    if is_quantized and not settings.get("flash_attn") and "flash_attn_type" not in settings:
+        return "; a quantized type_v needs flash_attn = true (--flash-attn)"
+    return ""
 
 
 def _llama_cpp() -> Any:

@@ -57,6 +57,15 @@ class StaleLeaseError(MisuseError):
 class MissingExtraError(MisuseError, ImportError):
     """An optional package is not installed; the message names the extra to install."""
 
+    @classmethod
+    def of_location(cls, error: BaseException | None, extra: str) -> MissingExtraError:
+        """The error of a location whose package cannot be imported: missing, or installed and broken."""
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            reason = f"this location needs {error.name.partition('.')[0]}, which is not installed"
+        else:
+            reason = f"a package that this location needs cannot be imported: {error}"
+        return cls(f'{reason}; pip install "prefixstore[{extra}]"')
+
 
 class StorageError(PrefixStoreError):
     """An operation on the location failed."""

@@ -437,7 +437,9 @@ class Stats:
         taken = f"{self.pages_captured} and {self.snapshots_captured} snapshots"
         free, capacity = format_bytes(self.free_bytes), format_bytes(self.capacity_bytes)
         pool = f"{free} of {capacity} free, {self.utilization:.0%} in use"
-        peak = f"peak {format_bytes(self.peak_bytes)}, {self.allocations} pages written, {self.frees} deleted"
+        peak = (
+            f"peak {format_bytes(self.peak_bytes)}, {counted(self.allocations, 'page')} written, {self.frees} deleted"
+        )
         waiting = f"{counted(self.pending_pages, 'page')}, {counted(self.pending_snapshots, 'snapshot')}"
         gone = f"{self.packed} packed, {self.unpacked} unpacked, {self.evictions} evicted, {self.expired} expired"
         lines = {

@@ -223,3 +223,10 @@ def test_every_error_is_in_the_documented_tree():
     classes = [name for name, value in vars(errors).items() if isinstance(value, type)]
     assert all(f" {name} " in errors.__doc__ or f"{name}\n" in errors.__doc__ for name in classes)
     assert issubclass(MisuseError, PrefixStoreError)
+
+
+def test_a_missing_package_of_a_location_is_told_from_a_broken_one():
+    missing = MissingExtraError.of_location(ModuleNotFoundError("No module named 'a.b'", name="a.b"), "sql")
+    assert str(missing) == 'this location needs a, which is not installed; pip install "prefixstore[sql]"'
+    broken = str(MissingExtraError.of_location(ImportError("no libpq"), "postgres"))
+    assert broken.startswith("a package that this location needs cannot be imported: no libpq; pip install")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from prefixstore.config import Config, load_config
+from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.units import parse_bytes
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONFIG_VARIABLE",
+    "OTHERWISE",
     "SERVER_KEY",
     "AsJson",
     "ConfigFile",
@@ -47,14 +48,15 @@ SERVER_KEY = "PREFIXSTORE_SERVER_KEY"
 # llama-server's own
 OTHER_SERVER_KEY = "LLAMA_API_KEY"
 
+# what stands for a location that is left out
+OTHERWISE = "by default PREFIXSTORE_LOCATION, then that of --config, then ~/.cache/prefixstore/kv."
 # `prefixstore.cli.place.located` makes it optional
 Location = Annotated[
     str,
     typer.Argument(
         metavar="LOCATION",
         show_default=False,
-        help="lmdb:///path, sqlite:////path, …; by default PREFIXSTORE_LOCATION, then that of --config, then "
-        "~/.cache/prefixstore/kv.",
+        help=f"lmdb:///path, sqlite:////path, …; {OTHERWISE}",
     ),
 ]
 PageKey = Annotated[str, typer.Argument(metavar="HASH", help="The key of a page, or its first digits.")]
@@ -65,13 +67,17 @@ MaxBytes = Annotated[
 HighWater = Annotated[
     float | None,
     typer.Option(
-        "--high-water", metavar="SHARE", help="Free space when more than this share of the size limit is in use."
+        "--high-water",
+        metavar="SHARE",
+        help="Free space when more than this share of the size limit is in use; by default 0.95.",
     ),
 ]
 LowWater = Annotated[
     float | None,
     typer.Option(
-        "--low-water", metavar="SHARE", help="Free space until at most this share of the size limit is in use."
+        "--low-water",
+        metavar="SHARE",
+        help="Free space until at most this share of the size limit is in use; by default 0.9.",
     ),
 ]
 NamespaceName = Annotated[
@@ -143,14 +149,13 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
         return _Tokenizer(tokenizer)
     if model is None:
         return None
-    if not model.is_file():
-        raise InvalidParameterError(f"model file not found: {model}")
+    path = model_file(model)
     try:
         from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:
         raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
     silence()
-    return Vocabulary(model)
+    return Vocabulary(Path(path))
 
 
 def tokens_of_prefix(prefix: str | None, model: Path | None, tokenizer: Path | None) -> list[int] | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.arguments import AsJson, ConfigFile, MaxBytes, silence
+from prefixstore.cli.arguments import OTHERWISE, AsJson, ConfigFile, MaxBytes, silence
 from prefixstore.cli.output import DONE, FAILED, emit, tell, visible_lines
 from prefixstore.cli.terminal import wrapped
 from prefixstore.config import load_config
@@ -23,7 +23,7 @@ MARKS = {Level.GOOD: "ok  ", Level.NOTE: "note", Level.PROBLEM: "FIX "}
 def doctor(
     location: Annotated[
         str | None,
-        typer.Argument(metavar="LOCATION", help="By default $PREFIXSTORE_LOCATION, the config's, or the default one."),
+        typer.Argument(metavar="LOCATION", help=f"lmdb:///path, sqlite:////path, …; {OTHERWISE}"),
     ] = None,
     *,
     config: ConfigFile = None,

@@ -24,7 +24,7 @@ TEXT = """\
 # Settings for jobs, servers and commands, so that all of them use the same pages:
 #   prefixstore warm --config {name}
 #   llm, store = prefixstore.load("{name}")
-# Relative paths start at the folder of this file.
+# Relative paths are relative to the folder of this file.
 
 [model]
 path = {model}
@@ -32,11 +32,11 @@ n_ctx = {n_ctx}  # as long as a prompt and its answer together
 # n_threads = 8
 # n_gpu_layers = -1
 # type_k = "q8_0"
-# type_v = "q8_0"
+# type_v = "q8_0"  # needs flash_attn
 # flash_attn = true
 
 [store]
-location = {location}  # PREFIXSTORE_LOCATION, if it is set, goes before
+location = {location}  # the variable PREFIXSTORE_LOCATION, if set, overrides it
 max_bytes = {max_bytes}
 {far_max_bytes}# ttl = "30d"
 # salt = "tenant-7"
@@ -77,8 +77,10 @@ def init(
         return FAILED
     locations = store or [default_location()]
     locations_of(locations)
+    # after "--store=" the shell leaves a ~ as it is
+    locations = [location if is_url(location) else os.path.expanduser(location) for location in locations]  # noqa: PTH111 - an unknown user is left as it is
     written = [location if is_url(location) else _from(file, Path(location)) for location in locations]
-    named = model or Path("model.gguf")
+    named = Path(os.path.expanduser(model or "model.gguf"))  # noqa: PTH111 - an unknown user is left as it is
     text = TEXT.format(
         name=visible(str(file)),
         model=_quoted(_from(file, named)),

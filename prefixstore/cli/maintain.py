@@ -25,6 +25,7 @@ from prefixstore.cli.confirm import DryRun, Yes, has_terminal, is_confirmed
 from prefixstore.cli.output import FAILED, emit, say, table, tell
 from prefixstore.config import explain
 from prefixstore.engine.delete import Removed
+from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.invariants import Violation
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.verify import BOUND, Comparison
@@ -156,7 +157,10 @@ def evict(
         str, typer.Option(metavar="SIZE", help="Size to shrink the store to, such as 10GiB; with --max-bytes also 80%.")
     ],
     policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Order of eviction; by default that of the store's own policy.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"Order of eviction: one of {', '.join(POLICIES)}; by default the store's own."
+        ),
     ] = None,
     max_bytes: MaxBytes = None,
     dry_run: DryRun = False,

@@ -9,7 +9,7 @@ import typer
 from prefixstore.backends.location import without_password
 from prefixstore.backends.sql import require_sql
 from prefixstore.cli.arguments import AsJson, Location
-from prefixstore.cli.output import FAILED, emit, tell
+from prefixstore.cli.output import FAILED, emit, say, tell
 from prefixstore.errors import InvalidParameterError
 
 __all__ = ["migrate"]
@@ -37,8 +37,10 @@ def migrate(
         statements = schema.upgrade_sql(location)
         if as_json:
             emit({"sql": statements})
-        else:
+        elif statements:
             typer.echo(statements, nl=False)
+        else:
+            say(f"{without_password(location)}: the schema is up to date, so there are no statements")
         return 0
     before = schema.check(location) if check else schema.upgrade(location)
     where = without_password(location)

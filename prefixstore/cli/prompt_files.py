@@ -26,7 +26,8 @@ def text_in(path: Path) -> str:
                 raw = file.read(MAX_PROMPT + 1)
         if len(raw) > MAX_PROMPT:
             raise InvalidParameterError(f"{path} is longer than {format_bytes(MAX_PROMPT)}")
-        return raw.decode()
+        # without a BOM, as in a warming job
+        return raw.decode("utf-8-sig")
     except OSError as error:
         raise InvalidParameterError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixstore.cli.arguments import SERVER_KEY, AsJson, MaxBytes, Salt, server_key
+from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, MaxBytes, Salt, server_key
 from prefixstore.cli.output import DONE, FAILED, emit, fields, guarded, say, summary, table
 from prefixstore.cli.place import located
 from prefixstore.cli.prompt_files import chat_in, text_in
 from prefixstore.errors import InvalidParameterError, MissingExtraError, ServerError, StorageError
 from prefixstore.maintenance.archive import Archive
-from prefixstore.units import format_bytes, format_share
+from prefixstore.units import counted, format_bytes, format_share
 
 if TYPE_CHECKING:
     from prefixstore.server.client import LlamaServer
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["slots"]
 
 
-Server = Annotated[str, typer.Option("--server", metavar="URL", help="Where it listens: http://127.0.0.1:8080.")]
-Store = Annotated[str, typer.Argument(metavar="STORE", help="lmdb:///path (or a path), sqlite:////path, …")]
+Server = Annotated[str, typer.Option("--server", metavar="URL", help="URL of the server: http://127.0.0.1:8080.")]
+Store = Annotated[
+    str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
+]
 SlotsDir = Annotated[Path, typer.Option("--slots-dir", metavar="DIR", help="The server's --slot-save-path.")]
 Number = Annotated[int, typer.Option("--slot", metavar="N", help="Number of the slot.")]
 Name = Annotated[
@@ -154,7 +156,7 @@ def save(
         emit(results)
     else:
         for one in results:
-            done = f"{one['new_pages']} new pages, {format_bytes(one['bytes'])}"
+            done = f"{counted(one['new_pages'], 'new page')}, {format_bytes(one['bytes'])}"
             say(f"slot {one['slot']}: {one['tokens']} tokens, {one['reason'] or done}")
     return FAILED if any(one["reason"] not in (None, "empty", "short") for one in results) else DONE
 
@@ -167,7 +169,9 @@ def restore(
     slot: Number = 0,
     prompt_file: PromptFile = None,
     messages: MessagesFile = None,
-    deepest: Annotated[bool, typer.Option("--deepest", help="The longest stored prompt.")] = False,
+    deepest: Annotated[
+        bool, typer.Option("--deepest", help="The longest stored prompt that fits the slot, to its end.")
+    ] = False,
     salt: Salt = None,
     namespace: Name = None,
     api_key: ApiKey = None,

@@ -144,7 +144,7 @@ def _held(numbers: dict[str, Any]) -> list[str]:
         used += f" of {format_bytes(numbers['capacity_bytes'])} used ({share})"
     else:
         used += " used"
-    pages = f"{format_number(numbers['pages'])} pages"
+    pages = f"{format_number(numbers['pages'])} page{'' if numbers['pages'] == 1 else 's'}"
     if "capacity_pages" in numbers:
         pages += f" of {format_number(numbers['capacity_pages'])}"
     packed = ""

@@ -72,6 +72,8 @@ def export(
     Example: prefixstore export lmdb:///var/cache/kv --out night.pstore
     """
     started = time.perf_counter()
+    if out == STANDARD and not dry_run and sys.stdout.isatty():
+        raise InvalidParameterError("--out - writes bytes to stdout, which is a terminal; redirect it, or pass a file")
     tokens = tokens_of_prefix(prefix, model, tokenizer)
     with Archive(location, read_only=True) as archive:
         where = archive.location

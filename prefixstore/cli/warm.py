@@ -64,7 +64,7 @@ def warm(
     model: ModelFile = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(metavar="LOCATION", help="lmdb:///path, sqlite:////path, ...; a second one is the far location."),
+        typer.Option(metavar="LOCATION", help="lmdb:///path, sqlite:////path, …; a second one is the far location."),
     ] = None,
     far: Annotated[
         str | None,
@@ -80,9 +80,12 @@ def warm(
     threads: Annotated[int | None, typer.Option(metavar="N", help="Number of threads.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", help="Tokens evaluated at once.")] = None,
     type_k: Annotated[
-        str | None, typer.Option("--type-k", metavar="TYPE", help="Type of K in the cache: f16, q8_0, ...")
+        str | None, typer.Option("--type-k", metavar="TYPE", help="Type of K in the cache: f16, q8_0, …")
     ] = None,
-    type_v: Annotated[str | None, typer.Option("--type-v", metavar="TYPE", help="Type of V in the cache.")] = None,
+    type_v: Annotated[
+        str | None,
+        typer.Option("--type-v", metavar="TYPE", help="Type of V in the cache; q8_0 and the like need --flash-attn."),
+    ] = None,
     flash_attn: Annotated[bool | None, typer.Option("--flash-attn/--no-flash-attn", help="Flash attention.")] = None,
     swa_full: Annotated[
         bool | None, typer.Option("--swa-full/--no-swa-full", help="Keep all rows of sliding-window layers.")
@@ -106,14 +109,18 @@ def warm(
     namespace: Annotated[
         str | None, typer.Option(metavar="NAME", help="Label of the namespace; separates pages, as --salt does.")
     ] = None,
-    page_tokens: Annotated[int | None, typer.Option("--page-tokens", metavar="N", help="Tokens in a page.")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option("--page-tokens", metavar="N", help="Tokens in a page; by default 256.")
+    ] = None,
     max_bytes: MaxBytes = None,
     high_water: HighWater = None,
     low_water: LowWater = None,
     ttl: Annotated[str | None, typer.Option(metavar="AGE", help="Time to live after the last use: 30d.")] = None,
     priority: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Priority under the eviction policy priority; lower is evicted first."),
+        typer.Option(
+            metavar="N", help="Priority, for stores with the eviction policy 'priority'; lower is evicted first."
+        ),
     ] = None,
     pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Keep the prompts from eviction.")] = None,
     dry_run: Annotated[
@@ -170,6 +177,9 @@ def warm(
         return _check(settings, sources, generation_prompt=ends, as_json=as_json)
     if not sources:
         raise MisuseError("no prompts are given; pass files, folders, or - for standard input")
+    for source in sources:
+        if Path(source).suffix.lower() == ".json":
+            say(f"note: {source} is read as the text of one prompt; name it .jsonl if each line is a prompt")
     if dry_run:
         return _dry_run(settings, sources, generation_prompt=ends, as_json=as_json)
     pins = _either(pin, settings.warm.get("pin"))

@@ -311,9 +311,9 @@ def _break_even(archive: Archive, holdings: Sequence[Holding]) -> Iterator[Findi
     computing = sum(page.compute_us for page in timed) / 1e6
     restoring = sum(page.raw_bytes for page in timed) / rate
     n = sum(page.n_tokens for page in timed)
-    text = (
-        f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} ({computing / restoring:.1f} times)"
-    )
+    ratio = computing / restoring
+    times = f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}"
+    text = f"restoring {n / restoring:,.0f} tokens/s, computing {n / computing:,.0f} (ratio {times})"
     if restoring > computing:
         advice = (
             "Restoring is slower than computing here, so it is skipped: use a faster disk, codec='raw', or ram_bytes."

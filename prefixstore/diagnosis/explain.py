@@ -113,6 +113,8 @@ def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: st
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
         notes.insert(0, f"{n_shared:,} tokens are the same; this model resumes only at its snapshots.")
     restore, recompute, compute = _costs(place, tokens, matched)
+    if matched.n_tokens and not restore.n_tokens and reason not in ("short", "unsupported"):
+        notes.insert(0, f"Matches of fewer than min_tokens={place.min_tokens} tokens are not restored.")
     return Explanation(
         engine.location,
         len(tokens),
@@ -260,6 +262,9 @@ def _costs(place: Place, tokens: Tokens, matched: Path) -> tuple[Cost, Cost, Cos
     """What it takes to restore the stored part, what that took to compute, and what the rest takes."""
     pages: Sequence[Page] = matched.pages
     n = min(matched.n_tokens, max(len(tokens) - 1, 0))
+    if n < place.min_tokens:
+        # as in a restore
+        n = 0
     with_state = [page for page in pages if page.raw_bytes]
     n_bytes = sum(page.stored_bytes or page.raw_bytes for page in with_state)
     timed = [page for page in pages if page.compute_us and page.form == PAGE]

@@ -134,7 +134,7 @@ class Explanation:
     other_settings
         Other namespaces that have more of the prompt, the one with most first.
     restore
-        What restoring the stored part takes.
+        What restoring the stored part takes; nothing is restored of a match with fewer than `min_tokens`.
     recompute
         What computing that part took when it was stored.
     compute
@@ -191,7 +191,7 @@ class Explanation:
         for one in self.other_settings:
             there = f"{counted(one.n_tokens, 'token')} {'is' if one.n_tokens == 1 else 'are'} stored"
             lines.append(("", f"With other settings {there}: {'; '.join(one.differences)}"))
-        if self.n_matched:
+        if self.restore.n_tokens:
             them = "it" if self.restore.n_tokens == 1 else "them"
             took = f"; computing {them} took {format_seconds(self.recompute.seconds)}" if self.recompute.seconds else ""
             lines.append(("", f"To restore: {self.restore}{took}."))

@@ -80,7 +80,7 @@ def write_page(path: Path, text: str, *, replace: bool = False) -> None:
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
-        raise LocationError(f"cannot write {path}: {error}; pass another --out") from error
+        raise LocationError(f"cannot write {path}: {error.strerror or error}; pass another --out") from error
     new = Path(name)
     try:
         with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 - it is open
@@ -95,7 +95,7 @@ def write_page(path: Path, text: str, *, replace: bool = False) -> None:
     except FileExistsError:
         raise LocationError(f"{path} exists; pass --force to replace it, or another --out") from None
     except OSError as error:
-        raise LocationError(f"cannot write {path}: {error}; pass another --out") from error
+        raise LocationError(f"cannot write {path}: {error.strerror or error}; pass another --out") from error
     finally:
         with suppress(FileNotFoundError):
             new.unlink()

@@ -164,7 +164,7 @@ def test_a_location_is_shown_as_it_was_given(new_prefix):
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(library_module, "_loaded", None)
     monkeypatch.setattr(library_module, "NAME", "_not_there")
-    with pytest.raises(MissingExtraError, match=r"pip install 'prefixstore\[s3\]'"):
+    with pytest.raises(MissingExtraError, match=r'needs obstore, .*; pip install "prefixstore\[s3\]"'):
         open_backend("s3://bucket/prefix", max_bytes=MIB)
 
 

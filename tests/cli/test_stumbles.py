@@ -22,8 +22,9 @@ from prefixstore import InvalidParameterError, PrefixStore, load, warm
 from prefixstore.cli import confirm, main, terminal
 from prefixstore.cli import progress as progress_module
 from prefixstore.cli.progress import shown
+from prefixstore.cli.prompt_files import chat_in, text_in
 from prefixstore.cli.terminal import WIDE
-from prefixstore.config import load_config
+from prefixstore.config import Config, load_config, model_file
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
 from prefixstore.warming.report import Progress
@@ -264,6 +265,84 @@ def test_init_says_if_the_model_is_missing(run, options, model):
     assert err.startswith(f"note: model file not found: {model}; put it there, or change path in [model] of new.toml")
 
 
+def test_a_file_of_settings_may_begin_with_a_bom(tmp_path):
+    file = tmp_path / "windows.toml"
+    file.write_bytes(b'\xef\xbb\xbf[model]\r\nn_ctx = 512\r\n[store]\r\nlocation = "kv"\r\n')
+    settings = load_config(file)
+    assert (settings.model["n_ctx"], settings.location) == (512, str(tmp_path / "kv"))
+
+
+def test_a_tilde_in_a_file_of_settings_is_the_home_directory(tmp_path, run):
+    home = tmp_path / "home"
+    file = tmp_path / "work" / "own.toml"
+    file.write_text('[model]\npath = "~/m.gguf"\n[store]\nlocation = "~/kv"\n[warm]\nprompts = ["~/p.jsonl"]\n')
+    settings = load_config(file)
+    assert (settings.path, settings.location) == (str(home / "m.gguf"), str(home / "kv"))
+    assert settings.warm["prompts"] == [str(home / "p.jsonl")]
+    # the shell leaves it as it is after "--store="
+    assert run("init", "new.toml", "--store=~/kv", "--model=~/m.gguf")[0] == 0
+    settings = load_config("new.toml")
+    assert [os.path.normpath(one) for one in (settings.path, settings.location)] == [
+        str(home / "m.gguf"),
+        str(home / "kv"),
+    ]
+
+
+def test_a_file_of_settings_that_is_missing_says_how_to_get_one(run):
+    assert "nowhere.toml: No such file or directory; prefixstore init writes one" in " ".join(
+        run("stats", "--config", "nowhere.toml")[2].split()
+    )
+
+
+def test_a_model_that_is_no_model_file_is_said_to_be_none(tmp_path, models, run):
+    (tmp_path / "p.jsonl").write_text("{}")
+    for path, reason in ((tmp_path, "is a folder"), (tmp_path / "p.jsonl", "it is not a model file (GGUF)")):
+        with pytest.raises(InvalidParameterError, match=re.escape(reason)):
+            Config(str(path)).open_llama()
+        assert reason in " ".join(run("tree", filled(tmp_path / "kv"), "--model", path)[2].split())
+    (tmp_path / "home").symlink_to(models("llama").parent)
+    assert model_file(f"~/{models('llama').name}") == str(tmp_path / "home" / models("llama").name)
+
+
+def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
+    with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
+        Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
+    with pytest.raises(InvalidParameterError, match=r"known are f16, f32") as caught:
+        Config(str(models("llama")), {"type_k": "q9"}).open_llama()
+    assert "count" not in str(caught.value)
+
+
+def test_a_prompt_in_a_file_has_no_bom(tmp_path):
+    text, chat = tmp_path / "p.txt", tmp_path / "chat.json"
+    text.write_bytes(b"\xef\xbb\xbfHello\r\n")
+    chat.write_bytes(b'\xef\xbb\xbf[{"role": "user", "content": "Hello"}]')
+    assert text_in(text) == "Hello\r\n"
+    assert chat_in(chat)["messages"][0]["content"] == "Hello"
+
+
+def test_a_prompt_file_of_json_is_said_to_be_one_prompt(tmp_path, run, models):
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"prompt": "one"}]')
+    err = run("warm", "--model", models("llama"), "--store", "kv", "--dry-run", file)[2]
+    assert "prompts.json is read as the text of one prompt; name it .jsonl if each line is a prompt" in err
+    err = run("warm", "--model", models("llama"), "--store", "kv", "--dry-run", file.rename(tmp_path / "p.jsonl"))[2]
+    assert "text of one prompt" not in err
+
+
+def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
+    monkeypatch.setattr("prefixstore.server.serving.serve_child", lambda *_: None)
+    config = tmp_path / "all.toml"
+    config.write_text('[model]\npath = "m.gguf"\n[store]\nlocation = "kv"\nmax_bytes = "1GiB"\n')
+    assert run("serve", "--config", config, "--", "llama-server") == (0, "", "")
+    assert (
+        f"python -m prefixstore.server --config {config} serves the model in it" in run("serve", "--config", config)[2]
+    )
+    with config.open("a") as file:
+        file.write('ttl = "30d"\nsalt = "tenant-7"\n')
+    code, _, err = run("serve", "--config", config, "--", "llama-server")
+    assert (code, "and ignores salt, ttl in [store]" in " ".join(err.split())) == (0, True)
+
+
 def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     written = tmp_path / "secret.toml"
     written.touch(0o644)
@@ -296,6 +375,42 @@ def test_a_purge_does_not_claim_to_overwrite_what_a_server_keeps(run, tmp_path, 
     assert (code, "0 pages deleted" in out) == (0, True)
     is_local = kind == "lmdb"
     assert ("overwritten" in out, "what the server keeps of them is not overwritten" in err) == (is_local, not is_local)
+
+
+def test_an_export_is_not_written_to_a_terminal(store, run, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, err = run("export", store, "--out", "-")
+    assert (code, out, "stdout, which is a terminal; redirect it" in " ".join(err.split())) == (2, "", True)
+    assert run("export", store, "--out", "-", "--dry-run")[0] == 0
+
+
+def test_a_report_that_cannot_be_written_names_no_temporary_file(store, run):
+    code, _, err = run("report", store, "--out", "no/folder.html")
+    assert (code, err) == (
+        3,
+        "prefixstore: cannot write no/folder.html: No such file or directory; pass another --out\n",
+    )
+
+
+def test_statements_of_a_schema_that_is_up_to_date_are_none_and_it_says_so(run):
+    assert run("migrate", "sqlite:///kv.db", "--sql")[1]
+    assert run("migrate", "sqlite:///kv.db")[0] == 0
+    code, out, err = run("migrate", "sqlite:///kv.db", "--sql")
+    assert (code, out, "up to date, so there are no statements" in err) == (0, "", True)
+
+
+def test_one_page_is_counted_as_one(tmp_path, run):
+    location = filled(tmp_path / "one", [[1, 2]])
+    assert n_pages(location) == 1
+    assert " 1 page, 2 tokens" in run("stats", location)[1]
+
+
+def test_a_sqlite_file_that_cannot_be_read_says_what_to_do(tmp_path, run, monkeypatch):
+    location = f"sqlite:///{tmp_path}/kv.db"
+    assert run("migrate", location)[0] == 0
+    monkeypatch.setattr("prefixstore.backends.sql.sqlite.os.access", lambda path, mode: False)
+    code, _, err = run("stats", location)
+    assert (code, "kv.db is not readable for this user; run as its owner" in " ".join(err.split())) == (3, True)
 
 
 def test_init_writes_no_file_through_a_link_that_leads_nowhere(run, monkeypatch):

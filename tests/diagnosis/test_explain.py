@@ -240,6 +240,19 @@ def test_the_fork_shows_both_texts_around_it(llm, store):
     assert found.compute.seconds > 0
 
 
+def test_what_is_too_short_to_be_restored_is_not_said_to_be_restored(llm, store):
+    ask(llm, f"{RULES} The end.")
+    for text, reason, words in (
+        (RULES[:40] + " 0123456789" * 5, "fork", "Matches of fewer than min_tokens="),
+        (RULES[:10], "short", "Prompts and matches of fewer than min_tokens="),
+    ):
+        found = store.explain(text)
+        assert (found.reason, 0 < found.n_matched < found.min_tokens) == (reason, True)
+        assert (found.restore.n_tokens, found.compute.n_tokens) == (0, found.n_tokens)
+        assert words in read(found)
+        assert "To restore" not in read(found)
+
+
 def test_what_is_stored_completely_or_goes_on_is_no_fork(llm, store):
     text = f"{RULES} The end."
     assert store.explain(text).reason == "empty"

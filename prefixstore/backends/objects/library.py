@@ -68,7 +68,7 @@ def _installed() -> Any:
     try:
         return import_module(f"obstore.{NAME}")
     except ImportError as error:
-        raise MissingExtraError(f"{error}; install it with: pip install 'prefixstore[s3]'") from error
+        raise MissingExtraError.of_location(error, "s3") from error
 
 
 def _copy() -> Any:

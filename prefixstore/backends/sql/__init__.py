@@ -67,4 +67,4 @@ def extra_needed(extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         cause = error.__cause__ if isinstance(error, MissingExtraError) else error
-        raise MissingExtraError(f"{cause}; install it with: pip install 'prefixstore[{extra}]'") from cause
+        raise MissingExtraError.of_location(cause, extra) from cause

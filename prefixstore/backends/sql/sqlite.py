@@ -216,7 +216,12 @@ class SQLite(Database):
         try:
             if self.path.exists() and not self.path.is_file():
                 raise LocationError(f"{self.path} is not a regular file; a SQLite store is one file")
-            return self.path.exists()
+            found = self.path.exists()
+            if found and not os.access(self.path, os.R_OK):
+                raise LocationError(
+                    f"{self.path} is not readable for this user; run as its owner, or choose another location"
+                )
+            return found
         except OSError as error:
             raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
 

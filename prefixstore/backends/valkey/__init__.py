@@ -19,7 +19,7 @@ def open_valkey(location: str, *, max_bytes: int, read_only: bool) -> Backend:
     try:
         from prefixstore.backends.valkey.backend import ValkeyBackend  # noqa: PLC0415 - needs an extra
     except ImportError as error:
-        raise MissingExtraError(f"{error}; install it with: pip install 'prefixstore[valkey]'") from error
+        raise MissingExtraError.of_location(error, "valkey") from error
     from prefixstore.backends.valkey.address import Address  # noqa: PLC0415 - as above
 
     return ValkeyBackend(Address.parse(location), read_only=read_only)
