@@ -73,11 +73,11 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
         return Engine(*arguments, **options)
     # the pages that wait for the far location are in buffers of the nearer one
     options["queue_bytes"] *= 2
-    make_far = partial(_open_far, further[0], parameters)
+    make_far = partial(_open_far, further[0], parameters, near.location)
     return TieredEngine(*arguments, make_far=make_far, max_delay=parameters.max_delay, **options)
 
 
-def _open_far(location: Location, parameters: Parameters, nearer: TieredEngine) -> FarEngine:
+def _open_far(location: Location, parameters: Parameters, near: str, nearer: TieredEngine) -> FarEngine:
     size = parameters.far_budget.max_bytes
     open_it = partial(open_backend, location, max_bytes=size, read_only=parameters.read_only)
     backend: Backend
@@ -86,6 +86,10 @@ def _open_far(location: Location, parameters: Parameters, nearer: TieredEngine) 
     except UnavailableError as error:
         log.warning("the far location is tried again later: %s", error)
         backend = LazyBackend(without_password(text_of(location)), open_it)
+    if backend.location == near != "memory:":
+        # written in two ways
+        backend.close()
+        raise InvalidParameterError(f"{near} cannot be in front of itself")
     return FarEngine(
         backend,
         parameters.far_budget,

@@ -139,8 +139,8 @@ class Parameters:
             encoder=pick(codec),
             policy=POLICIES[policy](),
             priority=_count(priority, "priority", -(2**15), 2**15 - 1),
-            read_only=read_only,
-            write_behind=write_behind,
+            read_only=_flag(read_only, "read_only"),
+            write_behind=_flag(write_behind, "write_behind"),
             queue_bytes=parse_bytes(queue_bytes, "queue_bytes"),
             max_delay=None if max_delay is None else parse_seconds(max_delay, "max_delay"),
             far_budget=Budget(far_size, None, Quota.parse(quota, far_size), high, low),
@@ -154,6 +154,13 @@ def _count(value: int, parameter: str, smallest: int, largest: int = 2**31 - 1) 
         raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at least {smallest}")
     if value > largest:
         raise InvalidParameterError(f"{parameter}={shown(value)} must be an integer of at most {largest}")
+    return value
+
+
+def _flag(value: bool, parameter: str) -> bool:
+    # "false", from a file of settings or the environment, would be taken for true
+    if not isinstance(value, bool):
+        raise InvalidParameterError(f"{parameter}={shown(value)} must be True or False")
     return value
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import lmdb
 import numpy as np
@@ -25,7 +26,7 @@ from prefixstore import (
     PrefixStoreError,
 )
 from prefixstore.testing import models
-from tests.support.models import prompt
+from tests.support.models import load, prompt
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,8 @@ from tests.support.models import prompt
         ({"namespace": ""}, "namespace='' must be a non-empty string"),
         ({"salt": 7}, "salt=7 must be a non-empty string"),
         ({"read_only": True}, "read_only=True"),
+        ({"read_only": "false"}, "read_only='false' must be True or False"),
+        ({"write_behind": 0}, "write_behind=0 must be True or False"),
         ({"llm": "model.gguf"}, "llm must be a llama_cpp.Llama, not str"),
     ],
     ids=str,
@@ -77,6 +80,29 @@ def test_a_location_that_is_a_file_is_refused(tmp_path, location):
     with pytest.raises(LocationError, match=r"file|cannot be created"):
         PrefixStore(location.format(tmp_path / "file" / "below"), namespace="n")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_a_home_directory_only_the_default_location_is_refused(models, tmp_path, monkeypatch):
+    for variable in ("HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "PREFIXSTORE_LOCATION"):
+        monkeypatch.delenv(variable, raising=False)
+    # as of a user without an entry in the list of users
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(LocationError, match="no home directory; set HOME, or PREFIXSTORE_LOCATION"):
+        PrefixStore(namespace="n")
+    llm = load(models("llama"), n_ctx=512)
+    with PrefixStore(tmp_path / "kv", llm) as store:
+        assert store.namespace
+    llm.close()
+
+
+@pytest.mark.parametrize("file", ["data.mdb", "lock.mdb", "kv.db", "kv.db-wal"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, file):
+    location = tmp_path / "kv" if file.endswith("mdb") else f"sqlite:///{tmp_path / 'kv' / 'kv.db'}"
+    PrefixStore(location, namespace="n").close()
+    (tmp_path / "kv" / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "kv" / file)
+    with pytest.raises(LocationError, match=f"{file} is not a regular file"):
+        PrefixStore(location, namespace="n")
 
 
 def test_a_location_that_cannot_be_written_is_refused():

@@ -32,13 +32,23 @@ URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):")
 
 
 def cache_directory() -> Path:
-    """The directory of prefixstore in the user's cache directory."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    """The directory of prefixstore in the user's cache directory.
+
+    Raises
+    ------
+    LocationError
+        If this user has no home directory.
+    """
+    try:
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        # as in a container that runs as a number, without HOME
+        raise LocationError(f"this user has no home directory; set HOME, or {ENVIRONMENT} to a location") from None
     return base / "prefixstore"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixstore.backends.location import cache_directory
-from prefixstore.errors import ContextError
+from prefixstore.errors import ContextError, LocationError
 
 __all__ = ["file_digest", "file_identity", "model_parts"]
 
@@ -79,16 +79,16 @@ def _memory_file() -> Path:
 def _remembered() -> dict[str, Any]:
     try:
         known = json.loads(_memory_file().read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, LocationError):
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def _remember(path: str, identity: list[int], digest: str) -> None:
     """Replace the file as a whole; if another process does so at the same time, a model is read once more later."""
-    target = _memory_file()
     known = _remembered() | {path: {"identity": identity, "sha256": digest}}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, LocationError):
+        target = _memory_file()
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
         with os.fdopen(handle, "w") as file:

@@ -74,7 +74,10 @@ class Recorder:
     ) -> None:
         if isinstance(block_tokens, bool) or not isinstance(block_tokens, int) or block_tokens < 1:
             raise InvalidParameterError(f"block_tokens={shown(block_tokens)} must be an integer of at least 1")
-        self.path = os.fspath(path)
+        try:
+            self.path = os.fspath(path)
+        except TypeError:
+            raise InvalidParameterError(f"path={shown(path)} must be the path of a file") from None
         self._left = parse_bytes(max_bytes, "max_bytes")
         self._block = block_tokens
         self._text = text
@@ -84,7 +87,9 @@ class Recorder:
         self._known: set[bytes] = set()
         self._is_open = False
         try:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+            # a pipe that nobody reads must not keep a completion waiting
+            self._file = os.open(self.path, flags | getattr(os, "O_NONBLOCK", 0), 0o600)
             self._is_open = True
             if text is not None:
                 make_private(self._file)

@@ -46,6 +46,7 @@ from tests.support.engines import P, Store, put_snapshots
 from tests.support.fragile import assert_true
 from tests.support.places import opened, refusal
 from tests.support.postgres import until_alone
+from tests.support.worker import in_fork
 
 MIB = 1 << 20
 NAMESPACE = bytes(range(32))
@@ -273,6 +274,28 @@ def test_read_only_writes_nothing(url):
                     connection.execute(update(META).values(generation=0))
     with opened(url, read_only=True) as reader:
         assert keys_of(reader) == set(keys)
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, share):
+    def use():
+        with opened(f"sqlite:///{tmp_path / 'kv.db'}") as backend:
+            keys = put(backend, *chain(8, MIB))
+
+            def read():
+                with backend.view() as view:
+                    return len(list(view.fetch(keys)))
+
+            with backend.database.connection() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+            assert read() == len(keys)
+            # it is mapped: reading beyond its end would end this process
+            os.truncate(tmp_path / "kv.db", int((tmp_path / "kv.db").stat().st_size * share))
+            for _ in range(2):
+                with pytest.raises((CorruptError, IncompatibleError)):
+                    read()
+
+    in_fork(use)
 
 
 def test_a_closed_backend_raises_a_clear_error(url):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixstore.backends import open_backend
-from prefixstore.errors import LocationError
+from prefixstore.errors import LocationError, UnavailableError
 from tests.support import keys_of
 from tests.support.places import MIB, fill, opened, refusal, space
 from tests.support.worker import in_fork
@@ -114,6 +114,24 @@ def test_planted_files_are_refused_and_links_are_not_followed(folder, scheme, pl
         as_user(use)
         if planted == "a link":
             assert target.exists() == (name not in ("kv.db-wal", "kv.db-shm"))
+
+
+@BOTH
+def test_a_process_that_becomes_another_user_goes_on_with_what_it_has_open(folder, scheme):
+    location = location_in(folder, scheme)
+
+    def use():
+        # as a server that drops its rights
+        with closing(open_backend(location, max_bytes=MIB)) as backend:
+            os.setresuid(ME, ME, ME)
+            fill(backend, space(), [[1, 2, 3, 4]])
+            assert len(keys_of(backend)) == 1
+            with backend.view() as view:
+                if scheme == "lmdb":
+                    with pytest.raises(UnavailableError, match=r"data\.mdb cannot be read: Permission denied"):
+                        list(view.flaws())
+
+    in_fork(use)
 
 
 def test_a_directory_of_another_user_is_refused_unless_a_group_shares_it(folder):

@@ -83,6 +83,8 @@ def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(mode
     for wrong in ({"digest": "0" * 32}, {"sha256": None}, {}):
         memory.write_text(json.dumps(known | {str(path.resolve()): entry | wrong}))
         assert file_digest(path) == expected
+    memory.write_text("[" * 100_000)
+    assert file_digest(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,28 @@ def test_the_environment_has_every_store_recorded_and_does_not_keep_one_from_ope
             store.trace(tmp_path / "t", block_tokens=0)
 
 
+def test_a_pipe_that_nobody_reads_is_not_waited_for(llm, tmp_path, monkeypatch, caplog):
+    os.mkfifo(tmp_path / "t")
+    monkeypatch.setenv("PREFIXSTORE_TRACE", str(tmp_path / "t"))
+    with PrefixStore(tmp_path / "kv", llm, page_tokens=PAGE) as store:
+        assert "nothing is recorded" in caplog.text
+        reader = os.open(tmp_path / "t", os.O_RDONLY | os.O_NONBLOCK)
+        recorder = store.trace(tmp_path / "t", block_tokens=1)
+        llm.set_cache(store)
+        for seed in range(1000):
+            llm(prompt(500, seed), max_tokens=1)
+            if not recorder.is_open:
+                break
+        # the pipe is full
+        assert "recording to" in caplog.text
+        os.close(reader)
+
+
+def test_a_path_that_is_none_is_named():
+    with PrefixStore("memory:", namespace="n") as store, pytest.raises(InvalidParameterError, match="path=None"):
+        store.trace(None)
+
+
 def test_a_child_process_goes_on_recording(tmp_path):
     with PrefixStore(tmp_path / "kv", namespace="n") as store:
         recorder = store.trace(tmp_path / "t")

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from prefixstore.backends.lmdb.trees import DATABASE, META, PAGE, Array, Trees, damaged
-from prefixstore.errors import CorruptError, LocationError, UnavailableError
+from prefixstore.errors import CorruptError, UnavailableError
 
 __all__ = ["allowed_size", "check_head", "check_trees", "read_layout"]
 
@@ -62,11 +62,7 @@ def check_head(path: Path) -> None:
     ------
     CorruptError
         If the page size in it is not valid.
-    LocationError
-        If it is not a regular file: LMDB would wait for a pipe.
     """
-    if path.exists() and not path.is_file():
-        raise LocationError(f"{path} is not a regular file; choose another location")
     try:
         with path.open("rb") as file:
             head = file.read(1 << 17)
@@ -150,7 +146,11 @@ def read_layout(path: Path) -> Layout:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as error:
+        # deleted, or this process has changed its user since it opened the store
+        raise UnavailableError(f"{path} cannot be read: {error.strerror}") from error
     try:
         yield handle
     finally:

@@ -139,13 +139,15 @@ class SQLite(Database):
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
         self._buffers = BufferPool(limit=None)
         self._identity: tuple[int, int] | None = None
+        # how long the file was when a transaction began
+        self._size = 0
         register_at_fork(self, ForkLevel.HANDLE)
 
     def connect(self) -> Engine:
         return create_engine("sqlite+pysqlite://", creator=self._new, poolclass=IdlePool, isolation_level="AUTOCOMMIT")
 
     def _new(self) -> sqlite3.Connection:
-        found = self._found()
+        found, _ = self._found()
         if self._identity not in (None, found):
             raise sqlite3.OperationalError("the file was replaced")
         self._identity = found
@@ -225,29 +227,47 @@ class SQLite(Database):
         except OSError as error:
             raise LocationError(f"{self.path} cannot be read: {error.strerror}; choose another location") from error
 
-    def _found(self) -> tuple[int, int] | None:
-        """Which file is there now; None for none."""
+    def _found(self) -> tuple[tuple[int, int] | None, int]:
+        """Which file is there now, and how long it is; None for none."""
         try:
             found = os.stat(self.path)  # noqa: PTH116 - a microsecond for each view
         except FileNotFoundError:
-            return None
+            return None, 0
         except OSError:
-            return self._identity  # the open connections still work
-        return found.st_dev, found.st_ino
+            return self._identity, self._size  # the open connections still work
+        return (found.st_dev, found.st_ino), found.st_size
 
     def _follow_the_file(self) -> None:
         """Reconnect if the file was deleted or replaced: no other process would see what is written into the old one.
 
         Its connections stay open. Closing them would delete the log of the new one, which has the same name.
         """
-        if self._identity is None or self._found() == self._identity:
+        if self._identity is None:
+            return
+        found, size = self._found()
+        if found == self._identity:
+            self._follow_size(size)
             return
         with self._handle_lock.exclusive():
-            if self._found() != self._identity:
-                self._identity = None
+            if self._found()[0] != self._identity:
+                self._identity, self._size = None, 0
                 _abandoned.append(self._engine)
                 self._engine = self.connect()
         self.prepare()
+
+    def _follow_size(self, size: int) -> None:
+        """Connect anew if the file is shorter than it was: it was compacted, or truncated by something else.
+
+        SQLite maps it as long as it was, and reading beyond its end would end the process; what a connection that maps
+        the shorter one lacks is damage. What other threads are reading just now they read from their old connections.
+        """
+        if size < self._size:
+            old, self._engine = self._engine, self.connect()
+            # second: a thread that finds nothing to do must not take an old connection
+            self._size = size
+            old.dispose()
+        else:
+            self._size = size
 
     # -- the contract of Database -------------------------------------------------------------------------------------
 
