@@ -12,17 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from prefixstore.cli.arguments import (
-    CONFIG_VARIABLE,
-    OTHERWISE,
-    SERVER_KEY,
-    ConfigFile,
-    MaxBytes,
-    max_bytes_of,
-    server_key,
-)
+from prefixstore.cli.arguments import CONFIG_VARIABLE, SERVER_KEY, MaxBytes, max_bytes_of, server_key
 from prefixstore.cli.output import DONE, say
-from prefixstore.config import Config, load_config, model_file
+from prefixstore.config import Config, load_config
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
 from prefixstore.units import parse_bytes
 
@@ -30,9 +22,6 @@ __all__ = ["ServeCommand", "serve"]
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
-
-# the settings of a file that this command uses
-USED = ("location", "max_bytes", "far_max_bytes")
 
 
 class ServeCommand(TyperCommand):
@@ -69,9 +58,7 @@ def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 def serve(
-    location: Annotated[
-        str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
-    ],
+    location: Annotated[str, typer.Argument(metavar="STORE", help="lmdb:///path (or a path), sqlite:////path, …")],
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -107,9 +94,7 @@ def serve(
     admin_key: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY",
-            envvar="PREFIXSTORE_ADMIN_KEY",
-            help="The key for /prefixstore/status, the report and /metrics.",
+            metavar="KEY", envvar="PREFIXSTORE_ADMIN_KEY", help="The key for /prefixstore/status and /metrics."
         ),
     ] = None,
     salt_from: Annotated[
@@ -118,7 +103,7 @@ def serve(
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option(metavar="LOCATION", help="A location behind STORE, shared with other machines, such as s3://…"),
+        typer.Option(metavar="LOCATION", help="A location behind STORE that other machines share, such as s3://…"),
     ] = None,
     far_max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size limit of that location; by default that of STORE.")
@@ -136,13 +121,12 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A request field unknown to prefixstore that affects only sampling; can be repeated.",
+            help="A field of requests that is not known here, and changes only how tokens are chosen; may be repeated.",
         ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
     ] = SILENT_SECONDS,
-    config: ConfigFile = None,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 
@@ -157,7 +141,6 @@ def serve(
 
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
-    hint = "" if config is None else _note_ignored(config)
     if model is not None:
         others = {
             "--server": server,
@@ -183,14 +166,12 @@ def serve(
         raise MissingExtraError(
             f'serve needs {error.name}, which is not installed; pip install "prefixstore[server]"'
         ) from error
-    if admin_key is not None and not admin_key.strip():
-        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
     _log_to_stderr()
     settings = ServeSettings(
         location=location if far is None else [location, far],
         host=host,
         port=port,
-        admin_key=admin_key,
+        admin_key=_admin_key(admin_key),
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
         store_options={
             name: max_bytes_of(size)
@@ -220,7 +201,7 @@ def serve(
         return DONE
     if not command:
         raise InvalidParameterError(
-            f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
+            "no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE"
         )
     for name, value in (("--slots-dir", slots_dir), ("--namespace", namespace), ("--api-key", api_key)):
         if value is not None:
@@ -229,13 +210,11 @@ def serve(
     return DONE
 
 
-def _note_ignored(config: Path) -> str:
-    """Say which settings of the store are not used; what to do for the model that the file names, as a hint."""
-    settings = load_config(config)
-    ignored = sorted(settings.store.keys() - USED)
-    if ignored:
-        say(f"note: {config}: serve uses {', '.join(USED)}, and ignores {', '.join(ignored)} in [store]")
-    return "" if settings.path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
+def _admin_key(text: str | None) -> str | None:
+    # a shell makes it empty of a variable that is not set
+    if text is not None and not text.strip():
+        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
+    return text
 
 
 def _max_bodies(text: str | None, max_body: int) -> int | None:
@@ -280,10 +259,10 @@ def _serve_model(
             raise MissingExtraError(
                 f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
             ) from error
-        # the server loads it last: wrong options, and a port in use, are told before
-        path = model_file(model, is_read=False)
+        if not model.is_file():
+            raise InvalidParameterError(f"model file not found: {model}")
         sizes = [] if max_bytes is None else ["--max_bytes", max_bytes]
-        return run(location, ["--model", path, "--host", host, "--port", str(port), *sizes, *options])
+        return run(location, ["--model", str(model), "--host", host, "--port", str(port), *sizes, *options])
     raise InvalidParameterError(
         f"{options[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
         "llama-server"
