@@ -12,9 +12,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from prefixstore.cli.arguments import CONFIG_VARIABLE, SERVER_KEY, MaxBytes, max_bytes_of, server_key
+from prefixstore.cli.arguments import (
+    CONFIG_VARIABLE,
+    OTHERWISE,
+    SERVER_KEY,
+    ConfigFile,
+    MaxBytes,
+    max_bytes_of,
+    server_key,
+)
 from prefixstore.cli.output import DONE, say
-from prefixstore.config import Config, load_config
+from prefixstore.config import Config, load_config, model_file
 from prefixstore.errors import InvalidParameterError, MissingExtraError, PrefixStoreError
 from prefixstore.units import parse_bytes
 
@@ -22,6 +30,9 @@ __all__ = ["ServeCommand", "serve"]
 
 LOOPBACK = "127.0.0.1"
 MAX_BODY, MAX_WAITING, SILENT_SECONDS = "16MiB", 256, 3600.0
+
+# the settings of a file that this command uses
+USED = ("location", "max_bytes", "far_max_bytes")
 
 
 class ServeCommand(TyperCommand):
@@ -58,7 +69,9 @@ def _with_location(command: Any, ctx: Any, args: list[str]) -> list[str]:
 
 
 def serve(
-    location: Annotated[str, typer.Argument(metavar="STORE", help="lmdb:///path (or a path), sqlite:////path, …")],
+    location: Annotated[
+        str, typer.Argument(metavar="STORE", help=f"lmdb:///path (or a path), sqlite:////path, …; {OTHERWISE}")
+    ],
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -94,7 +107,9 @@ def serve(
     admin_key: Annotated[
         str | None,
         typer.Option(
-            metavar="KEY", envvar="PREFIXSTORE_ADMIN_KEY", help="The key for /prefixstore/status and /metrics."
+            metavar="KEY",
+            envvar="PREFIXSTORE_ADMIN_KEY",
+            help="The key for /prefixstore/status, the report and /metrics.",
         ),
     ] = None,
     salt_from: Annotated[
@@ -103,7 +118,7 @@ def serve(
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option(metavar="LOCATION", help="A location behind STORE that other machines share, such as s3://…"),
+        typer.Option(metavar="LOCATION", help="A location behind STORE, shared with other machines, such as s3://…"),
     ] = None,
     far_max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size limit of that location; by default that of STORE.")
@@ -121,12 +136,13 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A field of requests that is not known here, and changes only how tokens are chosen; may be repeated.",
+            help="A request field unknown to prefixstore that affects only sampling; can be repeated.",
         ),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="S", min=1, help="Seconds to wait for the next byte of the server.")
     ] = SILENT_SECONDS,
+    config: ConfigFile = None,
 ) -> int | None:
     """Serve a model over HTTP, with the prompts of STORE.
 
@@ -141,6 +157,7 @@ def serve(
 
     Example: prefixstore serve ./store --model model.gguf -- --n_ctx 8192 --n_threads 8
     """
+    hint = "" if config is None else _note_ignored(config)
     if model is not None:
         others = {
             "--server": server,
@@ -201,13 +218,22 @@ def serve(
         return DONE
     if not command:
         raise InvalidParameterError(
-            "no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE"
+            f"no server is given; add -- llama-server -m FILE, or pass --server URL or --model FILE{hint}"
         )
     for name, value in (("--slots-dir", slots_dir), ("--namespace", namespace), ("--api-key", api_key)):
         if value is not None:
             raise InvalidParameterError(f"{name} is for --server; the server that is started here does not need it")
     serve_child(settings, command)
     return DONE
+
+
+def _note_ignored(config: Path) -> str:
+    """Say which settings of the store are not used; what to do for the model that the file names, as a hint."""
+    settings = load_config(config)
+    ignored = sorted(settings.store.keys() - USED)
+    if ignored:
+        say(f"note: {config}: serve uses {', '.join(USED)}, and ignores {', '.join(ignored)} in [store]")
+    return "" if settings.path is None else f"; python -m prefixstore.server --config {config} serves the model in it"
 
 
 def _admin_key(text: str | None) -> str | None:
@@ -259,10 +285,10 @@ def _serve_model(
             raise MissingExtraError(
                 f'--model needs {error.name}, which is not installed; pip install "prefixstore[python-server]"'
             ) from error
-        if not model.is_file():
-            raise InvalidParameterError(f"model file not found: {model}")
+        # the server loads it last: wrong options, and a port in use, are told before
+        path = model_file(model, is_read=False)
         sizes = [] if max_bytes is None else ["--max_bytes", max_bytes]
-        return run(location, ["--model", str(model), "--host", host, "--port", str(port), *sizes, *options])
+        return run(location, ["--model", path, "--host", host, "--port", str(port), *sizes, *options])
     raise InvalidParameterError(
         f"{options[0]} cannot follow --: with --model, only options of llama_cpp.server can; leave out --model for "
         "llama-server"

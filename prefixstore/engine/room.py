@@ -130,7 +130,7 @@ class Room:
         return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
 
     def close(self) -> None:
-        """Release the lease, so that another process may make room; if that fails, it does so when the lease expires."""
+        """Release the lease, so that another process may make room; if that fails, it expires."""
         if not self._lease.may_be_held:
             return
         try:
