@@ -171,7 +171,7 @@ def serve(
         location=location if far is None else [location, far],
         host=host,
         port=port,
-        admin_key=admin_key,
+        admin_key=_admin_key(admin_key),
         tenants=None if salt_from is None else TenantSource.parse(salt_from),
         store_options={
             name: max_bytes_of(size)
@@ -208,6 +208,13 @@ def serve(
             raise InvalidParameterError(f"{name} is for --server; the server that is started here does not need it")
     serve_child(settings, command)
     return DONE
+
+
+def _admin_key(text: str | None) -> str | None:
+    # a shell makes it empty of a variable that is not set
+    if text is not None and not text.strip():
+        raise InvalidParameterError("--admin-key is empty: everybody would have that key; pass one, or leave it out")
+    return text
 
 
 def _max_bodies(text: str | None, max_body: int) -> int | None:

@@ -458,6 +458,14 @@ def test_api_keys_of_a_file_of_settings_are_needed(serve: Serve, tmp_path: Path)
     assert served.post("/completion", json=body).status_code == 200
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_admin_key_is_refused(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A shell makes that of a variable that is not set."""
+    arguments = ["serve", str(tmp_path / "store"), "--admin-key", key, "--", str(binary()), "--port", "1"]
+    assert main(arguments) == 2
+    assert "--admin-key is empty" in capsys.readouterr().err
+
+
 def _script(tmp_path: Path, options: str) -> str:
     """A command that starts llama-server with more options than it is given, and is not replaced by it."""
     script = tmp_path / "start.sh"
