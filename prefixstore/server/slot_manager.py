@@ -292,6 +292,9 @@ class SlotManager:
         slot.tokens, slot.n_unsaved, slot.request = NOTHING, 0, None
         if done is None:
             held.reason = "error"
+            # it may hold a file that another process has changed, and that could not be erased
+            slot.doubt()
+            await self._empty(slot)
             return
         slot.tokens, slot.owner = held.tokens[: done.n_tokens], held.owner
         held.n_restored, held.saved_seconds, held.reason = done.n_tokens, done.saved_seconds, None

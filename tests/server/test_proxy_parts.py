@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from starlette.datastructures import Headers
 
-from prefixstore.errors import ClosedError, InvalidParameterError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.bodies import BodyBudget
@@ -458,6 +458,30 @@ def test_a_slot_that_was_filled_across_a_restart_of_the_server_is_emptied():
     loop: Any = None
     asyncio.run(run())
     assert erase.asked == [0]
+
+
+@pytest.mark.parametrize(("stuck", "slot", "must_compute"), [((), 0, False), ((0,), 1, False), ((0, 1), 0, True)])
+def test_nothing_is_computed_from_a_slot_whose_restore_has_failed(
+    stuck: tuple[int, ...], slot: int, must_compute: bool
+):
+    """Its file may have been changed by another process, and the erasing of what the server has read failed as well."""
+
+    class Failing(Copying):
+        n_tokens = n_bytes = 60
+
+        def restore(self, slot: int, prompt: Any, *, salt: str | None = None) -> Any:
+            raise CorruptError("another process has changed a slot file before the server read it")
+
+    async def run() -> None:
+        pool, erase = SlotPool([(0, 100), (1, 100)], Rates()), Emptying(*stuck)
+        manager = SlotManager(pool, Failing(), erase)
+        held = await manager.acquire(tokens(*range(60)), None)
+        assert (held.slot.id, held.must_compute, held.n_restored) == (slot, must_compute, 0)
+        assert set(stuck) <= set(erase.asked)
+        assert [one.id for one in pool.slots if one.must_empty(trusts=True)] == list(stuck)
+        manager.close()
+
+    asyncio.run(run())
 
 
 def test_requests_that_go_past_the_store_keep_their_own_slot():
