@@ -25,7 +25,7 @@ test: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(JOBS) $(BIN)/mypy
+	$(BIN)/mypy
 
 # attacks one at a time: many of them are crowds of processes
 attack: $(VENV)/.dev
