@@ -51,7 +51,7 @@ DRAFTS = {
     "--spec-draft-hf",
     "--spec-default",
 }
-CACHE_OPTIONS = ("-cram", "--cache-ram")
+CACHE_OPTIONS, CACHE_VARIABLE = ("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM"
 KEY_OPTIONS = ("--api-key", "--api-key-file")
 KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
 # in a line of a file of settings that is no comment
@@ -97,7 +97,7 @@ class ServerCommand:
         self.key = secrets.token_urlsafe(32)
         self._private, self._key_file = private, private / "api-key"
         self.prepare()
-        cache_ram = number_of(argv, CACHE_OPTIONS, environ.get("LLAMA_ARG_CACHE_RAM"))
+        cache_ram = number_of(argv, CACHE_OPTIONS, environ.get(CACHE_VARIABLE))
         if separated and cache_ram not in (None, 0):
             raise InvalidParameterError(
                 f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
@@ -149,7 +149,7 @@ class ServerCommand:
                 f"{self.given[0]} starts llama-server with API keys of its own, and clients would not need them here: "
                 "pass --api-key or --api-key-file after the --"
             )
-        if self._separated and number_of(argv, CACHE_OPTIONS, None) != 0:
+        if self._separated and number_of(argv, CACHE_OPTIONS, environ.get(CACHE_VARIABLE)) != 0:
             raise ServerError(
                 f"{self.given[0]} starts llama-server with a --cache-ram of its own: tenants would see each other's "
                 "prompts in it; leave it out"

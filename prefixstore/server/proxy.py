@@ -131,7 +131,9 @@ class Proxy:
         send: Callable[[MutableMapping[str, Any]], Awaitable[None]],
     ) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            # Ctrl-C just before its signals are handled: uvicorn would print where it was
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._live(receive, send)
         elif scope["type"] == "http":
             exchange = Exchange(scope, receive, send, self._options.max_body, self._bodies)
             try:

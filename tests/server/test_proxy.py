@@ -710,6 +710,27 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     assert (at_once in served.text()) == (number == signal.SIGINT)
 
 
+def test_ctrl_c_before_signals_are_handled_is_a_quiet_end(tmp_path: Path, docs_model: Path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import os, signal\n"
+        "from prefixstore.server.listener import Listener\n"
+        "serve = Listener.serve\n"
+        "async def late(self, *sockets):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return await serve(self, *sockets)\n"
+        "Listener.serve = late\n"
+    )
+    arguments = [str(tmp_path / "store"), "--port", "0", "--", str(binary()), "-m", str(docs_model)]
+    served = launch(tmp_path, "served", arguments, {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}"})
+    try:
+        assert served.ended() == 130
+        assert "Traceback" not in served.text()
+    finally:
+        served.end()
+
+
 @pytest.mark.slow
 def test_it_goes_on_when_nobody_reads_its_messages(tmp_path: Path, docs_model: Path):
     read, write = os.pipe()

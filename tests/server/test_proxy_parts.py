@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from starlette.datastructures import Headers
 
-from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, UnavailableError
+from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError, ServerError, UnavailableError
 from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.bodies import BodyBudget
@@ -764,6 +764,17 @@ def test_the_command_has_what_the_store_needs(tmp_path: Path):
     for variable in ("LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_CACHE_REUSE"):
         with pytest.raises(InvalidParameterError, match=variable):
             ServerCommand(["llama-server"], {variable: "1"}, tmp_path)
+
+
+def test_tenants_share_no_cache_of_the_server_wherever_that_is_switched_on(tmp_path: Path):
+    for given, environ in ((["--cache-ram", "0"], {}), ([], {"LLAMA_ARG_CACHE_RAM": "0"}), ([], {})):
+        command = ServerCommand(["llama-server", *given], environ, tmp_path, separated=True)
+        command.check_started(command.argv(), environ)
+        for added in (["-cram", "100"], ["--cache-ram", "-1"]):
+            with pytest.raises(ServerError, match="cache-ram"):
+                command.check_started([*command.argv(), *added], environ)
+    shared = ServerCommand(["llama-server"], {}, tmp_path)
+    shared.check_started([*shared.argv(), "-cram", "100"], {})
 
 
 def test_no_connection_to_the_server_is_used_twice():
