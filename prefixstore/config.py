@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import importlib
 import inspect
@@ -55,6 +56,12 @@ MODEL_SETTINGS = frozenset(
 # those of them that decide how text and messages become tokens
 TOKENIZER_SETTINGS = frozenset({"chat_format", "kv_overrides", "spm_infill", "verbose"})
 STORE_SETTINGS = frozenset(inspect.signature(PrefixStore).parameters) - {"llm"}
+# a string in their place would be true, whatever it says
+MODEL_FLAGS = frozenset(
+    """
+    use_mmap use_mlock logits_all offload_kqv flash_attn op_offload swa_full no_perf spm_infill verbose
+    """.split()  # noqa: SIM905 - to be read at a glance
+)
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
 # how a model file begins
@@ -69,6 +76,8 @@ NAMED = {
     "flash_attn_type": "LLAMA_FLASH_ATTN_TYPE_",
     "split_mode": "LLAMA_SPLIT_MODE_",
 }
+# what llama.cpp's programs take for K and V; most other types end the process
+CACHE_TYPES = frozenset({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
 
 
 # a V of these types needs no flash attention: not set, f32, f16, bf16
@@ -108,6 +117,8 @@ class Config:
         for name, value in self.model.items():
             if name.startswith("n_") and (isinstance(value, bool) or not isinstance(value, (int, type(None)))):
                 raise InvalidParameterError(f"[model] {name}={shown(value)} must be an integer")
+            if name in MODEL_FLAGS and not isinstance(value, (bool, type(None))):
+                raise InvalidParameterError(f"[model] {name}={shown(value)} must be true or false")
         for name, value in self.warm.items():
             if name != "prompts" and not isinstance(value, bool):
                 raise InvalidParameterError(f"[warm] {name}={shown(value)} must be true or false")
@@ -179,7 +190,7 @@ class Config:
         known = {name: _number(llama_cpp, name, value) for name, value in settings.items()}
         try:
             llm: Llama = llama_cpp.Llama(path, **{"verbose": False, **known, **more})
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, AttributeError, ctypes.ArgumentError) as error:
             hint = _hint(known) if "context" in str(error) else ""
             raise InvalidParameterError(f"llama.cpp cannot load {path} with these settings: {error}{hint}") from error
         return llm
@@ -358,10 +369,15 @@ def _location_beside(folder: Path, location: object) -> object:
 
 
 def _number(llama_cpp: Any, name: str, value: object) -> object:
-    """The number of a value that is given by name."""
-    if name not in NAMED or not isinstance(value, str):
+    """The number of a value that is given by name, or by number: llama.cpp ends the process for some that it lacks."""
+    if name not in NAMED or not isinstance(value, (str, int)):
         return value
     known = _names(name, vars(llama_cpp))
+    if name in ("type_k", "type_v"):
+        known = {word: number for word, number in known.items() if word in CACHE_TYPES}
+    if not isinstance(value, str):
+        known = {str(number): number for number in known.values()}
+        value = str(value)
     if value.lower() not in known:
         raise InvalidParameterError(
             f"{name}={value!r} is not a value known to llama.cpp; known are {', '.join(sorted(known))}"

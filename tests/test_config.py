@@ -113,6 +113,7 @@ def test_options_override_the_file_and_none_keeps_it(file):
         ("[warm]\nprompts = 3", "must be a list of files"),
         ("[warm]\npin = 'no'", "must be true or false"),
         ("[model]\nn_ctx = '8192'", "must be an integer"),
+        ("[model]\nflash_attn = 'false'", "flash_attn='false' must be true or false"),
         ("[model", "not valid TOML"),
     ],
 )
@@ -144,6 +145,12 @@ def test_a_model_that_cannot_be_opened_is_a_misuse(config, message):
 def test_settings_that_llama_cpp_refuses_are_a_misuse(models, capfd, tmp_path):
     with pytest.raises(InvalidParameterError, match=r"type_k='q9' is not a value known to llama.cpp; known are .*q8_0"):
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
+    for wrong in ({"type_k": -1}, {"type_v": "q4_k"}, {"split_mode": 9}):
+        with pytest.raises(InvalidParameterError, match=r"is not a value known to llama\.cpp"):
+            Config(str(models("llama")), wrong).open_llama()
+    for wrong in ({"lora_path": [1]}, {"kv_overrides": "x"}, {"numa": "x"}):
+        with pytest.raises(InvalidParameterError, match="cannot load"):
+            Config(str(models("llama")), wrong).open_llama()
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"nothing")
     with pytest.raises(InvalidParameterError, match="cannot load"):
