@@ -63,7 +63,7 @@ class Context(Generic[M_co]):
     watch
         Notices what else reaches the context; None unless the store is attached.
     bypass
-        Whether the running code goes past the store.
+        Whether the running code bypasses the store.
     prompt
         Counts what happens to the prompt that was looked up last.
     """

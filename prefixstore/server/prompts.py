@@ -56,7 +56,7 @@ class Ask:
     Attributes
     ----------
     reason
-        Why it is passed on without the store; None if the store is asked.
+        Why it is passed through without the store; None if the store is used.
     prompt
         Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
     chat

@@ -55,7 +55,7 @@ class PortableHook:
     parameters
         The store's parameters.
     bypass
-        Whether the running code goes past the store.
+        Whether the running code bypasses the store.
     """
 
     def __init__(self, engine: Engine, parameters: Parameters, bypass: Bypass) -> None:
@@ -104,7 +104,7 @@ class PortableHook:
         prompt
             The tokens.
         completion
-            The frame of the completion that asks, if one does. Outside a completion, a state that was stored outside
+            The frame of the calling completion, if there is one. Outside a completion, a state that was stored outside
             one is found, or one that the ``Llama`` that asked last has stored.
         meter
             Counts what happens to the prompt.
