@@ -59,7 +59,7 @@ class Context(Generic[M_co]):
     rate
         How fast it computes, and how fast pages are restored.
     far_rate
-        How fast pages are restored from a location behind the nearest one.
+        How fast pages are restored from the far location.
     watch
         Notices what else reaches the context; None unless the store is attached.
     bypass

@@ -199,7 +199,7 @@ class _Requests(Generic[T, R]):
 
     def _arrived(self, request: _Request[T], n_bytes: int) -> None:
         if self._is_closed:
-            raise UnavailableError("nobody waits for this payload any more")
+            raise UnavailableError("this payload is no longer needed")
         self._news.put((request, n_bytes))
 
     def close(self) -> None:
