@@ -32,7 +32,7 @@ WEEK = 604_800
 LATEST = 253_402_300_799
 # the namespace of what is counted together, where there are too many namespaces
 OTHERS = ""
-# misses of prompts that were to go past the store: they say nothing about it
+# misses of prompts that were to bypass the store: they say nothing about it
 PASSED = frozenset({"bypassed", "session"})
 
 

@@ -161,7 +161,7 @@ class PortableHook:
         return live, None
 
     def _live_without(self, llm: llama_cpp.Llama, tokens: Tokens) -> int:
-        """How much of a prompt the context holds and can continue from, for a request that goes past the store."""
+        """How much of a prompt the context holds and can continue from, for a request that bypasses the store."""
         target = self._targets.get(llm)
         if target is None or target.memory is None:
             return live_prefix_length(llm, tokens)
