@@ -44,7 +44,7 @@ def locations_of(given: Locations) -> list[Location]:
         raise InvalidParameterError(f"location must be a path, a URL or a list of two, not {type(given).__name__}")
     if not 1 <= len(given) <= MOST:
         raise InvalidParameterError(
-            f"a list of {len(given)} locations cannot be used; pass one, or a local one and the one behind it: "
+            f"a list of {len(given)} locations cannot be used; pass one, or a local one and a far one: "
             '["lmdb:///var/cache/kv", "s3://bucket/kv"]'
         )
     texts = [text_of(each) for each in given]

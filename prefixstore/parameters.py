@@ -40,7 +40,7 @@ class Parameters:
     policy
         A new instance of the named policy.
     far_budget, far_encoder, far_policy
-        The same for a location behind the first one.
+        The same for the far location.
     """
 
     # defaults, as users write them

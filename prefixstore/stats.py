@@ -242,7 +242,7 @@ class TierStats:
     location
         Its URL.
     is_available
-        Whether it is asked: not while its circuit breaker is open.
+        Whether it is queried: not while its circuit breaker is open.
     pages, bytes
         Pages restored from it, and the size of their states.
     kept

@@ -154,7 +154,7 @@ class PrefixStore:
     max_delay
         How long a prompt may take beyond computing it, because the location is slow: seconds, a `timedelta`, or text
         such as ``"2s"``; or 5 % of the computing time, if that is more. Tokens not restored by then are computed.
-        A lookup waits just as long for a far location. None to wait as long as it takes.
+        A lookup waits just as long for a far location. None for no limit.
     far_max_bytes
         With two locations: the size limit of the far one; by default `max_bytes`, the limit of the nearer one.
 

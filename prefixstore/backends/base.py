@@ -138,7 +138,7 @@ class View(ABC):
     Attributes
     ----------
     arrived
-        How many bytes there are by now of the payload that `fetch` receives, if the backend knows. Any thread may look.
+        How many bytes of the payload that `fetch` receives have arrived, if the backend knows. Any thread may read it.
     """
 
     arrived: int = 0

@@ -172,7 +172,7 @@ class Threads:
         self._name = name
         self._jobs: SimpleQueue[Job[Any] | None] = SimpleQueue()
         # An entry for each thread that is going to take one more job. Whoever is interrupted after taking one, or while
-        # a thread starts, leaves a thread that nobody counts on, and that does jobs as well.
+        # a thread starts, leaves an extra thread, which does jobs as well.
         self._idle: SimpleQueue[None] = SimpleQueue()
         self._started: list[Thread] = []
         self._is_closed = False

@@ -48,7 +48,7 @@ def wrapped(text: str, stream: TextIO | None = None, *, label: str = "") -> str:
     stream
         Where it is printed; standard output by default.
     label
-        What stands in front of the text. All further lines are indented by as much, and otherwise by two spaces.
+        The text before it. All further lines are indented by its width, or else by two spaces.
     """
     columns = terminal_width(stream or sys.stdout)
     lines = []

@@ -68,7 +68,7 @@ def warm(
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option("--far", metavar="LOCATION", help="A far location behind the store, shared with other machines."),
+        typer.Option("--far", metavar="LOCATION", help="A far location, shared with other machines."),
     ] = None,
     far_max_bytes: Annotated[
         str | None,

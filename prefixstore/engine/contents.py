@@ -71,9 +71,9 @@ class Contents:
     counters
         Counts what is dropped.
     ram
-        Is told which pages have left the location.
+        Drops pages that were deleted from the location.
     table
-        Is told which pages are stored.
+        Kept up to date with the stored pages.
 
     Attributes
     ----------

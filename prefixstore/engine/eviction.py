@@ -71,7 +71,7 @@ class VictimQueue:
     policy
         The order.
     namespaces
-        Whose pages: their numbers in the table, asked for at each ranking; None for all.
+        Whose pages: their numbers in the table, called at each ranking; None for all.
     expiring
         Whether only leaves that expire are wanted.
     """

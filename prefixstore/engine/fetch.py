@@ -90,7 +90,7 @@ class States(Iterator[memoryview]):
     n_given
         How many states were returned.
     n_verified
-        How many of them are known to be good by now; `verified` waits until all are.
+        How many of them are verified so far; `verified` waits until all are.
     """
 
     def __init__(

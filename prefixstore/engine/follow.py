@@ -64,7 +64,7 @@ class Follower:
     counters
         Counts what is dropped.
     ram
-        Is told which pages have left the location.
+        Drops pages that were deleted from the location.
     """
 
     def __init__(self, table: StoredPages, counters: Counters, ram: RamTier) -> None:

@@ -87,7 +87,7 @@ class PageTable:
     on_candidate
         Called with the slot of each page that has become a leaf, or may be evicted from now on.
     filling
-        While the table is filled (see `TableFill`): the keys of pages that have come, or gone, since that began.
+        While the table is filled (see `TableFill`): the keys of pages added or removed since that began.
     kept
         Slots of the pages that are evicted after all others, those here of `keep`.
     """

@@ -57,7 +57,7 @@ def _check_record(page: Page, record: Record) -> None:
         If its state does not have the size that the caller has accepted. Nothing is allocated for it.
     """
     if not is_same(page, record) or record.start != page.start:
-        raise CorruptError(f"page {page.key.hex()} holds other tokens than its key stands for")
+        raise CorruptError(f"page {page.key.hex()} has tokens that do not match its key")
     if record.raw_bytes != page.raw_bytes:
         raise ShapeError(f"page {page.key.hex()} holds {record.raw_bytes} bytes of state, not {page.raw_bytes}")
 

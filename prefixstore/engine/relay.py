@@ -95,7 +95,7 @@ class _Relay:
         page
             The page.
         left
-            Seconds that are left for it, if this share of it is there; None to wait as long as it takes.
+            Seconds that are left for it, if this share of it has arrived; None for no limit.
 
         Raises
         ------
@@ -276,9 +276,9 @@ class Relays:
         pages, streamed, look, admit
             As for `Fetcher.fetching`; `look` is called in the calling thread.
         deadline
-            How long the caller waits; None for as long as it takes.
+            How long the caller waits; None for no limit.
         keep
-            Is given each state that the caller has accepted, and one that came too late.
+            Receives each state that the caller has accepted, and those that arrive too late.
         """
         self._pool.check_open()
         refused = next((page for page in pages if admit is not None and not admit(page)), None)

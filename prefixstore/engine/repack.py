@@ -64,7 +64,7 @@ class Repacker:
     Parameters
     ----------
     catalog
-        Knows the coldest pages, and is told which ones are damaged.
+        Knows the coldest pages; damaged ones are reported to it.
     encode
         Packs states, and says which pages may be replaced.
     counters

@@ -51,7 +51,7 @@ class Room:
     repacker
         Packs and unpacks pages.
     encode
-        Is told whether space is short.
+        Its `is_short_of_space` is set.
     is_active
         Whether this engine makes room at all: one that reads only, or writes in the foreground only, does not.
     clock

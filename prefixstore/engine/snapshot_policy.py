@@ -25,7 +25,7 @@ def positions(start: int, end: int, borders: Sequence[int], interval: int) -> li
 
     Every stop costs a batch, which takes as long as a generated token. So none is made where it would gain next to
     nothing: just after the start, where the previous turn ended; at the bare header of the coming answer; or, for the
-    stops that only the interval asks for, close to another one.
+    stops that only the interval requires, close to another one.
 
     Parameters
     ----------

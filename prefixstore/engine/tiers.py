@@ -64,7 +64,7 @@ class TieredEngine(Engine):
         Makes the engine behind this one, given this one.
     max_delay
         Seconds that a lookup waits for the far location, or a share of what computing the rest of the prompt takes, if
-        that is more; None for as long as it takes.
+        that is more; None for no limit.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ WEEK = 604_800
 LATEST = 253_402_300_799
 # the namespace of what is counted together, where there are too many namespaces
 OTHERS = ""
-# misses of prompts that were to go past the store: they say nothing about it
+# misses of prompts that were to bypass the store: they say nothing about it
 PASSED = frozenset({"bypassed", "session"})
 
 
@@ -283,7 +283,7 @@ class History:
     def periods(self, seconds: float | None = None) -> tuple[Period, ...]:
         """The periods of the last `seconds`, by namespace and purpose; None for all days.
 
-        Up to a week they are hours, and days beyond. The period in which the time began is among them, and so is what
+        Hours for up to a week, and days beyond. The period in which the time began is included, and so is what
         a clock that was wrong has put into the future.
         """
         if seconds is None:

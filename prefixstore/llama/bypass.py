@@ -11,7 +11,7 @@ __all__ = ["BYPASSED", "Bypass"]
 # the reason in ``stats()``
 BYPASSED = "bypassed"
 
-# the marks of the stores that the running code goes past; each thread and each asyncio task has its own
+# the marks of the stores that the running code bypasses; each thread and each asyncio task has its own
 _marks: ContextVar[frozenset[object]] = ContextVar("prefixstore_bypassed", default=frozenset())
 
 

@@ -59,11 +59,11 @@ class Context(Generic[M_co]):
     rate
         How fast it computes, and how fast pages are restored.
     far_rate
-        How fast pages are restored from a location behind the nearest one.
+        How fast pages are restored from the far location.
     watch
         Notices what else reaches the context; None unless the store is attached.
     bypass
-        Whether the running code goes past the store.
+        Whether the running code bypasses the store.
     prompt
         Counts what happens to the prompt that was looked up last.
     """

@@ -93,7 +93,7 @@ class Hook:
     parameters
         The store's parameters.
     bypass
-        Whether the running code goes past the store.
+        Whether the running code bypasses the store.
 
     Attributes
     ----------
@@ -418,7 +418,7 @@ class Hook:
         prompt
             The tokens.
         completion
-            The frame of the completion that asks, if one does.
+            The frame of the calling completion, if there is one.
         meter
             Counts what happens to the prompt.
 

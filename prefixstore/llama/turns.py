@@ -99,7 +99,7 @@ def snapshot_stops(
     token_kind
         Gives the kind of a token.
     interval
-        Tokens between snapshots that nothing else asks for.
+        Tokens between snapshots that have no other reason.
     keep
         How many snapshots are kept along one sequence.
     min_tokens

@@ -57,7 +57,7 @@ class Runs:
     pinned
         Whether its pages are pinned.
     n_runs
-        How many runs it stands for: 1, or how many small ones were left out after `parent`. Those have no `head`.
+        How many runs it represents: 1, or how many small ones were left out after `parent`. Those have no `head`.
     """
 
     parent: Column

@@ -24,7 +24,7 @@ class Admission:
     upstream
         The server.
     has_keys
-        Whether it asks its clients for a key.
+        Whether it requires a key of its clients.
     """
 
     def __init__(self, upstream: Upstream, *, has_keys: bool) -> None:

@@ -21,7 +21,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     Unlike uvicorn's own, it reads a request that offers another protocol as if it did not: httptools takes the body for
     that protocol, and Java's client offers ``h2c`` with each request. The head of a request has a limit. And if the
-    client goes away, all of its requests end, not the one alone that came last.
+    client goes away, all of its requests end, not only the last one.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -112,7 +112,7 @@ class ServerCommand:
         Raises
         ------
         ServerError
-            If it cannot be made, or is another's by now.
+            If it cannot be created, or belongs to another user.
         """
         try:
             self._private.mkdir(mode=0o700, exist_ok=True)

@@ -70,7 +70,7 @@ class Listener(uvicorn.Server):
     announce
         Told the address, once somebody can connect to it, and `farewell`.
     farewell
-        What is announced when a signal has come; None: nothing.
+        What is printed when a signal has arrived; None for nothing.
     hurry
         Called at the second SIGINT, in the event loop.
     """

@@ -104,7 +104,7 @@ class ServerIdentity:
             If the server does not say which llama.cpp it is.
         """
         if not isinstance(namespace, str) or not namespace:
-            raise InvalidParameterError("namespace= must be a name that stands for the server's model and settings")
+            raise InvalidParameterError("namespace= must be a name that represents the server's model and settings")
         settings: dict[str, Setting] = {
             "server": namespace,
             "llama_cpp": commit_of(props),

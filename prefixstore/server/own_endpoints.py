@@ -39,9 +39,9 @@ class OwnEndpoints:
     admin_key
         The key for them; None: a client that the server lets in may read them.
     has_keys
-        Whether the server asks its clients for a key.
+        Whether the server requires a key of its clients.
     separated
-        Whether tenants are separated. Then they need `admin_key`: they tell about all tenants.
+        Whether tenants are separated. Then they need `admin_key`, since they show data of all tenants.
     """
 
     paths = frozenset({HEALTH, STATUS, METRICS, PAGE, PAGE.rstrip("/"), CONTENT})

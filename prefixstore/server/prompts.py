@@ -43,7 +43,7 @@ MEDIA = frozenset({"image", "image_url", "input_image", "input_audio", "audio", 
 MEDIA |= {"input_video", "file", "input_file", "document"}
 # Objects and lists of one request: reading more of them would hold up all others for longer than any prompt is worth.
 MAX_PARTS = 100_000
-# The reason of requests that go past the store since nobody knows what one of their fields does to the rows.
+# The reason of requests that bypass the store, since one of their fields is not known to be harmless.
 UNKNOWN_FIELD = "unknown_field"
 # All that a prompt may have beside images and sound if it is an object.
 PROMPT_FIELDS = frozenset({"prompt_string", "multimodal_data"})
@@ -58,7 +58,7 @@ class Ask:
     Attributes
     ----------
     reason
-        Why it is passed on without the store; None if the store is asked.
+        Why it is passed through without the store; None if the store is used.
     prompt
         Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
     chat

@@ -76,7 +76,7 @@ class ProxyOptions:
     max_bodies
         Bytes that the bodies of all requests may have together.
     tenants
-        Where a request says whose it is; None: all share.
+        What identifies the tenant of a request; None: all share.
     allowed_fields
         Fields of completions that are not known here, and do not change what is computed for a token.
     """
@@ -393,8 +393,8 @@ class Proxy:
         if FIELD_NAME.fullmatch(name) and name not in self._told_fields and len(self._told_fields) < MAX_TOLD_FIELDS:
             self._told_fields.add(name)
             log.warning(
-                "requests with the field %s go past the store, since it is not known what llama-server makes of it; "
-                "if it changes nothing but the choice of tokens and the form of answers, pass --allow-field %s",
+                "requests with the field %s bypass the store, since the field is not known to be harmless; "
+                "if it affects only the choice of tokens and the format of responses, pass --allow-field %s",
                 name,
                 name,
             )

@@ -255,7 +255,7 @@ def _parser() -> argparse.ArgumentParser:
         "store", nargs="?", help="location of the store, a path or a URL; by default in the user's cache directory"
     )
     group = parser.add_argument_group("store")
-    group.add_argument("--far", metavar="LOCATION", help="a far location behind the store, shared with other machines")
+    group.add_argument("--far", metavar="LOCATION", help="a far location, shared with other machines")
     group.add_argument("--config", metavar="FILE", help="TOML file with [model] and [store], as for warming jobs")
     for name, (kind, text) in STORE_OPTIONS.items():
         group.add_argument(f"--{name}", type=kind, help=text)

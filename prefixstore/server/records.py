@@ -40,7 +40,7 @@ class Props:
     n_slots
         How many sequences it computes side by side.
     n_ctx
-        Tokens that one slot has room for.
+        Tokens that fit into one slot.
     is_sleeping
         Whether it has unloaded the model until the next request.
     has_media
@@ -76,7 +76,7 @@ class Slot:
     n_tokens
         Tokens that it holds; None if the server does not say: before the first request, and after a restore.
     n_ctx
-        Tokens that it has room for.
+        Tokens that fit into it.
     n_bytes
         Bytes of state that its tokens take, if the bytes of a token are known; see `LlamaServer.bytes_per_token`.
     """

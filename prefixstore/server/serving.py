@@ -58,7 +58,7 @@ class ServeSettings:
     admin_key
         The key for the endpoints of the proxy itself.
     tenants
-        Where a request says whose it is.
+        What identifies the tenant of a request.
     store_options
         Parameters of the store.
     max_body

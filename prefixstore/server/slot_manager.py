@@ -137,7 +137,7 @@ class SlotManager:
         wanted
             The slot that the client wants.
         ask
-            Whether the store is asked.
+            Whether the store is queried.
         trusts
             Whether the rows of a tainted slot will do, as for the same requests that have left them there.
 

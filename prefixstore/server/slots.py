@@ -70,7 +70,7 @@ class SlotStore:
     store
         The store. Its `engine` is that of the slots.
     rate
-        How fast the server computes; tell it with ``rate.computed(n_tokens, seconds)``.
+        How fast the server computes; report that with ``rate.computed(n_tokens, seconds)``.
     reason
         Why nothing is stored of this server; None if something is. That of the identity, or ``"layout"`` (its states
         have an unknown layout), ``"window"`` (the length of its sliding window is not known).

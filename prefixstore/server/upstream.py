@@ -123,7 +123,7 @@ class Upstream:
     timeout
         Seconds to wait for the next byte of the server.
     key
-        The key to use instead of what the client has sent; None: what the client has sent.
+        The key to use instead of the client's; None for the client's.
     socket
         The Unix socket that the server listens on; None: it listens at the address.
     """

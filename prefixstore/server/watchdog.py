@@ -37,7 +37,7 @@ async def hangs(
     Parameters
     ----------
     ask
-        Asks the server; told how many seconds the answer may take. Returns whether there was one.
+        Probes the server, given how many seconds the answer may take. Returns whether there was one.
     work_done
         A number that grows with the work that the server does; None if it is not known, and then it never hangs.
     patience

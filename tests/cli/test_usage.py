@@ -442,7 +442,7 @@ def test_figures_of_an_hour_by_namespace():
     )
     assert history.total(HOUR, namespaces=["a", "b"]).hits == 2
     assert history.total(4 * HOUR, namespaces=["a"]).hits == 1
-    # what was to go past the store says nothing about it
+    # what was to bypass the store says nothing about it
     assert two.hit_rate == 1.0
     assert two.lookups == 7
 

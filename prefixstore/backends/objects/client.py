@@ -65,9 +65,9 @@ class Client:
     Attributes
     ----------
     n_requests
-        How many were sent, without those that obstore repeats by itself.
+        How many were sent, not counting those that obstore itself repeats.
     window
-        How many payloads are asked for at a time.
+        How many payloads are requested at a time.
     """
 
     def __init__(self, address: Address) -> None:

@@ -300,7 +300,7 @@ class Log:
 
     @staticmethod
     def _pause(attempt: int) -> None:
-        """Wait before the news are read, not after: what was read is soon old."""
+        """Wait before new commits are read, not after: what was read is soon outdated."""
         time.sleep(random.random() * min(0.002 * 2**attempt, LONGEST_PAUSE))
 
     # -- making it shorter --------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class Segment:
     removed
         Payloads that belonged to no page, and that are deleted.
     is_whole
-        Whether it is everything there is, and not a change of what was before.
+        Whether it is the complete state, and not a change.
     """
 
     puts: dict[bytes, Stored] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class Head:
     parts
         The segments, oldest first; the first commit in each follows the last one of the one before.
     recent
-        Names of the last commits' segments, also of those that are part of a larger one by now.
+        Names of the last commits' segments, including those merged into a larger one since.
     tried
         Servers that are known to keep to conditional writes, as hashes.
     """

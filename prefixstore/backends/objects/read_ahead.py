@@ -81,7 +81,7 @@ class Window:
     def received(self, size: int, seconds: float, *, is_full: bool = True) -> None:
         """Learn from a request that has just ended: its bytes and its duration.
 
-        Without `is_full`, fewer requests were on their way than the window allows.
+        Without `is_full`, fewer requests were in transit than the window allows.
         """
         now, rate, magnitude = self._clock(), size / max(seconds, 1e-6), size.bit_length()
         fastest = self._fastest[magnitude] = max(self._fastest.get(magnitude, 0.0), rate)
@@ -199,7 +199,7 @@ class _Requests(Generic[T, R]):
 
     def _arrived(self, request: _Request[T], n_bytes: int) -> None:
         if self._is_closed:
-            raise UnavailableError("nobody waits for this payload any more")
+            raise UnavailableError("this payload is no longer needed")
         self._news.put((request, n_bytes))
 
     def close(self) -> None:

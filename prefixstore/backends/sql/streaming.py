@@ -211,7 +211,7 @@ def payload_of(
 ) -> memoryview:
     """The payload of which a row has the first piece, and ``size``, the bytes of all its pieces, which follow.
 
-    `arrived` is told how many bytes of it are there.
+    `arrived` is called with the number of its bytes that have arrived.
     """
     payload, at = memory(row.size), 0
     piece: Row[Any] | None = row
@@ -239,11 +239,11 @@ def pages_of(
     rows
         A row for each piece, with the columns of the page, its ``position``, and ``size``, the bytes of all its pieces.
     n_wanted
-        How many pages were asked for.
+        How many pages were requested.
     memory
         Makes the memory for a payload.
     arrived
-        Is told how many bytes of the next payload are there.
+        Called with the number of bytes of the next payload that have arrived.
 
     Raises
     ------

@@ -114,7 +114,7 @@ def receive(
     """The values of pages, in order: record and payload, or None for one that is missing.
 
     The next requests are on their way while a value is used. A value that cannot be taken apart has an empty record.
-    `arrived` is told how many bytes of the next value are there.
+    `arrived` is called with the number of bytes of the next value that have arrived.
     """
     if not names:
         return

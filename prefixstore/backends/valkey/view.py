@@ -383,18 +383,22 @@ class ServerView(View):
             # it was changed meanwhile: what differs may be that
             return
         if n_entries != len(pages) or n_ordered != len(pages) or ordered != pages.keys():
-            yield "index", b"", f"{n_entries} entries, and {n_ordered} keys in their order, for {len(pages)} pages"
+            yield (
+                "index",
+                b"",
+                f"{n_entries} entries, and {n_ordered} keys in the index of keys, for {len(pages)} pages",
+            )
         if n_listed != len(listed):
-            yield "index", b"", f"{n_listed - len(listed)} children are not in the order of their tokens"
+            yield "index", b"", f"{n_listed - len(listed)} children are out of order in the index of children"
         total = sum_of(map(counted, pages.values()))
         if total != head.counts:
             yield "index", b"", f"there are {total}; they were counted as {head.counts}"
         members = {key: member for key, entry in pages.items() if (member := member_of(key, entry)) is not None}
         for key, member in members.items():
             if member not in listed:
-                yield "index", key, "is not among the children of its parent"
+                yield "index", key, "it is missing from the index of its parent's children"
         for member in listed.difference(members.values()):
-            yield "index", member[-KEY_BYTES:], "is listed as a child of a page, but is not stored as one"
+            yield "index", member[-KEY_BYTES:], "the index of children has an entry for it that matches no stored page"
 
     def _members(self, name: bytes) -> tuple[set[bytes], int]:
         """The members of an order that are in their place there, as none has a score; and how many there are."""

@@ -55,7 +55,7 @@ class PortableHook:
     parameters
         The store's parameters.
     bypass
-        Whether the running code goes past the store.
+        Whether the running code bypasses the store.
     """
 
     def __init__(self, engine: Engine, parameters: Parameters, bypass: Bypass) -> None:
@@ -104,7 +104,7 @@ class PortableHook:
         prompt
             The tokens.
         completion
-            The frame of the completion that asks, if one does. Outside a completion, a state that was stored outside
+            The frame of the calling completion, if there is one. Outside a completion, a state that was stored outside
             one is found, or one that the ``Llama`` that asked last has stored.
         meter
             Counts what happens to the prompt.
@@ -161,7 +161,7 @@ class PortableHook:
         return live, None
 
     def _live_without(self, llm: llama_cpp.Llama, tokens: Tokens) -> int:
-        """How much of a prompt the context holds and can continue from, for a request that goes past the store."""
+        """How much of a prompt the context holds and can continue from, for a request that bypasses the store."""
         target = self._targets.get(llm)
         if target is None or target.memory is None:
             return live_prefix_length(llm, tokens)

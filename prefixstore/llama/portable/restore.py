@@ -57,7 +57,7 @@ class StateBuilder:
     min_tokens
         Shorter prefixes are computed.
     max_delay
-        What a restore of pages may take beyond computing; None for as long as it takes.
+        What a restore of pages may take beyond computing; None for no limit.
     """
 
     def __init__(self, engine: Engine, min_tokens: int, max_delay: float | None = None) -> None:
@@ -82,7 +82,7 @@ class StateBuilder:
         seed
             What ``load_state`` sets the seed of the ``Llama`` to.
         meter
-            Is told why there is none.
+            Called with the reason if there is none.
         """
         if target.n_ctx is not None:
             # the next token needs a place
