@@ -20,6 +20,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama import LlamaState
 
+from prefixstore.buffers import released_on_error
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.missing import missing_ranges
 from prefixstore.engine.pending import PendingPage
@@ -285,11 +286,8 @@ class PortableHook:
         if buffer is None:
             counters.count("dropped:queue_full")
             return False
-        try:
+        with released_on_error(buffer):
             write(buffer.view)
-        except BaseException:
-            buffer.release()
-            raise
         pending = PendingPage.of(namespace.key, namespace.canonical, *page, buffer)
         counters.count("pages_captured", self._engine.submit(pending))
         return True
