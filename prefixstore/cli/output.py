@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import enum
+import errno
 import functools
 import inspect
 import io
 import json
+import os
 import signal
 import sys
 import time
@@ -51,6 +53,8 @@ __all__ = [
 ]
 
 DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
+# what `Path.is_file` raises for a path that somebody has named
+HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # a spreadsheet takes a cell that begins with one of these for a formula, and runs it
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -81,6 +85,11 @@ def guarded(command: Callable[..., int | None]) -> Callable[..., None]:
             # it may repeat an argument that was not where a location is expected
             say(f"prefixstore: {without_passwords(str(error))}")
             code = _code_of(error)
+        except OSError as error:
+            if error.errno not in HIDDEN or error.filename is None:
+                raise
+            say(f"prefixstore: {visible(os.fsdecode(error.filename))}: {error.strerror}")
+            code = MISUSED
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT
         raise typer.Exit(code)

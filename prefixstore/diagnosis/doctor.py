@@ -135,7 +135,7 @@ def _location(
             found += _budget(path, used, budget)
             found += _break_even(archive, holdings)
     except PrefixStoreError as error:
-        if not isinstance(error, LocationError) or path is None or path.exists():
+        if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
         advice = "Check the path. If it is right, the first writer creates the store: prefixstore warm, or a server."
         # a new machine begins without one of its own
@@ -257,9 +257,20 @@ def _permissions(path: Path, *, is_read_only: bool, is_written: bool) -> Finding
     return Finding("permissions", mode)
 
 
+def _is_missing(path: Path) -> bool:
+    """Whether nothing is there; what is hidden from this user may be there."""
+    try:
+        return not path.exists()
+    except OSError:
+        return False
+
+
 def _is_store(path: Path) -> bool:
     if path.is_dir():
         return (path / "data.mdb").exists()
+    if not path.is_file():
+        # to open a pipe waits for who writes to it
+        return False
     with path.open("rb") as file:
         return file.read(len(SQLITE)) == SQLITE
 

@@ -42,9 +42,9 @@ class Mount:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest directory above it that exists."""
+    """The path, or the nearest directory above it that exists, as far as this user may know."""
     path = path.absolute()
-    return next((one for one in (path, *path.parents) if one.exists()), path)
+    return next((one for one in (path, *path.parents) if os.path.exists(one)), path)  # noqa: PTH110 - never raises
 
 
 def mount_of(path: Path) -> Mount | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.format.keys import ENDLESS, PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
 __all__ = ["Index", "Page", "Path", "Unknown", "branches", "depth_first", "is_same"]
@@ -329,7 +329,6 @@ class Index:
             if page.is_leaf and page.is_stored and key not in keep:
                 self.remove(key, is_deleted=False)
             else:
-                # its turn comes again when all others had theirs
                 self.pages[key] = self.pages.pop(key)
         empty = [key for key, root in self._roots.items() if root.is_leaf]
         for key in empty[: max(len(empty) - EMPTY_ROOTS, 0)]:
@@ -367,6 +366,12 @@ class Index:
                 node = node.children[i]
                 pages.append(node)
                 at += step
+                continue
+            if page_tokens == ENDLESS and not is_here and i and wanted.startswith(node.child_tokens[i - 1]):
+                # what continues it is not beside it, but after it
+                node = node.children[i - 1]
+                pages.append(node)
+                at += len(node.tokens)
                 continue
             unknown = None if is_here or node.sealed[i] or not wanted else Unknown(node.key, at // TOKEN_BYTES)
             shared, nearest = max(

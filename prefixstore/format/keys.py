@@ -17,6 +17,7 @@ import numpy.typing as npt
 from prefixstore.errors import InvalidParameterError
 
 __all__ = [
+    "ENDLESS",
     "KEY_BYTES",
     "PAGE",
     "SNAPSHOT",
@@ -35,6 +36,8 @@ TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 TOKEN_BYTES = 4
 # of page keys and namespace keys
 KEY_BYTES = 32
+# As a length of pages: no sequence is longer. Such pages end anywhere, and what continues one may follow it.
+ENDLESS = 2**31 - 1
 
 # Forms. A page is the state of its tokens; a snapshot the state needed to resume after them.
 PAGE = 0

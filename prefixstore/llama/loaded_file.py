@@ -155,7 +155,7 @@ def changed_since_start(path: str) -> bool:
     started = IMPORTED
     # fork() gives a process a later start than what it has loaded, so the earlier one counts
     with suppress(OSError, ValueError, AttributeError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
         started = min(started, time.time() - age)
     return max(Path(path).stat().st_ctime, Path(path).lstat().st_ctime) >= started - 1

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer
+from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.errors import CorruptError
 from prefixstore.format.keys import SNAPSHOT, Tokens, page_key
 from prefixstore.llama.context import Context, live_prefix_length
@@ -279,5 +279,6 @@ def _joined(rows: StateView, acquire: Acquire, recurrent: memoryview | bytes = b
     assembly = Assembly(rows, rows.positions, recurrent=recurrent)
     buffer = acquire(assembly.size)
     if buffer is not None:
-        assembly.write(buffer.view, [rows])
+        with released_on_error(buffer):
+            assembly.write(buffer.view, [rows])
     return buffer

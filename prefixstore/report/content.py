@@ -13,6 +13,7 @@ from prefixstore.backends.base import Facts, View
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.namespace import Namespace
+from prefixstore.llama.gguf import CACHE_TYPES
 from prefixstore.report.eviction import estimates, evicted_of
 from prefixstore.report.history import kept_of
 from prefixstore.report.labels import Words, labels_of, visible
@@ -29,8 +30,8 @@ HOUR, DAY = 3600, 86_400
 AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
 # digits of a key
 DIGITS = 12
-# types of GGML that are used for keys and values
-TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 20: "iq4_nl", 30: "bf16"}
+# of keys and values, by the numbers in settings
+TYPES = {number: name for name, number in CACHE_TYPES.items()}
 
 
 def content_of(

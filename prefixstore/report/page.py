@@ -74,10 +74,10 @@ def write_page(path: Path, text: str, *, replace: bool = False) -> None:
     LocationError
         If it cannot be written, or exists and shall not be replaced.
     """
-    if path.exists() and not path.is_file():
-        # a device, or a pipe
-        raise LocationError(f"cannot write {path}: it exists and is not a file; pass another --out")
     try:
+        if path.exists() and not path.is_file():
+            # a device, or a pipe
+            raise LocationError(f"cannot write {path}: it exists and is not a file; pass another --out")
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
         raise LocationError(f"cannot write {path}: {error.strerror or error}; pass another --out") from error

@@ -10,7 +10,7 @@ import llama_cpp
 from llama_cpp.server.model import LlamaProxy
 from llama_cpp.server.settings import ModelSettings
 
-from prefixstore.errors import PrefixStoreError, StorageError
+from prefixstore.errors import PrefixStoreError
 from prefixstore.server.completions import CompletionWatch, Metrics
 from prefixstore.store import PrefixStore
 
@@ -127,6 +127,6 @@ class StoreProxy(LlamaProxy):
         try:
             # captures what an aborted completion has left
             llm.reset()
-        except (PrefixStoreError, StorageError, RuntimeError) as error:
+        except (PrefixStoreError, RuntimeError) as error:
             log.warning("what the last completion has left is not stored: %s", error)
         store.detach()

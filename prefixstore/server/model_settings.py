@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from prefixstore.errors import ServerTooOldError
+from prefixstore.errors import ContextError, ServerTooOldError
 from prefixstore.llama.gguf import CACHE_TYPES, Metadata, read_metadata
 from prefixstore.llama.model_file import file_digest, file_identity, model_parts
 from prefixstore.server.arguments import Arguments
@@ -83,7 +83,10 @@ def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSetti
     given = arguments.settings
     parts = model_parts(str(path))
     metadata = read_metadata(parts[0])
-    files = {part: file_identity(Path(part).stat()) for part in parts}
+    try:
+        files = {part: file_identity(Path(part).stat()) for part in parts}
+    except OSError as error:
+        raise ContextError(f"cannot read the model file {error.filename}: {error.strerror}") from error
     overrides = _overrides(given.get("override_kv", ""))
     model = {**metadata, **overrides}
     architecture = str(model.get("general.architecture", ""))

@@ -506,6 +506,25 @@ def test_a_missing_store_a_directory_that_is_none_and_one_without_permission_are
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("tree", "--model"),
+        ("tree", "--tokenizer"),
+        ("report", "--out"),
+        ("export", "--out"),
+        ("serve", "--model"),
+        ("doctor",),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_told_as_what_it_is(store, run, arguments):
+    command, *options = arguments
+    name = "x" * 300
+    code, out, err = run(command, *([store] if options else []), *options, name)
+    assert code == (1 if command == "doctor" else 2 if command != "report" else 3)
+    assert ("File name too long" in out + err, "Traceback" in err) == (True, False)
+
+
 def as_nobody(path, *commands):
     """Output of commands of a user who owns nothing."""
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from importlib import metadata
@@ -159,6 +160,18 @@ def test_permissions(served, monkeypatch):
     assert found("permissions", location, config=Config(store={"read_only": True})).level is Level.GOOD
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert "cannot read" in found("permissions", location).advice
+
+
+def test_a_place_that_is_a_pipe_or_hidden_is_a_problem_and_nothing_waits_for_it(tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+    for location in (
+        tmp_path / "pipe",
+        f"sqlite:///{tmp_path}/pipe",
+        tmp_path / "pipe" / "store",
+        tmp_path / ("x" * 300),
+    ):
+        code, out, _ = run(location)
+        assert (code, "cannot be opened" in out or "none yet" in out) == (1, True), location
 
 
 def test_free_space_and_budget(served, monkeypatch):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import gguf
@@ -227,6 +230,18 @@ def test_what_changed_since_this_process_began(model, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(np.__file__)
     assert loaded_file.changed_since_start(str(link))
+
+
+def test_the_name_of_this_process_need_not_be_text(model, monkeypatch):
+    # as one is whose fifteenth byte is in the middle of a letter
+    monkeypatch.setattr(loaded_file, "IMPORTED", time.time() + 3600)
+    comm = Path(f"/proc/self/task/{os.getpid()}/comm")
+    before = comm.read_bytes()
+    comm.write_bytes(b"prozess \xc3")
+    try:
+        assert loaded_file.changed_since_start(str(model))
+    finally:
+        comm.write_bytes(before.rstrip(b"\n"))
 
 
 def test_a_build_without_the_functions_is_no_error(monkeypatch):

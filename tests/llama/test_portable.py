@@ -411,6 +411,33 @@ def test_a_state_that_other_prompts_hit_too_stays(llm_of, store, kind):
     assert store.check() == []
 
 
+def test_a_state_that_continues_one_that_stays_is_found_by_another_process(llm_of, tmp_path):
+    llm, system, user, further = llm_of("mamba"), prompt(300), prompt(40, seed=1), prompt(50, seed=2)
+    llm.eval(system)
+    with PrefixStore(tmp_path, namespace="my-model") as store:
+        store[system] = llm.save_state()
+        for longer, more in ((system, user), (system + user, further)):
+            store.flush()
+            for _ in range(OWN_HITS + 1):
+                assert store[[*longer, 5]].n_tokens == len(longer)
+            llm.eval(more)
+            store[longer + more] = llm.save_state()
+    conversation = system + user + further
+    for read_only in (True, False):
+        with PrefixStore(tmp_path, namespace="my-model", read_only=read_only) as store:
+            assert store[[*conversation, 5]].n_tokens == 390
+            assert store.match(conversation[:345]).n_tokens == 345
+            assert store[conversation[:345]].n_tokens == 340
+            assert store.stats().entries == 3
+    with PrefixStore(tmp_path, namespace="my-model") as store:
+        # what is there already is not stored again
+        store[conversation] = llm.save_state()
+        store.flush()
+        assert store.stats().entries == 3
+        assert store.pin(conversation) == 390
+        assert store.check() == []
+
+
 def test_a_recurrent_state_that_is_not_a_prefix_of_the_prompt_is_a_miss(llm_of, store):
     llm = llm_of("mamba", store)
     answer(llm, prompt(300), 4)

@@ -70,6 +70,8 @@ def test_a_page_is_written_for_its_owner_only_and_replaces_nothing_unasked(tmp_p
         write_page(tmp_path / "none" / "r.html", "x")
     with pytest.raises(LocationError, match="cannot write"):
         write_page(tmp_path, "x", replace=True)
+    with pytest.raises(LocationError, match="cannot write"):
+        write_page(tmp_path / ("x" * 300), "x")
     assert [one.name for one in tmp_path.iterdir()] == ["r.html"]
 
 

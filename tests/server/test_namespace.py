@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +305,13 @@ def test_a_model_that_changed_since_the_server_was_started_is_refused(
     os.utime(model)
     with pytest.raises(ContextError, match="restart the server"):
         ServerIdentity.of_process(running.url, props)
+
+
+def test_a_part_of_a_model_that_is_gone_is_named(models: Callable[..., Path], tmp_path: Path):
+    shutil.copy(models("llama"), tmp_path / "m-00001-of-00002.gguf")
+    props = replace(PROPS, model_path=str(tmp_path / "m-00001-of-00002.gguf"))
+    with pytest.raises(ContextError, match=r"m-00002-of-00002\.gguf: No such file"):
+        ServerIdentity.of_command(["llama-server"], {}, props)
 
 
 def test_the_metadata_is_that_which_the_file_has(models: Callable[..., Path], tmp_path: Path):

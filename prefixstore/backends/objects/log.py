@@ -281,6 +281,15 @@ class Log:
         with suppress(StorageError):
             self._client.delete([name])
 
+    def _replace_head(self, head: Head, version: Version, new: Head) -> bool:
+        """Write the head that comes after this one; false if another process has been faster."""
+        written = self._client.replace(HEAD, new.pack(), version)
+        if written is not None:
+            with self._entering:
+                if self._head is head:
+                    self._head, self._version = new, written
+        return written is not None
+
     def _change_head(self, change: Callable[[Head], Head]) -> bool:
         """Replace the head by what it becomes, unless another process has been faster each time."""
         for attempt in range(COMMITS):
@@ -288,11 +297,7 @@ class Log:
                 head, version = self._head, self._version
             assert version is not None
             new = change(head)
-            written = self._client.replace(HEAD, new.pack(), version)
-            if written is not None:
-                with self._entering:
-                    if self._head is head:
-                        self._head, self._version = new, written
+            if self._replace_head(head, version, new):
                 return True
             self._pause(attempt)
             self.refresh()
@@ -367,11 +372,7 @@ class Log:
                 return False
             assert version is not None
             new = head.with_merged(begin, end, name, n_bytes)
-            written = self._client.replace(HEAD, new.pack(), version)
-            if written is not None:
-                with self._entering:
-                    if self._head is head:
-                        self._head, self._version = new, written
+            if self._replace_head(head, version, new):
                 return True
             self.refresh()
         return False

@@ -20,11 +20,12 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama import LlamaState
 
+from prefixstore.buffers import released_on_error
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.missing import missing_ranges
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import CorruptError, InvalidParameterError
-from prefixstore.format.keys import Tokens, TokenSequence, as_tokens, page_keys
+from prefixstore.format.keys import ENDLESS, Tokens, TokenSequence, as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.whole_state import WholeState
 from prefixstore.last_prompt import PromptMeter
@@ -33,7 +34,7 @@ from prefixstore.llama.context import bypass_reason, live_prefix_length, reusabl
 from prefixstore.llama.gguf import model_names
 from prefixstore.llama.guard import Guard
 from prefixstore.llama.kv_memory import kind_of
-from prefixstore.llama.portable.lookup import ENDLESS, match_whole
+from prefixstore.llama.portable.lookup import match_whole
 from prefixstore.llama.portable.restore import StateBuilder
 from prefixstore.llama.portable.target import PortableTarget, nameless_target, target_for
 from prefixstore.llama.state.parse import parse_context
@@ -285,11 +286,8 @@ class PortableHook:
         if buffer is None:
             counters.count("dropped:queue_full")
             return False
-        try:
+        with released_on_error(buffer):
             write(buffer.view)
-        except BaseException:
-            buffer.release()
-            raise
         pending = PendingPage.of(namespace.key, namespace.canonical, *page, buffer)
         counters.count("pages_captured", self._engine.submit(pending))
         return True
