@@ -103,7 +103,7 @@ def serve(
     ] = None,
     far: Annotated[
         str | None,
-        typer.Option(metavar="LOCATION", help="A far location, shared with other machines, such as s3://…"),
+        typer.Option(metavar="LOCATION", help="A location behind STORE, shared with other machines, such as s3://…"),
     ] = None,
     far_max_bytes: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Size limit of that location; by default that of STORE.")
