@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -115,13 +118,32 @@ def init(
 
 
 def _write(file: Path, raw: bytes, *, replace: bool, is_secret: bool) -> None:
-    """Write the file; with a password in it, only its owner can read it. What appeared meanwhile is not replaced."""
-    if replace and is_secret:
-        file.touch(0o600)
-        file.chmod(0o600)
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if replace else os.O_EXCL)
-    with open(os.open(file, flags, 0o600 if is_secret else 0o666), "wb") as written:  # noqa: PTH123 - it is open
-        written.write(raw)
+    """Write the file, whole or not at all; with a password in it, only its owner can read it.
+
+    What appeared meanwhile is not replaced.
+    """
+    # through a link
+    path = file.resolve() if replace else file
+    if replace and path.exists() and not path.is_file():
+        # a device, or a pipe
+        path.write_bytes(raw)
+        return
+    before = stat.S_IMODE(path.stat().st_mode) if path.exists() and not is_secret else None
+    new = path.with_name(f".{path.name}.{secrets.token_hex(6)}") if replace else path
+    flags, mode = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o666
+    with open(os.open(new, flags, mode), "wb") as written:  # noqa: PTH123 - it is open
+        try:
+            if before is not None:
+                new.chmod(before)
+            written.write(raw)
+            written.flush()
+            if new != path:
+                os.fsync(written.fileno())
+                new.replace(path)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
 
 
 def _quoted(text: str | list[str]) -> str:

@@ -352,6 +352,28 @@ def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     assert location in written.read_text()
 
 
+@pytest.mark.parametrize("old", ["# mine\n", None])
+def test_settings_that_cannot_be_written_leave_the_old_ones(tmp_path, old):
+    file = tmp_path / "settings" / "mine.toml"
+    file.parent.mkdir()
+    if old is not None:
+        file.write_text(old)
+        file.chmod(0o664)
+    command = [sys.executable, "-m", "prefixstore", "init", str(file), "--yes"]
+    full = subprocess.run(
+        ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *command],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert (full.returncode, "cannot be written" in full.stderr) == (3, True)
+    assert [path.read_text() for path in file.parent.iterdir()] == [old] * (old is not None)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    assert load_config(file).model["n_ctx"] == 4096
+    assert old is None or file.stat().st_mode & 0o777 == 0o664
+
+
 def test_init_writes_two_locations(tmp_path, run):
     far = "valkey://:secret@cache/0"
     code, out, _ = run("init", "fleet.toml", "--store", "kv", "--store", far)
