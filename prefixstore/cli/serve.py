@@ -211,8 +211,8 @@ def serve(
             raise InvalidParameterError("--server needs --slots-dir, the directory of its --slot-save-path")
         if settings.tenants is not None:
             raise InvalidParameterError(
-                "--salt-from needs a llama-server that is started here: of one that runs already it is not certain "
-                "that it has no cache in RAM and is reached by nobody else"
+                "--salt-from needs a llama-server that is started here: one that is already running may have a cache "
+                "in RAM, and others may reach it"
             )
         serve_running(settings, server, slots_dir, namespace=namespace, api_key=server_key(api_key))
         return DONE

@@ -372,8 +372,8 @@ class Proxy:
         if FIELD_NAME.fullmatch(name) and name not in self._told_fields and len(self._told_fields) < MAX_TOLD_FIELDS:
             self._told_fields.add(name)
             log.warning(
-                "requests with the field %s go past the store, since it is not known what llama-server makes of it; "
-                "if it changes nothing but the choice of tokens and the form of answers, pass --allow-field %s",
+                "requests with the field %s bypass the store, since prefixstore does not know what llama-server does "
+                "with it; if it affects only sampling and the form of answers, pass --allow-field %s",
                 name,
                 name,
             )

@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from prefixstore.cli import progress as progress_module
 from prefixstore.cli.progress import shown
 from prefixstore.cli.prompt_files import chat_in, text_in
 from prefixstore.cli.terminal import WIDE
+from prefixstore.cli.warm import _signals
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
@@ -326,6 +328,15 @@ def test_a_prompt_file_of_json_is_said_to_be_one_prompt(tmp_path, run, models):
     assert "prompts.json is read as the text of one prompt; name it .jsonl if each line is a prompt" in err
     err = run("warm", "--model", models("llama"), "--store", "kv", "--dry-run", file.rename(tmp_path / "p.jsonl"))[2]
     assert "text of one prompt" not in err
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ctrl_c_is_answered_before_the_batch_ends(capfd, monkeypatch, is_terminal):
+    monkeypatch.setattr("prefixstore.cli.warm.has_terminal", lambda: is_terminal)
+    with _signals() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert caught == [signal.SIGINT]
+    assert ("stopping after this batch; Ctrl-C again stops at once" in capfd.readouterr().err) == is_terminal
 
 
 def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):

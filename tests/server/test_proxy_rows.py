@@ -32,7 +32,7 @@ def test_a_request_with_an_unknown_field_goes_past_the_store_and_keeps_its_slot(
     for options in ({}, {"id_slot": 0}, {"id_slot": 1}):
         answer = served.complete(prompt(1) if not options else prompt(1) + " " + str(options), **options)
         assert cached(answer) in (0, *range(200, 2000))
-    assert served.text().count("requests with the field steering go past the store") == 1
+    assert served.text().count("requests with the field steering bypass the store") == 1
     assert served.stop() == 0
     assert served.text().count("steering") == 2, "the name of the field, and no more of the request"
 
