@@ -409,6 +409,22 @@ def test_statements_of_a_schema_that_is_up_to_date_are_none_and_it_says_so(run):
     assert (code, out, "up to date, so there are no statements" in err) == (0, "", True)
 
 
+def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):
+    for command in ("ls", "tree"):
+        assert "there is no tenant 'mien'" in run(command, store, "--salt", "mien")[2]
+        assert "no tenant" not in run(command, store, "--salt", "mine")[2]
+
+
+def test_errors_of_options_do_not_speak_of_python(store, run):
+    for arguments, words in (
+        (("tree", store, "--older-than", "yesterday"), "pass seconds, or 30d, 12h"),
+        (("evict", store, "--to", "much"), "pass bytes, or a size such as 20GiB"),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, words in " ".join(err.split())) == (2, True), err
+        assert not any(word in err for word in ("timedelta", "an int")), err
+
+
 def test_one_page_is_counted_as_one(tmp_path, run):
     location = filled(tmp_path / "one", [[1, 2]])
     assert n_pages(location) == 1
