@@ -46,6 +46,7 @@ bench: $(VENV)/.dev
 
 # llama-cpp-python comes as source: pip builds it with the C++ compiler, which takes a quarter of an hour on two cores.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV). pip may build llama-cpp-python: some 15 minutes on two cores, without a word."
 	$(BIN)/python -m pip install --quiet --editable ".[$*]"
 	touch $@
 

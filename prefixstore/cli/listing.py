@@ -30,6 +30,7 @@ from prefixstore.cli.output import (
     form_of,
     iso,
     rows_of,
+    say,
     table,
     tell,
     visible_lines,
@@ -41,7 +42,7 @@ from prefixstore.maintenance.archive import Archive, Holding
 from prefixstore.report.labels import visible
 from prefixstore.units import counted, format_bytes, format_seconds
 
-__all__ = ["SHORT", "Tenant", "ls", "page_facts", "show", "text_of_pages"]
+__all__ = ["SHORT", "Tenant", "ls", "page_facts", "say_no_tenant", "show", "text_of_pages"]
 
 SHORT = 12  # digits shown of a key
 Tenant = Annotated[str | None, typer.Option("--salt", metavar="TENANT", help="Only pages of one tenant.")]
@@ -53,6 +54,11 @@ ORDERS = {
     "uses": lambda one: -one.hits,
     "hits": lambda one: -one.hits,  # as it was called
 }
+
+
+def say_no_tenant(salt: str) -> None:
+    """Say that a tenant is not known here: a name may be mistyped."""
+    say(f"note: there is no tenant {salt!r}; prefixstore ls lists the tenants")
 
 
 def ls(
@@ -78,6 +84,8 @@ def ls(
         where, history = archive.location, archive.history()
         holdings = [archive.namespace(namespace)] if namespace is not None else archive.holdings()
     holdings = [one for one in holdings if salt is None or (one.namespace and one.namespace.salt == salt)]
+    if salt is not None and not holdings:
+        say_no_tenant(salt)
     shown = sorted(holdings, key=ORDERS[sort])[:limit]
     if chosen is Form.JSON:
         emit([_namespace_json(holding, history) for holding in shown])

@@ -21,7 +21,7 @@ from prefixstore.cli.arguments import (
     text_of_tokens,
 )
 from prefixstore.cli.figures import described_of
-from prefixstore.cli.listing import SHORT, Tenant, page_facts, text_of_pages
+from prefixstore.cli.listing import SHORT, Tenant, page_facts, say_no_tenant, text_of_pages
 from prefixstore.cli.output import FAILED, Form, Limit, OutputForm, ago, emit, form_of, rows_of, say, tell
 from prefixstore.cli.terminal import WIDE, listed, terminal_width
 from prefixstore.engine.index import Page
@@ -91,9 +91,7 @@ def tree(
         key = archive.namespace(namespace).key if namespace is not None else None
         pages = archive.pages(key)
         if salt is not None:
-            holdings = archive.holdings()
-            mine = {one.key for one in holdings if one.namespace is not None and one.namespace.salt == salt}
-            pages = [page for page in pages if page.namespace in mine]
+            pages = _of_tenant(archive, pages, salt)
         if pinned:
             pages = _leading_to(archive, pages, lambda page: page.pinned)
         if seconds is not None:
@@ -117,6 +115,14 @@ def tree(
         say(f"{archive.location}: the text is not stored")
         return FAILED
     return 0
+
+
+def _of_tenant(archive: Archive, pages: list[Page], salt: str) -> list[Page]:
+    """The pages of a tenant."""
+    mine = {one.key for one in archive.holdings() if one.namespace is not None and one.namespace.salt == salt}
+    if not mine:
+        say_no_tenant(salt)
+    return [page for page in pages if page.namespace in mine]
 
 
 def _leading_to(archive: Archive, pages: list[Page], is_wanted: Callable[[Page], bool]) -> list[Page]:

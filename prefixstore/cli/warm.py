@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from prefixstore.cli.arguments import (
     NCtx,
     Salt,
 )
+from prefixstore.cli.confirm import has_terminal
 from prefixstore.cli.output import DONE, FAILED, emit, fields, say, tell
 from prefixstore.cli.progress import shown
 from prefixstore.cli.warm_model import Ready, as_tokens, prepare, prepare_check
@@ -324,6 +326,9 @@ def _signals() -> Iterator[list[int]]:
         caught.append(number)
         for each, handler in before.items():
             signal.signal(each, handler)
+        if has_terminal():
+            # a batch may take a minute. What is printed otherwise is not safe in a handler
+            os.write(2, b"\nstopping after this batch; Ctrl-C again stops at once\n")
 
     for number in before:
         signal.signal(number, stop)

@@ -291,7 +291,12 @@ def run(location: str | None, options: Sequence[str]) -> int:
             made.check()
             return _listen(made.app(), sockets)
     except ValidationError as error:
-        wrong = [f"--{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        wrong = [
+            "no model is given"
+            if (one["loc"], one["type"]) == (("model",), "missing")
+            else f"--{'.'.join(map(str, one['loc']))}: {one['msg']}"
+            for one in error.errors()
+        ]
         hint = "" if arguments.model else "; pass --model FILE, --config FILE or --config_file FILE"
         return _fail("; ".join(wrong) + hint, 2)
     except (PrefixStoreError, ValueError, RuntimeError, OSError) as error:

@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from prefixstore.cli import progress as progress_module
 from prefixstore.cli.progress import shown
 from prefixstore.cli.prompt_files import chat_in, text_in
 from prefixstore.cli.terminal import WIDE
+from prefixstore.cli.warm import _signals
 from prefixstore.config import Config, load_config, model_file
 from prefixstore.maintenance.archive import Archive
 from prefixstore.warming.estimate import estimate
@@ -329,6 +331,15 @@ def test_a_prompt_file_of_json_is_said_to_be_one_prompt(tmp_path, run, models):
     assert "text of one prompt" not in err
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_ctrl_c_is_answered_before_the_batch_ends(capfd, monkeypatch, is_terminal):
+    monkeypatch.setattr("prefixstore.cli.warm.has_terminal", lambda: is_terminal)
+    with _signals() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert caught == [signal.SIGINT]
+    assert ("stopping after this batch; Ctrl-C again stops at once" in capfd.readouterr().err) == is_terminal
+
+
 def test_serve_says_which_settings_it_ignores(tmp_path, run, monkeypatch):
     monkeypatch.setattr("prefixstore.server.serving.serve_child", lambda *_: None)
     config = tmp_path / "all.toml"
@@ -419,6 +430,22 @@ def test_statements_of_a_schema_that_is_up_to_date_are_none_and_it_says_so(run):
     assert run("migrate", "sqlite:///kv.db")[0] == 0
     code, out, err = run("migrate", "sqlite:///kv.db", "--sql")
     assert (code, out, "up to date, so there are no statements" in err) == (0, "", True)
+
+
+def test_a_tenant_that_is_not_there_is_not_shown_as_an_empty_one(store, run):
+    for command in ("ls", "tree"):
+        assert "there is no tenant 'mien'" in run(command, store, "--salt", "mien")[2]
+        assert "no tenant" not in run(command, store, "--salt", "mine")[2]
+
+
+def test_errors_of_options_do_not_speak_of_python(store, run):
+    for arguments, words in (
+        (("tree", store, "--older-than", "yesterday"), "pass seconds, or 30d, 12h"),
+        (("evict", store, "--to", "much"), "pass bytes, or a size such as 20GiB"),
+    ):
+        code, _, err = run(*arguments)
+        assert (code, words in " ".join(err.split())) == (2, True), err
+        assert not any(word in err for word in ("timedelta", "an int")), err
 
 
 def test_one_page_is_counted_as_one(tmp_path, run):

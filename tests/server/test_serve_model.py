@@ -93,7 +93,9 @@ def test_without_a_model_the_options_that_name_one_are_told(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (done.returncode, "pass --model FILE" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "prefixstore: no model is given; pass --model FILE" in done.stderr) == (2, True), (
+        done.stderr
+    )
 
 
 @pytest.mark.slow
