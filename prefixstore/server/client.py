@@ -260,7 +260,7 @@ class LlamaServer:
                 int(answer[n_bytes]) if n_bytes else 0,
                 float(answer["timings"][milliseconds]) / 1000 if milliseconds else 0.0,
             )
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):  # 1e999 is infinity
             raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
 
     def _slot(self, answer: Any) -> Slot:
@@ -275,7 +275,7 @@ class LlamaServer:
                 int(answer["n_ctx"]),
                 None if n_tokens is None or per_token is None else n_tokens * per_token,
             )
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -357,5 +357,5 @@ def _props(answer: Any) -> Props:
             any(media.values()),
             answer,
         )
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise ServerTooOldError("/props has answered in an unknown format: is it a llama-server?") from None

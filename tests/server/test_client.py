@@ -110,6 +110,8 @@ def test_a_server_without_slots_says_what_it_needs(models: Callable[..., Path], 
         (200, {"total_slots": 1}, ServerTooOldError),
         (200, [1], ServerTooOldError),
         (200, b"[" * 100_000, ServerTooOldError),
+        # a number that is infinity
+        (200, b'{"total_slots": 1e999, "n_saved": 1e999, "n_written": 1}', ServerTooOldError),
     ],
 )
 def test_each_fault_has_its_error(code: int, body: object, error: type[ServerError]):
@@ -120,6 +122,12 @@ def test_each_fault_has_its_error(code: int, body: object, error: type[ServerErr
             client.save(0, "x")
         assert client.props(quiet=True).n_slots == 0
         assert client.slots(quiet=True) == () or body == [1]
+
+
+def test_a_slot_has_finite_numbers():
+    body = b'[{"id": 0, "is_processing": false, "n_ctx": 1e999}]'
+    with answering(200, body) as client, pytest.raises(ServerTooOldError, match="not known"):
+        client.slots()
 
 
 def test_a_router_has_no_slots():
