@@ -25,6 +25,9 @@ log = logging.getLogger("prefixstore")
 
 # key of the last full page, tokens, generation, time, form, bytes of the rest
 HEAD = struct.Struct(f"<{KEY_BYTES}sIIQBI")
+# no owner discards a sequence so often, and no clock says so late
+LARGEST_GENERATION = 1 << 31
+LATEST = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,9 @@ class Bookmark:
         page, n_tokens, generation, set_at, form, n_rest = HEAD.unpack_from(packed)
         rest = packed[HEAD.size :]
         is_sound = len(rest) == n_rest and not n_rest % TOKEN_BYTES and n_rest <= n_tokens * TOKEN_BYTES
-        if not is_sound or form not in (PAGE, SNAPSHOT):
+        # both grow: one that no longer fits would keep all that wait with it from being written
+        has_room = generation < LARGEST_GENERATION and set_at < LATEST
+        if not is_sound or not has_room or form not in (PAGE, SNAPSHOT):
             raise CorruptError("a bookmark is damaged")
         return cls(page, rest, n_tokens, form, generation, set_at)
 

@@ -188,8 +188,8 @@ marks = st.builds(
     rest=st.binary(max_size=10).map(lambda some: some * 4),
     n_tokens=st.integers(10, 2**32 - 1),
     form=st.integers(0, 1),
-    generation=st.integers(0, 2**32 - 1),
-    set_at=st.integers(0, 2**64 - 1),
+    generation=st.integers(0, 2**31 - 1),
+    set_at=st.integers(0, 2**63 - 1),
 )
 
 
@@ -206,4 +206,8 @@ def test_damaged_bytes_are_refused(mark, data):
         Bookmark.unpack(packed[:n])
     with pytest.raises(CorruptError):
         Bookmark.unpack(replace(mark, form=2).pack())
+    for grown in ({"generation": 2**32 - 1}, {"set_at": 2**64 - 1}):
+        # the next one could not be written
+        with pytest.raises(CorruptError):
+            Bookmark.unpack(replace(mark, **grown).pack())
     assert parse(pack_state({"bad": packed[:n], "good": packed})) == {"good": mark}
