@@ -220,6 +220,8 @@ class SQLite(Database):
                 raise LocationError(f"{self.path} is not a regular file; a SQLite store is one file")
             found = self.path.exists()
             if found and not os.access(self.path, os.R_OK):
+                # that it is another user's file matters more
+                require_trusted(self.path)
                 raise LocationError(
                     f"{self.path} is not readable for this user; run as its owner, or choose another location"
                 )
