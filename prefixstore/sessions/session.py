@@ -150,20 +150,38 @@ class Session:
             return self._streamed(llm.create_chat_completion(messages, **options))
 
     def create_completion(self, prompt: Any, **options: Any) -> Any:
-        """``Llama.create_completion``: the completion, or with ``stream=True`` a `Stream` of its chunks."""
+        """``Llama.create_completion``: the completion, or with ``stream=True`` a `Stream` of its chunks.
+
+        Raises
+        ------
+        InvalidParameterError
+            If the prompt is neither text nor tokens of the model.
+        """
         with self.using() as llm:
+            if not isinstance(prompt, str):
+                prompt = self._checked(llm, prompt).tolist()
             return self._streamed(llm.create_completion(prompt, **options))
 
     def generate(self, tokens: Sequence[int], **options: Any) -> Stream:
-        """``Llama.generate``, after what is stored of the prompt was restored; with ``reset=False``, as `eval`."""
+        """``Llama.generate``, after what is stored of the prompt was restored; with ``reset=False``, as `eval`.
+
+        Raises
+        ------
+        InvalidParameterError
+            If these are no tokens of the model, or there are none at all.
+        ContextError
+            As for `eval`.
+        """
         with self.using() as llm:
-            given = as_tokens(tokens).tolist()
+            given = self._checked(llm, tokens).tolist()
             if not options.get("reset", True):
                 given = [*self._rewound(), *given]
                 self._check_room(llm.n_tokens + len(given))
             elif given:
                 self._check_room(len(given))
                 self.place.restore(as_tokens(given))
+            if not given and (options.get("reset", True) or not llm.n_tokens):
+                raise InvalidParameterError("there is nothing to continue from; give at least one token")
             stream: Stream = self._streamed(llm.generate(given, **options))
             # from then on, each step evaluates the token before
             stream.before_next = lambda: self._check_room(llm.n_tokens + 1)

@@ -207,9 +207,15 @@ class Sessions:
 
         Raises
         ------
+        InvalidParameterError
+            If this is no session that was admitted.
         StaleLeaseError
             If it has ended already.
         """
+        if not isinstance(session, Session):
+            raise InvalidParameterError(
+                f"release() takes the session that admit() has returned, not {session!r}; for an idle one, see evict()"
+            )
         if session.is_over:
             session.place.count("session_stale_leases")
             raise StaleLeaseError(f"the lease of session {session.name!r} has ended already")

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -589,13 +590,19 @@ def as_nobody(path, *commands):
     return done.stdout
 
 
+@pytest.fixture
+def open_folder():
+    """One that other users can reach: pytest keeps its own to the user, and does so again whenever it is started."""
+    with tempfile.TemporaryDirectory(prefix="pfxs-open-") as folder:
+        path = Path(folder)
+        path.chmod(0o711)
+        yield path
+
+
 @pytest.mark.slow
-def test_inspecting_needs_no_permission_to_write_to_the_directory(tmp_path):
-    place = tmp_path / "kv"
+def test_inspecting_needs_no_permission_to_write_to_the_directory(open_folder):
+    place = open_folder / "kv"
     filled(place)
-    for folder in (*reversed(tmp_path.parents[:3]), tmp_path):
-        if folder.stat().st_uid == os.getuid():
-            folder.chmod(folder.stat().st_mode | 0o011)
     (place / "data.mdb").chmod(0o644)
     (place / "lock.mdb").chmod(0o666 if os.geteuid() == 0 else 0o600)
     place.chmod(0o555)

@@ -636,12 +636,28 @@ def test_what_is_no_token_is_refused_before_anything_is_evaluated(llm, sessions,
         if not isinstance(tokens, str):
             with pytest.raises(InvalidParameterError, match=says):
                 alice.stream(tokens, window=40)
+            with pytest.raises(InvalidParameterError, match=says):
+                alice.create_completion(tokens, max_tokens=1)
         assert alice.tokens.tolist() == held
-        if "the model" not in says and "1000000" not in says:
-            for reset in (True, False):
-                with pytest.raises(InvalidParameterError, match=says):
-                    alice.generate(tokens, reset=reset)
+        for reset in (True, False):
+            with pytest.raises(InvalidParameterError, match=says):
+                alice.generate(tokens, reset=reset)
     assert turn(sessions, "alice", held)[0] == "live"
+
+
+def test_without_tokens_there_is_nothing_to_generate_from(sessions):
+    with sessions.admit("alice") as alice:
+        for reset in (True, False):
+            with pytest.raises(InvalidParameterError, match="give at least one token"):
+                alice.generate([], reset=reset)
+        alice.eval(prompt(30))
+        assert isinstance(next(alice.generate([], reset=False, temp=0)), int)
+
+
+def test_only_a_session_can_be_released(sessions):
+    for other in ("alice", None):
+        with pytest.raises(InvalidParameterError, match=r"that admit\(\) has returned"):
+            sessions.release(other)
 
 
 @pytest.mark.parametrize("n_ctx", [128, 256])
