@@ -159,6 +159,7 @@ def test_the_program_of_a_peer_says_what_it_lacks(stored):
         Peer(sys.executable, stored[0], "resp://127.0.0.1:1", {})
 
 
+@pytest.mark.slow
 def test_without_lmcache_the_rows_say_so_and_with_it_each_line_has_its_own(stored, peer, tmp_path):
     line = "1 Gbit/s"
     pytest.importorskip("valkey")

@@ -240,6 +240,7 @@ def test_the_answer_of_the_demo_is_one_line(capsys):
     assert capsys.readouterr().out.endswith("The answer, from 9 tokens of prompt: ok.↵↵↵.in\n")
 
 
+@pytest.mark.slow
 def test_the_demo_says_what_is_wrong_with_a_model(tmp_path):
     command = [sys.executable, "-m", "prefixstore", "demo", "--model", str(tmp_path / "none.gguf")]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280, cwd=ROOT)

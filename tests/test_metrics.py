@@ -98,6 +98,7 @@ def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama
         assert stats.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_portable_store_counts_prompts_and_restores(llama):
     llm, tokens = llama(), prompt(700)
     with PrefixStore("memory:", namespace="m") as store:
@@ -112,6 +113,7 @@ def test_a_portable_store_counts_prompts_and_restores(llama):
         assert value(text, "prefixstore_restore_seconds_count") == 1
 
 
+@pytest.mark.slow
 def test_recurrent_memory_counts_the_reuse_of_its_snapshots(llama):
     llm, tokens = llama("mamba"), prompt(300)
     with PrefixStore("memory:", llm) as store:
@@ -343,6 +345,7 @@ def test_prometheus_client_is_imported_only_when_metrics_are_wanted():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
+@pytest.mark.slow
 def test_the_metrics_are_served_by_prometheus_client_too_in_both_formats():
     with store_of() as store:
         registry = new_registry()

@@ -46,6 +46,7 @@ def metadata(wheel):
     return email.message_from_bytes(wheel.read(f"{NAME}.dist-info/METADATA"))
 
 
+@pytest.mark.slow
 def test_the_source_distribution_can_be_built_and_tested(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}

@@ -90,6 +90,7 @@ def test_a_line_to_a_server_that_is_gone_refuses_and_ends(tmp_path):
             pass
 
 
+@pytest.mark.slow
 def test_a_link_passes_all_bytes_on_and_can_be_stopped(echo):
     data = bytes(range(256)) * 2000
     with linked(echo, Line(16e6)) as link:

@@ -112,6 +112,7 @@ def test_a_trace_is_read_plain_or_compressed_and_its_blocks_are_numbered(tmp_pat
     assert read(path, 1) == [[0, 1]]
 
 
+@pytest.mark.slow
 def test_the_json_has_a_rate_for_each_policy_and_capacity_as_given(tmp_path, capsys):
     path = written(tmp_path / "trace", conversations(3, 40))
     main([str(path), "--capacity", "0.10", ".5", "--json"])

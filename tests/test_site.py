@@ -37,6 +37,7 @@ def blocks(text, *languages):
             yield language, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_site_builds_with_every_link_and_anchor_found(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

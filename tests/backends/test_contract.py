@@ -63,6 +63,7 @@ class TestLMDB(PersistentBackendContract):
         return LMDBBackend(tmp_path / "kv", 64 * MIB)
 
 
+@pytest.mark.slow
 class TestLMDBInATinyMap(PersistentBackendContract):
     """The map grows when the second one opens the location, with transactions before and after."""
 
@@ -73,6 +74,7 @@ class TestLMDBInATinyMap(PersistentBackendContract):
         return LMDBBackend(tmp_path / "kv", 96 * MIB)
 
 
+@pytest.mark.slow
 class TestWrapped(BackendContract):
     """A wrapper keeps the contract of what it wraps."""
 
@@ -428,6 +430,7 @@ def test_a_second_process_writes_while_this_one_reads(tmp_path):
             assert view.changes(0) == [first, second, third]
 
 
+@pytest.mark.slow
 def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
     with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
         small = backend._environment.env.info()["map_size"]
@@ -440,6 +443,7 @@ def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
         assert mine in keys_of(backend)
 
 
+@pytest.mark.slow
 def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
     with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
         key = put(backend, 1, 100_000)

@@ -135,6 +135,7 @@ def test_after_an_interrupt_at_any_step_also_of_the_with_statement_the_thread_ca
     assert held
 
 
+@pytest.mark.slow
 @in_own_thread
 def test_what_the_traceback_of_an_interactive_session_keeps_is_released_for_other_threads(monkeypatch):
     handle = HandleLock()
@@ -169,6 +170,7 @@ def wait_at(handle, ready):
     return thread, leave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waiting", ["to enter", "to be alone"])
 @in_own_thread
 def test_an_interrupt_at_any_step_of_waiting_lets_the_others_go_on(waiting, monkeypatch):

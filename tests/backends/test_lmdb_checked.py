@@ -226,6 +226,7 @@ def writer(path, mode):
     return process
 
 
+@pytest.mark.slow
 def test_a_process_that_was_killed_when_it_was_idle_has_noted_what_it_wrote(kv, monkeypatch):
     with writer(kv, "idle") as process:
         process.send_signal(signal.SIGKILL)

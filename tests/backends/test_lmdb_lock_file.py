@@ -29,6 +29,7 @@ with closing(open_backend(sys.argv[1], max_bytes=1 << 20)) as backend:
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the holder of the lock is known on Linux")
 
 
+@pytest.mark.slow
 def test_opening_waits_for_the_writer_for_a_while_and_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "OPEN_SECONDS", 0.2)
     with python(HOLDING, tmp_path) as other:
@@ -66,6 +67,7 @@ def test_a_writer_that_was_killed_does_not_delay_opening(tmp_path):
         assert refusal(str(tmp_path)) == "opened"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [False, True])
 def test_the_writer_of_the_original_holds_nothing_in_a_copy(tmp_path, monkeypatch, is_open):
     monkeypatch.setattr(environment, "OPEN_SECONDS", 0.2)

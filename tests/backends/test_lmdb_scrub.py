@@ -196,6 +196,7 @@ def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, mon
         assert check(backend) == []
 
 
+@pytest.mark.slow
 def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
@@ -237,6 +238,7 @@ with backend.view() as view:
 """
 
 
+@pytest.mark.slow
 def test_a_scrub_gives_up_while_another_process_reads_what_was_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(lmdb_module, "READERS_WITHIN", 0.3)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:

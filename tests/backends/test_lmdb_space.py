@@ -85,6 +85,7 @@ def test_a_file_that_a_reader_keeps_full_has_space_to_delete_and_recovers(tmp_pa
     backend.close()
 
 
+@pytest.mark.slow
 def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(tmp_path):
     with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
         for seed in range(8):
@@ -124,6 +125,7 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows
     assert size_of_file(tmp_path) <= FILE_FACTOR * 6 * MIB + FILE_EXTRA
 
 
+@pytest.mark.slow
 def test_a_full_file_says_what_to_raise_and_nothing_of_lmdb(tmp_path):
     backend = LMDBBackend(tmp_path, MIB)
     n = until_full(lambda number: fill(backend, number))

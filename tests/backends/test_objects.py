@@ -153,6 +153,7 @@ def test_addresses_of_every_kind_are_accepted():
         assert Address.parse(url).shown == url
 
 
+@pytest.mark.slow
 def test_a_location_is_shown_as_it_was_given(new_prefix):
     url = new_prefix()
     with opened(url) as backend:
@@ -361,6 +362,7 @@ def test_a_store_that_was_deleted_and_made_again_is_read_from_the_beginning(new_
         assert set(contents(old)) == {key}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["seaweedfs", "moto"])
 def test_a_store_that_was_deleted_is_made_again_by_those_who_use_it(server, request, credentials):
     url = prefix_on(request.getfixturevalue(server))
@@ -679,12 +681,14 @@ backend.close()
 """
 
 
+@pytest.mark.slow
 def test_children_that_end_as_a_program_does_leave_the_parent_alone(new_prefix):
     with python(FORKS, new_prefix()) as process:
         out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "1\n2\n")
 
 
+@pytest.mark.slow
 def test_without_an_endpoint_it_is_said_that_aws_was_asked(credentials, monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody listens there

@@ -88,6 +88,7 @@ def test_most_of_the_free_space_is_given_back_and_nothing_else_changes(churned):
             assert archive.check() == []
 
 
+@pytest.mark.slow
 def test_others_read_in_each_transaction_and_write_between_two(churned, monkeypatch):
     url, kept = churned
     with opened(url) as backend, opened(url) as other:

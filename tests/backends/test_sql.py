@@ -57,6 +57,7 @@ class TestSQLite(PersistentBackendContract):
         return open_backend(f"sqlite:///{tmp_path}/kv.db", max_bytes=64 * MIB)
 
 
+@pytest.mark.slow
 class TestPostgreSQL(PersistentBackendContract):
     @pytest.fixture(autouse=True)
     def _database(self, new_database):
@@ -229,6 +230,7 @@ def test_a_database_that_does_not_exist_is_not_worth_a_retry(new_database):
     assert refusal(url.replace(name, "nothing_of_this_name")).startswith("LocationError: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("location", "module", "extra"),
     [
@@ -484,6 +486,7 @@ def test_changes_that_are_too_old_are_forgotten(url, monkeypatch):
             assert connection.execute(select(func.count()).select_from(CHANGES)).scalar() == 6
 
 
+@pytest.mark.slow
 def test_a_walk_reads_some_rows_at_a_time_and_misses_none(url):
     n = sql_backend.ROWS + 10
     with opened(url) as backend:
@@ -566,6 +569,7 @@ def test_each_query_of_a_lookup_is_one_round_trip(new_database):
             assert len(sent) == 1, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snapshots", [False, True])
 def test_a_lookup_is_three_round_trips_at_most_while_others_write(new_database, snapshots):
     url = new_database()
@@ -594,6 +598,7 @@ def test_a_lookup_is_three_round_trips_at_most_while_others_write(new_database, 
             assert len(sent) == 1
 
 
+@pytest.mark.slow
 def test_what_many_others_have_changed_is_read_on_its_own(new_database, monkeypatch):
     monkeypatch.setattr(news, "MOST_NEWS", 4)
     url = new_database()
@@ -700,6 +705,7 @@ def new_page(buffers, number, size, parent=NAMESPACE, start=0):
     return PendingPage.of(NAMESPACE, b"{}", parent, start, number.to_bytes(4, "little") * 4, buffer)
 
 
+@pytest.mark.slow
 def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new_database):
     url = new_database()
     with opened(url) as backend, opened(url) as other:
@@ -764,6 +770,7 @@ def test_the_engine_continues_when_a_connection_drops_in_mid_write(new_database)
             assert engine.check() == []
 
 
+@pytest.mark.slow
 def test_idle_connections_that_the_server_closed_are_replaced_silently(new_database):
     url = new_database()
     pages = chain(3, 1000)
@@ -795,6 +802,7 @@ def test_idle_connections_that_the_server_closed_are_replaced_silently(new_datab
         assert len(keys_of(backend)) == 4
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_is_found_again(request):
     if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
         pytest.skip("the server is not ours to stop")

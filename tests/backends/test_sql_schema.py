@@ -146,6 +146,7 @@ def test_a_sqlite_store_of_an_earlier_revision_is_not_upgraded_by_a_reader(tmp_p
         assert migrate.check(url).revision == OLD
 
 
+@pytest.mark.slow
 def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new_database, tmp_path):
     url = new_database(empty=True)
     write_old(url)
@@ -161,6 +162,7 @@ def test_a_postgresql_store_of_an_earlier_revision_says_which_command_to_run(new
             holds_the_old_pages(backend)
 
 
+@pytest.mark.slow
 def test_the_printed_statements_do_what_the_command_does(empty_url, tmp_path):
     write_old(empty_url)
     with a_later_version(tmp_path):
@@ -409,6 +411,7 @@ def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kv.db"]
 
 
+@pytest.mark.slow
 def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
     code = """
 import os, sys
@@ -463,6 +466,7 @@ def test_the_command_names_the_extra_that_is_missing(url, module, extra):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_creates_checks_and_upgrades(empty_url, capsys):
     assert main(["migrate", empty_url, "--check"]) == 1
     assert HEAD in capsys.readouterr().out

@@ -146,6 +146,7 @@ def test_a_command_that_fails_ends_with_its_code_and_one_message_and_creates_not
     assert [path.name for path in tmp_path.iterdir()] == ["kv"]
 
 
+@pytest.mark.slow
 def test_help_loads_no_slow_package():
     code = (
         "import sys; import prefixstore; before = set(sys.modules)\n"
@@ -190,6 +191,7 @@ def test_a_signal_ends_a_command_with_its_code_and_leaves_no_partial_file(store,
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_every_summary_names_the_location(store, tmp_path, run, as_json):
     location = as_json("stats", store)[1]["location"]
     page = as_json("tree", store)[1][0]["page"]
@@ -265,6 +267,7 @@ def test_a_report_is_a_page_of_its_own_and_replaces_no_file_unasked(store, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir() if "html" in path.name) == ["r.html"]
 
 
+@pytest.mark.slow
 def test_a_report_has_text_only_with_a_model(served, tmp_path, run):
     model, location = served
     texts = []
@@ -338,6 +341,7 @@ def test_check_says_what_is_left_after_a_repair(tmp_path, run):
     assert out.splitlines()[-1] == "repaired: 1 problem (budget 1) left"
 
 
+@pytest.mark.slow
 def test_verify_compares_logits_and_finds_the_state_of_other_tokens(served, tmp_path, as_json, run):
     model, location = served
     code, found = as_json("verify", location, "--model", model, "--n-ctx", 2048)
@@ -372,6 +376,7 @@ def test_stats_show_what_is_left_of_a_limit(store, as_json, run):
     assert "capacity_bytes" not in as_json("stats", store)[1]
 
 
+@pytest.mark.slow
 def test_evict_pin_and_unpin(store, as_json, run):
     keys = [page["page"] for page in as_json("tree", store)[1] if page["namespace"] == MINE.key.hex()]
     code, found = as_json("pin", store, keys[1])
@@ -454,6 +459,7 @@ def test_compact_succeeds_after_a_purge(store, run):
 # -- moving -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_export_import_and_copy_move_every_page(store, tmp_path, as_json, run):
     file = tmp_path / "f.pstore"
     code, found = as_json("export", store, "--out", file)
@@ -570,6 +576,7 @@ def test_migrating_what_is_no_database_does_not_ask_for_an_extra(tmp_path):
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bench_measures_and_leaves_the_store_unchanged(served, tmp_path, as_json, run):
     model, location = served
     copy = str(tmp_path / "copy")

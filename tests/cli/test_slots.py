@@ -151,6 +151,7 @@ def test_what_is_wrong_is_said(
     assert run("restore", tmp_path / "kv", "--slot", "1", "--deepest", "--namespace", "yours", *at)[0] == 1
 
 
+@pytest.mark.slow
 def test_a_slot_that_cannot_be_saved_costs_no_other(
     run: Callable[..., tuple[int, str, str]],
     docs_model: Path,

@@ -120,6 +120,7 @@ def test_lists_of_commands_are_whole_sentences(run, monkeypatch, columns, group)
     assert max(map(len, out.splitlines())) <= columns
 
 
+@pytest.mark.slow
 def test_every_option_says_what_it_takes_in_a_word(run):
     for name in [
         line.split()[0] for line in run("--help")[1].partition("Commands:\n")[2].splitlines() if line[2:3] > " "
@@ -159,6 +160,7 @@ def test_errors_and_results_are_broken_between_words_in_a_terminal(tmp_path, run
 # -- one default location ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_location_is_that_of_the_environment_then_of_the_config_then_the_cache(tmp_path, run, monkeypatch):
     cached = filled(tmp_path / "cache" / "prefixstore" / "kv")
     configured, given, named = (filled(tmp_path / name) for name in ("configured", "given", "named"))
@@ -364,6 +366,7 @@ def test_a_file_of_settings_with_a_password_is_its_owners(run, tmp_path):
     assert location in written.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", ["# mine\n", None])
 def test_settings_that_cannot_be_written_leave_the_old_ones(tmp_path, old):
     file = tmp_path / "settings" / "mine.toml"
@@ -500,6 +503,7 @@ def test_what_deletes_asks_on_a_terminal_and_has_a_dry_run(store, run, answers, 
     assert (len(asked), n_pages(store)) == (2, 0)
 
 
+@pytest.mark.slow
 def test_a_script_does_not_delete_from_the_default_location_by_mistake(store, run, monkeypatch, tmp_path):
     monkeypatch.setenv("PREFIXSTORE_LOCATION", store)
     before = n_pages(store)
@@ -625,6 +629,7 @@ def test_inspecting_needs_no_permission_to_write_to_the_directory(open_folder):
 # -- looking ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lists_are_sorted_limited_filtered_and_come_as_tables_for_programs(tmp_path, run, as_json):
     path = tmp_path / "many"
     with Archive(path, create=True) as archive:
@@ -657,6 +662,7 @@ def test_no_cell_of_a_table_for_programs_is_a_formula(tmp_path, run, as_json, na
     assert as_json("ls", path)[1][0]["settings"]["salt"] == name
 
 
+@pytest.mark.slow
 def test_a_tree_has_a_depth_a_limit_and_filters(tmp_path, run, as_json):
     path = tmp_path / "branches"
     location = filled(path, [[1, 2, 3, 4, i, i, i, i, 5, 5, 5, i] for i in range(10, 20)])

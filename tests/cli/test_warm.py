@@ -98,6 +98,7 @@ def test_a_dry_run_on_a_new_machine_sees_what_the_others_have_stored(warm, file,
     assert not (tmp_path / "kv").exists()
 
 
+@pytest.mark.slow
 def test_it_prints_progress_to_stderr_and_ends_with_a_table(warm, file):
     result = warm(file)
     assert result.exit_code == 0
@@ -150,6 +151,7 @@ def test_without_n_ctx_the_context_holds_the_longest_prompt(warm, models, tmp_pa
     assert (expected["n_ctx"], expected["missing_tokens"]) == (told["n_ctx"], 0)
 
 
+@pytest.mark.slow
 def test_a_model_whose_states_depend_on_the_length_of_the_context_gets_a_note(warm, models, tmp_path, monkeypatch):
     monkeypatch.setattr("prefixstore.cli.warm_model.original_context", lambda _: 1024)
     file = write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": prompt(1500)}])

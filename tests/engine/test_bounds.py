@@ -173,6 +173,7 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
     assert costs(1000) < costs(100) + 100
 
 
+@pytest.mark.slow
 def test_a_lookup_costs_the_same_however_many_pages_have_no_place(monkeypatch):
     """Their parent is of a newer version: they may stay for long."""
 
@@ -211,6 +212,7 @@ def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(
         assert store.stored_keys() == set()
 
 
+@pytest.mark.slow
 def test_damaged_pages_are_deleted_some_at_a_time():
     n_pages = 1300
     tokens = list(range(n_pages * P))
@@ -232,6 +234,7 @@ def test_damaged_pages_are_deleted_some_at_a_time():
         assert store.match(tokens) == store.match([9] * P) == P
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["repair", "strays"])
 def test_repairs_are_made_some_at_a_time(how, monkeypatch):
     n_pages = 1300

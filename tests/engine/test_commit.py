@@ -84,6 +84,7 @@ def test_a_tail_that_is_continued_just_after_it_was_written_is_deleted_with_the_
         assert store.engine._catalog._contents.writing == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [{"max_entries": 2}, {"quota": Quota(2 * entry())}])
 def test_a_tail_stays_if_there_is_no_space_for_the_page_that_continues_it(limit):
     with store_of(**limit) as store:
@@ -139,6 +140,7 @@ def test_a_full_backend_is_tried_again_after_space_was_made():
         assert store.match(B) == 12
 
 
+@pytest.mark.slow
 def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception():
     backend = FaultyBackend(MemoryBackend(), "commit", FullError("full"), at=2, times=None)
     with store_of(backend) as store:

@@ -180,6 +180,7 @@ def test_pages_of_one_batch_do_not_evict_each_other():
         assert store.counters.group("dropped") == {"budget": 6}
 
 
+@pytest.mark.slow
 def test_the_budget_holds_for_pages_of_any_size(tmp_path):
     chance = random.Random(3)
     for backend, size in ((MemoryBackend(), 20_000), (LMDBBackend(tmp_path, MIB), MIB)):

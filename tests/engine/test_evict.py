@@ -118,6 +118,7 @@ def test_a_read_only_store_evicts_nothing(tmp_path):
                 store.evict(0, dry_run=dry_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_location_knows_the_policy_of_its_store(scheme, tmp_path, request):
     url = place(scheme, tmp_path, request)

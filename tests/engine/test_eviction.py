@@ -253,6 +253,7 @@ def test_pages_of_before_the_start_rank_by_their_uses_and_their_time():
     assert old < min(new, used)
 
 
+@pytest.mark.slow
 def test_its_memory_is_bounded():
     cache = Cache(Adaptive(), capacity=100)
     for i in range(2000):

@@ -199,6 +199,7 @@ def test_misses_alone_are_written_after_a_while(monkeypatch):
 # -- hours and days ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hours_are_kept_for_a_week_and_days_for_a_year(clock):
     with store_of() as store:
         clock.told(store)

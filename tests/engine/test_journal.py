@@ -157,6 +157,7 @@ def test_whichever_call_fails_the_catalog_says_what_is_stored(scenario, error):
     assert number > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new_backend", [MemoryBackend, "lmdb"])
 def test_a_failure_costs_no_more_steps_in_a_large_store_than_in_a_small_one(new_backend, tmp_path):
     def steps(n_pages, where):

@@ -390,6 +390,7 @@ def test_a_group_has_its_own_victims_and_a_number_that_another_namespace_takes_o
     assert [table.key(slot) for slot in candidates.victims(third).victims()] == [name(99)]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_ranking_looks_at_one_block_and_pages_that_come_meanwhile_are_not_missed(monkeypatch):
     monkeypatch.setattr(eviction, "FEWEST", 10)
     table = PageTable()

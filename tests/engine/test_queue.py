@@ -239,6 +239,7 @@ def captured(store, writer, tokens, size):
         parent = key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
     backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)

@@ -26,6 +26,7 @@ def test_a_namespace_can_be_read_from_its_canonical_form(values):
     assert again.differences(namespace) == {}
 
 
+@pytest.mark.slow
 @given(settings, st.randoms())
 def test_the_order_of_the_settings_does_not_matter(values, chance):
     names = list(values)

@@ -31,6 +31,7 @@ def stored(store, tokens) -> int:
     return store.match(tokens).n_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", KINDS)
 def test_a_request_goes_past_the_store_and_later_ones_do_not(llama, store, arch):
     llm = attached(store, llama(arch, **KINDS[arch]))

@@ -285,6 +285,7 @@ def test_a_portable_store_uses_what_has_come_in_time(llama, monkeypatch, n_in_ti
         assert portable.stats().tokens_restored == min(n_in_time * PAGE, len(tokens) - 1)
 
 
+@pytest.mark.slow
 def test_restore_always_waits(llama, monkeypatch):
     backend = Slow()
     monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)

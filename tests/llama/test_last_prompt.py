@@ -99,6 +99,7 @@ def test_a_restored_prompt_that_is_evaluated_from_its_start_was_not_reused(llama
     assert (store.last.source, *tokens_of(store.last)) == ("cold", 0, 0, 300)
 
 
+@pytest.mark.slow
 def test_the_reason_of_a_miss_is_the_one_that_is_counted(llama, store):
     llm = attached(store, llama(logits_all=True))
 

@@ -90,6 +90,7 @@ def test_an_export_of_packed_pages_can_be_imported_and_restored(llama, tmp_path)
         assert store.stats().tokens_restored >= len(TOKENS) - 1
 
 
+@pytest.mark.slow
 def test_a_store_that_gets_full_packs_pages_in_the_background_and_keeps_all_prompts(llama, tmp_path):
     llm = llama()
     prompts = [prompt(513, seed) for seed in range(6)]

@@ -246,6 +246,7 @@ def test_another_model_with_the_same_name_is_a_miss(models, store):
 # -- in another process -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_one_process_stores_another_restores(llm_of, models, tmp_path, kind):
     arch, options = KINDS[kind]
@@ -323,6 +324,7 @@ def gap_where_they_part(llm, a: list[int], b: list[int]) -> float:
     return float(first - second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3 without swa_full"])
 @pytest.mark.parametrize("seed", seeds(1, 2 * TORTURE))
 def test_random_conversations_of_a_model_with_a_window_are_answered_as_without_a_cache(llm_of, store, kind, seed):
@@ -627,6 +629,7 @@ def test_an_undamaged_payload_that_is_not_a_state_is_a_miss(llm_of, store, monke
     assert store.stats().unreadable == {"shape": 1}
 
 
+@pytest.mark.slow
 def test_a_page_that_is_gone_ends_a_restore_before_it(llm_of, store, monkeypatch):
     for kind in ("llama", "gemma3"):
         llm = llm_of(kind, store)

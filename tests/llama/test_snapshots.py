@@ -210,6 +210,7 @@ def test_a_context_that_is_past_the_prompt_is_restored_to_it(llama, store, arch)
     assert answer(llm, tokens[:1400], 8) == expected
 
 
+@pytest.mark.slow
 def test_snapshots_are_thinned(llama, arch):
     llm = llama(arch)
     with PrefixStore("memory:", llm, snapshot_interval=64, max_snapshots=6) as store:
@@ -359,6 +360,7 @@ def test_a_state_that_cannot_be_cut_is_stored_whole(llama, store, arch, monkeypa
     assert set(store.stats().dropped) <= {"uncut"}
 
 
+@pytest.mark.slow
 def test_logprobs_are_the_same_as_without_a_store(llama, store, arch):
     options = {"max_tokens": 4, "temperature": 0, "logprobs": 3}
     tokens = prompt(1300)
@@ -421,6 +423,7 @@ def test_a_read_only_store_restores_and_stops_nowhere(llama, arch, tmp_path):
     assert (tmp_path / "data.mdb").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_eviction_takes_snapshots_before_the_pages_that_they_need(llama, arch, tmp_path):
     llm = llama(arch)
     with PrefixStore(tmp_path, llm, max_bytes="700kB", snapshot_interval=256) as store:

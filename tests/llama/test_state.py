@@ -196,6 +196,7 @@ def test_states_are_written_again_as_they_were(states):
         assert joined([parsed], architecture=parsed.architecture, recurrent=recurrent) == state
 
 
+@pytest.mark.slow
 @settings(max_examples=300 * TORTURE, deadline=None)
 @given(data=st.data())
 def test_a_mutated_state_is_refused_or_accounted_for(states, data):
@@ -227,6 +228,7 @@ def test_a_state_that_is_truncated_or_has_extra_bytes_is_refused(states):
             parse(state + b"\0")
 
 
+@pytest.mark.slow
 def test_lengths_that_are_too_large_allocate_nothing(states):
     for state in states:
         for at in range(min(len(state) - 4, 200)):

@@ -54,6 +54,7 @@ def test_a_second_host_computes_nothing_again_and_needs_the_shared_location_once
         assert store.stats().tiers[0].pages > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mamba", "lfm2", "gemma3"])
 def test_snapshots_and_windows_come_from_the_shared_location(llama, tmp_path, arch, new_valkey):
     far, llm = new_valkey(), llama(arch)

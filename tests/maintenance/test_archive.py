@@ -32,6 +32,7 @@ def keys_of(archive):
     return set(contents(archive.backend))
 
 
+@pytest.mark.slow
 def test_holdings_are_counted_by_namespace(archive):
     fill(archive.backend, MINE, SEQUENCES)
     fill(archive.backend, YOURS, SEQUENCES[:1], pinned=True)

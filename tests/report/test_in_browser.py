@@ -87,6 +87,7 @@ def test_the_tree_is_drawn_and_all_panels_are_filled(browser, page):
     assert "% of 40.0 GiB" in browser.text("#facts")
 
 
+@pytest.mark.slow
 def test_a_click_zooms_in_and_the_path_leads_back(browser, page):
     browser.open(page)
     assert trail(browser) == ["All"]
@@ -152,6 +153,7 @@ def test_keys_move_zoom_and_search(browser, page):
     assert trail(browser)[-1] == first
 
 
+@pytest.mark.slow
 def test_a_search_finds_texts_keys_and_tenants_or_says_that_there_is_none(browser, page, content):
     browser.open(page)
     key = content["runs"]["keys"][:12]
@@ -180,6 +182,7 @@ def test_width_and_colour_can_be_chosen(browser, page):
     assert "Last use" in browser.text("#legend")
 
 
+@pytest.mark.slow
 def test_it_is_dark_for_those_who_want_it(browser, page):
     back = "return getComputedStyle(document.body).backgroundColor"
     browser.open(page)
@@ -221,6 +224,7 @@ def test_texts_can_be_read_on_what_they_stand_on(browser, page, dark):
     assert min(ratios) >= 4.4
 
 
+@pytest.mark.slow
 def test_it_can_be_read_on_a_phone(browser, page):
     browser.screen(PHONE, scale=2)
     browser.open(page)

@@ -124,17 +124,20 @@ def test_each_fault_has_its_error(code: int, body: object, error: type[ServerErr
         assert client.slots(quiet=True) == () or body == [1]
 
 
+@pytest.mark.slow
 def test_a_slot_has_finite_numbers():
     body = b'[{"id": 0, "is_processing": false, "n_ctx": 1e999}]'
     with answering(200, body) as client, pytest.raises(ServerTooOldError, match="not known"):
         client.slots()
 
 
+@pytest.mark.slow
 def test_a_router_has_no_slots():
     with answering(200, {"role": "router"}) as client, pytest.raises(ServerRefusedError, match="router"):
         client.props()
 
 
+@pytest.mark.slow
 def test_while_the_model_is_loading_it_is_not_ready():
     with answering(503, {"error": {"message": "Loading model"}}) as client:
         assert client.health().status == "loading"
@@ -182,6 +185,7 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key: str):
     assert key.strip() not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_key_is_in_no_message():
     with answering(400, {"error": {"message": "bad"}}) as server:
         client = LlamaServer(server.url, api_key="secret")

@@ -71,6 +71,7 @@ SAME: dict[str, tuple[str, list[str], dict[str, str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SAME)
 def test_it_is_that_of_a_llama_with_the_same_settings(
     case: str, models: Callable[..., Path], llama_server: Callable[..., Running]

@@ -465,6 +465,7 @@ def test_api_keys_are_those_of_the_server(serve: Serve):
     assert KEY not in served.text()
 
 
+@pytest.mark.slow
 def test_api_keys_of_a_file_of_settings_are_needed(serve: Serve, tmp_path: Path):
     """llama-server reads it before its arguments."""
     file = tmp_path / "config" / "llama.cpp" / "config.ini"
@@ -500,6 +501,7 @@ def _arguments(tmp_path: Path, command: str, model: Path, *options: str) -> list
     return [str(tmp_path / "store"), "--port", "0", *options, "--", command, *common]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
 @pytest.mark.parametrize(
     ("options", "given", "said"),
@@ -520,6 +522,7 @@ def test_a_script_that_opens_what_should_be_closed_is_refused(
         served.end()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="without /proc it is not seen")
 def test_what_a_script_adds_is_part_of_the_namespace_and_its_server_ends_with_it(tmp_path: Path, docs_model: Path):
     script = _script(tmp_path, "--rope-freq-base 77777")
@@ -567,6 +570,7 @@ def test_no_prompt_reaches_the_log(serve: Serve):
     assert "peculiar" not in served.text()
 
 
+@pytest.mark.slow
 def test_tenants_find_nothing_of_each_other(serve: Serve, alone: Running):
     served = serve("-np", "2", options=("--salt-from", "header:X-Tenant", "--admin-key", "admin"))
     served.headers = {"Authorization": "Bearer admin"}
@@ -710,6 +714,7 @@ def test_many_signals_end_it_as_cleanly(number: int, serve: Serve):
     assert (at_once in served.text()) == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_signals_are_handled_is_a_quiet_end(tmp_path: Path, docs_model: Path):
     site = tmp_path / "site"
     site.mkdir()

@@ -119,6 +119,7 @@ def test_no_request_moves_rows(serve: Serve, alone: Running):
                 assert one["content"] in own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["range", "mark", "zero"])
 def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_used_nor_stored(
     way: str, serve: Serve, alone: Running
@@ -144,6 +145,7 @@ def test_rows_that_a_request_with_an_error_as_its_answer_has_moved_are_neither_u
     assert served.complete(longer)["content"] in _own(alone, longer)
 
 
+@pytest.mark.slow
 def test_a_range_hides_no_answer(serve: Serve):
     served = serve("-np", "1")
     for text in ("bytes=0-3", "bytes=99999999-"):

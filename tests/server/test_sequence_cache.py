@@ -82,6 +82,7 @@ def test_a_restarted_server_restores_to_the_token_and_answers_as_cold(example, s
     assert store.check() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unified", "page_tokens"), [(True, 256), (False, 256), (True, 64)])
 def test_of_a_sliding_window_only_pages_with_all_rows_are_stored(
     example, tmp_path, stack, unified, page_tokens, models
@@ -124,6 +125,7 @@ def test_of_a_sliding_window_only_pages_with_all_rows_are_stored(
     assert store.check() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["mamba", "lfm2"])
 @pytest.mark.parametrize("unified", [True, False])
 def test_recurrent_states_continue_exactly_where_they_were_taken(example, store, arch, unified):
@@ -146,6 +148,7 @@ def test_recurrent_states_continue_exactly_where_they_were_taken(example, store,
     assert store.check() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "same"),
     [
@@ -232,6 +235,7 @@ def test_many_users_compute_less_than_with_the_cache_of_the_server(example, stor
     assert computed["theirs"] >= prompts - len(USERS[0])
 
 
+@pytest.mark.slow
 def test_requests_at_the_same_time_answer_as_alone(example, store):
     # batches of several requests are computed by other kernels: compared with the same server without a store
     plain, stored = example(), example(store)
@@ -259,6 +263,7 @@ def test_several_answers_to_a_prompt_come_from_one_restored_sequence(example, st
     assert made.scheduler.metrics.sequence_cache_hits_total == 1
 
 
+@pytest.mark.slow
 def test_logprobs_of_the_prompt_are_computed(example, store):
     made = example(store)
     made.ask(USERS[0])

@@ -77,6 +77,7 @@ def test_a_file_that_is_cut_is_refused(saved: bytes):
         parse_slot_file(saved + b"\0", SLOT)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_changed_byte_is_refused_or_changes_only_what_it_says(saved: bytes, data: st.DataObject):

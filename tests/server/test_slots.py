@@ -128,6 +128,7 @@ OTHER_MEMORY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", OTHER_MEMORY)
 def test_what_cannot_be_cut_continues_where_it_ended(
     arch: str, models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
@@ -177,6 +178,7 @@ def test_what_cannot_be_cut_continues_where_it_ended(
         assert (again["timings"]["cache_n"], again["content"]) == (found, cold)
 
 
+@pytest.mark.slow
 def test_rows_that_a_window_has_left_are_never_missing(
     models: Callable[..., Path], llama_server: Callable[..., Running], tmp_path: Path
 ):
@@ -401,6 +403,7 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
         assert running.is_alive()
 
 
+@pytest.mark.slow
 def test_another_server_at_the_same_place_is_refused(
     running: Running, models: Callable[..., Path], llama_server: Callable[..., Running]
 ):
@@ -486,6 +489,7 @@ def test_learning_the_layout_keeps_what_slots_hold(running: Running):
     assert running.complete(tokens, n=2, slot=1)["timings"]["cache_n"] >= N - 1
 
 
+@pytest.mark.slow
 def test_many_threads_save_and_restore_at_once(models: Callable[..., Path], llama_server: Callable[..., Running]):
     running = llama_server(models("llama", n_head=2), "-np", "4")
     prompts = [prompt(N, seed=i) for i in range(4)]
@@ -531,6 +535,7 @@ def test_a_file_that_the_server_writes_late_is_removed(running: Running, monkeyp
         assert left_behind(running) == []
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_in_time_is_busy(running: Running):
     with served(running) as (slots, tokens), LlamaServer(running.url, timeout=0.2) as quick:
         slots.server = quick

@@ -122,6 +122,7 @@ def test_a_cancelled_task_ends_with_its_call_and_the_next_one_is_admitted(llama,
     assert "bob" in sessions
 
 
+@pytest.mark.slow
 def test_a_task_is_cancelled_at_any_step(sessions):
     """After so many steps of the loop each time: while it waits, is admitted, computes, or leaves."""
 

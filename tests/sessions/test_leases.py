@@ -343,6 +343,7 @@ def test_a_loop_that_is_closed_just_when_a_task_is_told_gives_its_place_up(llm, 
     del task
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_a_closed_loop_has_left_a_block(models, tmp_path):
     code = """
 import asyncio, sys

@@ -596,6 +596,7 @@ def test_there_is_one_number_for_each_store(store):
 # -- at random --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_cells_are_never_lost(seed, models, tmp_path):
     """After any turns, dropping all residents leaves the live cells only."""

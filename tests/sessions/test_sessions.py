@@ -342,6 +342,7 @@ def test_a_fork_copies_nothing_and_goes_its_own_way(llama, store, sessions):
     assert store.check() == []
 
 
+@pytest.mark.slow
 def test_a_fork_of_4000_tokens_writes_a_name_and_nothing_else(llama, open_store):
     llm = llama(n_ctx=4096)
     store = open_store(llm, page_tokens=256)

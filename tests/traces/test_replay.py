@@ -374,6 +374,7 @@ def test_a_trace_of_two_lengths_of_blocks_is_refused(tmp_path):
         read_trace(path)
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_command_that_is_recorded_which_ends_by_itself(tmp_path):
     # sigwait: a handler of Python's is not run by a system call that began just after the signal
     code = (

@@ -169,6 +169,7 @@ def test_a_full_queue_loses_nothing(llama, tmp_path, options):
         assert holds_all(store, PROMPTS[:20])
 
 
+@pytest.mark.slow
 def test_prompts_beyond_the_budget_are_reported_and_the_job_ends(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path, llm, max_bytes="6MB") as store:
@@ -406,6 +407,7 @@ def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
         assert holds_all(store)
 
 
+@pytest.mark.slow
 def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path, monkeypatch):
     llm = llama()
     phases, now = [], [time.time()]
@@ -427,6 +429,7 @@ def test_a_job_waits_until_the_lease_of_another_machine_expires(llama, tmp_path,
         assert Survey(store, prompts).missing_tokens == 0
 
 
+@pytest.mark.slow
 def test_parts_finished_by_another_job_are_not_computed(llama, tmp_path):
     llm, other_llm = llama(), llama()
     prompts = sorted(prompt(900, seed) for seed in range(6))

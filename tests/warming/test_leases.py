@@ -85,6 +85,7 @@ def test_a_lease_expires_if_it_is_not_renewed(notes, clock):
         assert other.acquire(b"a")
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_while_its_block_runs(notes, clock):
     def until():
         return json.loads(notes.note(PREFIX + b"a"))["until"]
