@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixstore.backends.location import cache_directory
+from prefixstore.backends.trusted import require_trusted_files
 from prefixstore.errors import ContextError, LocationError
 
 __all__ = ["file_digest", "file_identity", "model_parts"]
@@ -78,6 +79,8 @@ def _memory_file() -> Path:
 
 def _remembered() -> dict[str, Any]:
     try:
+        # one of another user could have one model take the states of another
+        require_trusted_files(_memory_file())
         known = json.loads(_memory_file().read_bytes())
     except (OSError, ValueError, RecursionError, LocationError):
         return {}
@@ -91,6 +94,10 @@ def _remember(path: str, identity: list[int], digest: str) -> None:
         target = _memory_file()
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
-        with os.fdopen(handle, "w") as file:
-            json.dump(known, file)
-        Path(temporary).replace(target)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(known, file)
+            Path(temporary).replace(target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise

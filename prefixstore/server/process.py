@@ -116,10 +116,10 @@ def path_of(pid: int, path: str) -> Path | None:
     directory = directory_of(pid)
     if directory is None:
         return None
-    seen = PROC / str(pid) / "root" / (directory / path).relative_to("/")
     try:
+        seen = PROC / str(pid) / "root" / (directory / path).relative_to("/")
         seen.stat()
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a working directory "(unreachable)/…", outside of its mounts
         return None
     return seen
 

@@ -51,7 +51,7 @@ class Rates:
         """Note that a slot was filled."""
         if n_bytes >= SMALLEST_FILE:
             self._note("restore_seconds", seconds / n_bytes)
-            self._note("token_bytes", n_bytes / n_tokens)
+            self._note("token_bytes", n_bytes / max(n_tokens, 1))
 
     def saved(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
         """Note that a slot was saved."""

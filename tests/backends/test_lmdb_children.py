@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 
 import pytest
@@ -346,3 +347,20 @@ def test_a_page_whose_record_says_nothing_is_deleted_with_its_row(tmp_path, n_si
         with backend.update() as transaction:
             assert transaction.delete(again)
         assert rows_of(backend) == before
+
+
+def test_a_store_whose_index_cannot_be_looked_at_is_not_left_open(tmp_path, monkeypatch):
+    with closing(LMDBBackend(tmp_path / "kv", MIB)):
+        pass
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LMDBBackend, "_end_reindex", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        LMDBBackend(tmp_path / "kv", MIB)
+    data = (tmp_path / "kv" / "data.mdb").stat()
+    for number in range(256):
+        with suppress(OSError):
+            assert not os.path.samestat(os.fstat(number), data)
+    del caught

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,6 +87,20 @@ def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(mode
         assert file_digest(path) == expected
     memory.write_text("[" * 100_000)
     assert file_digest(path) == expected
+    memory.write_text(json.dumps({str(path.resolve()): entry | {"sha256": "0" * 64}}))
+    memory.chmod(0o666)
+    assert file_digest(path) == expected
+
+
+def test_a_full_disk_leaves_nothing_of_a_digest(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("prefixstore.llama.model_file.json.dump", full)
+    assert len(file_digest(models("llama"))) == 64
+    assert list(cache_directory().iterdir()) == []
 
 
 @pytest.mark.parametrize(

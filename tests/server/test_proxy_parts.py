@@ -23,7 +23,7 @@ from prefixstore.server.lifetime import RunningServer
 from prefixstore.server.own_endpoints import OwnEndpoints
 from prefixstore.server.private_directory import private_directory
 from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned
-from prefixstore.server.rates import RETRY_EVERY, Rates
+from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, Rates
 from prefixstore.server.request_fields import unknown_field
 from prefixstore.server.slot_manager import SlotManager, Timing
 from prefixstore.server.slot_pool import PoolFullError, SlotPool
@@ -72,6 +72,12 @@ def tokens(*values: int) -> Any:
 def test_a_request_says_why_it_is_passed_on(path: str, body: Any, reason: str | None, can_pin: bool, taints: bool):
     ask = parse(path, json.dumps(body).encode())
     assert (ask.reason, ask.can_pin, ask.taints) == (reason, can_pin, taints)
+
+
+def test_a_large_file_that_is_said_to_hold_no_tokens_is_no_error():
+    rates = Rates()
+    rates.restored(0, SMALLEST_FILE, 1.0)
+    assert rates.restoring(SMALLEST_FILE) == pytest.approx(1.0)
 
 
 def test_the_fields_of_llama_server_and_of_official_clients_are_known():

@@ -390,7 +390,11 @@ class LMDBBackend(Backend):
         self._start()
         self._prepare_directory()
         self._open()
-        self._end_reindex()
+        try:
+            self._end_reindex()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self) -> None:
         """What belongs to this process."""
