@@ -23,6 +23,10 @@ from enum import IntEnum
 from typing import Protocol
 from weakref import ref
 
+# numpy imports it at the first `np.unique`: a child that is forked while another thread does that would wait forever
+# for the lock of the module.
+import numpy.ma  # noqa: F401
+
 from prefixstore.backends.handle_lock import HandleLock
 
 __all__ = ["ForkLevel", "ForkLock", "ForkParticipant", "register_at_fork"]

@@ -189,3 +189,15 @@ def test_a_thread_that_uses_a_handle_can_start_a_job_while_another_thread_forks(
         check=False,
     )
     assert done.stdout == "started\n", done.stderr
+
+
+def test_numpy_imports_nothing_while_other_threads_may_fork():
+    # the lock of a module that a thread imports is never released in a child that is forked meanwhile
+    code = (
+        "import sys, numpy as np, prefixstore.backends.forks\n"
+        "before = set(sys.modules)\n"
+        "np.unique(np.array([2, 1])), np.isin(np.array([1, 2]), [1, 2, 3])\n"
+        "sys.exit(', '.join(sorted(set(sys.modules) - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.stderr.strip() == ""
