@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "steps_of"]
+__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "no_garbage_collected", "steps_of"]
 
 
 def in_own_thread(test: Callable[..., None]) -> Callable[..., None]:
@@ -46,14 +48,27 @@ def _tracer(files: Collection[str], count: Callable[[], None]) -> Any:
     return trace
 
 
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Keep finalizers of what earlier steps have left out of this one: an interrupt in them reaches nobody."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _traced(work: Callable[[], object], modules: Collection[ModuleType], count: Callable[[], None]) -> None:
     files = {module.__file__ for module in modules if module.__file__ is not None}
     before = sys.gettrace()
-    sys.settrace(_tracer(files, count))
-    try:
-        work()
-    finally:
-        sys.settrace(before)
+    with no_garbage_collected():
+        sys.settrace(_tracer(files, count))
+        try:
+            work()
+        finally:
+            sys.settrace(before)
 
 
 class _Steps:
@@ -87,11 +102,12 @@ def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
         if event in ("call", "c_return"):
             count()
 
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
+    with no_garbage_collected():
+        sys.setprofile(profile)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
 
 
 def moments_of(work: Callable[[], object]) -> int:
