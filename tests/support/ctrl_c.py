@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import prefixstore
-from tests.support.interrupts import no_garbage_collected
+from tests.support.interrupts import profiled
 
 PACKAGE = str(Path(prefixstore.__file__).parent)
 # a place counts if it is in the package, or in these modules, which it calls
@@ -58,29 +58,20 @@ def _is_ours(frame: FrameType | None) -> bool:
 def places_in(work: Callable[[], object]) -> int:
     """At how many places a Ctrl-C may come while `work` runs."""
     places = _Places()
-    with no_garbage_collected():
-        sys.setprofile(places)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
+    profiled(work, places)
     return places.n
 
 
 def interrupted(work: Callable[[], object], at: int) -> str:
     """Run `work` with a Ctrl-C at its k-th place, from 1; where that was. Empty if it has fewer places."""
     places = _Places(at)
-    with no_garbage_collected():
-        sys.setprofile(places)
-        try:
-            work()
-        except KeyboardInterrupt:
-            pass
-        except RuntimeError as error:
-            # of a condition that was interrupted in `wait`, just after it had let go of its lock
-            assert "un-acquired lock" in str(error) or "release unlocked lock" in str(error)  # noqa: PT017 - nothing else
-        finally:
-            sys.setprofile(None)
+    try:
+        profiled(work, places)
+    except KeyboardInterrupt:
+        pass
+    except RuntimeError as error:
+        # of a condition that was interrupted in `wait`, just after it had let go of its lock
+        assert "un-acquired lock" in str(error) or "release unlocked lock" in str(error)  # noqa: PT017 - nothing else
     return places.where
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "no_garbage_collected", "steps_of"]
+__all__ = ["in_own_thread", "interrupted", "interrupted_at", "moments_of", "profiled", "steps_of"]
 
 
 def in_own_thread(test: Callable[..., None]) -> Callable[..., None]:
@@ -49,7 +49,7 @@ def _tracer(files: Collection[str], count: Callable[[], None]) -> Any:
 
 
 @contextmanager
-def no_garbage_collected() -> Iterator[None]:
+def _no_garbage_collected() -> Iterator[None]:
     """Keep finalizers of what earlier steps have left out of this one: an interrupt in them reaches nobody."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -63,7 +63,7 @@ def no_garbage_collected() -> Iterator[None]:
 def _traced(work: Callable[[], object], modules: Collection[ModuleType], count: Callable[[], None]) -> None:
     files = {module.__file__ for module in modules if module.__file__ is not None}
     before = sys.gettrace()
-    with no_garbage_collected():
+    with _no_garbage_collected():
         sys.settrace(_tracer(files, count))
         try:
             work()
@@ -97,12 +97,9 @@ def interrupted(work: Callable[[], object], modules: Collection[ModuleType], ste
     _traced(work, modules, _Steps(step))
 
 
-def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return"):
-            count()
-
-    with no_garbage_collected():
+def profiled(work: Callable[[], object], profile: Callable[[FrameType, str, Any], None]) -> None:
+    """Run this with a profiling function, whose exceptions come out of it."""
+    with _no_garbage_collected():
         sys.setprofile(profile)
         try:
             work()
@@ -110,14 +107,22 @@ def _profiled(work: Callable[[], object], count: Callable[[], None]) -> None:
             sys.setprofile(None)
 
 
+def _counted(work: Callable[[], object], count: Callable[[], None]) -> None:
+    def profile(_frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return"):
+            count()
+
+    profiled(work, profile)
+
+
 def moments_of(work: Callable[[], object]) -> int:
     """How often Python looks for signals while this runs: when a function begins, and when one in C has returned."""
     work()
     moments = _Steps()
-    _profiled(work, moments)
+    _counted(work, moments)
     return moments.n
 
 
 def interrupted_at(work: Callable[[], object], moment: int) -> None:
     """Run this, with a KeyboardInterrupt at the moment with this number."""
-    _profiled(work, _Steps(moment))
+    _counted(work, _Steps(moment))
