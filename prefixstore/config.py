@@ -30,6 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from prefixstore.backends.files import expanded
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
@@ -283,7 +284,7 @@ def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
     InvalidParameterError
         If it is not a file, or not one in the format GGUF.
     """
-    found = Path(os.path.expanduser(path))  # noqa: PTH111 - a user that is unknown is left as it is
+    found = Path(expanded(path))
     if found.is_dir():
         raise InvalidParameterError(f"{path} is a folder; pass the model file (GGUF) in it")
     if not found.is_file():
@@ -358,8 +359,7 @@ def _given(settings: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _beside(folder: Path, path: object) -> object:
-    # no shell has replaced a ~ in a file
-    return str(folder / os.path.expanduser(path)) if isinstance(path, str) and path != "-" else path  # noqa: PTH111 - a user that is unknown is left as it is
+    return str(folder / expanded(path)) if isinstance(path, str) and path != "-" else path
 
 
 def _location_beside(folder: Path, location: object) -> object:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prefixstore.errors import LocationError
 
-__all__ = ["absolute", "make_directory", "publish", "sync_path"]
+__all__ = ["absolute", "expanded", "make_directory", "publish", "sync_path"]
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
@@ -22,6 +22,11 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError) as error:
         raise LocationError(f"{path} cannot be made an absolute path: {error}; pass one") from error
     return found
+
+
+def expanded(path: str | os.PathLike[str]) -> str:
+    """A path with ``~`` expanded, for where no shell does that; that of an unknown user is left as it is."""
+    return os.path.expanduser(path)  # noqa: PTH111 - the one of pathlib raises for an unknown user
 
 
 def make_directory(path: Path) -> None:

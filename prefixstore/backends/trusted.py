@@ -42,7 +42,7 @@ def require_trusted_directory(path: Path, *, sticky: bool = False) -> None:
 
 
 def require_trusted_files(*paths: Path) -> None:
-    """Refuse files that others have created or can change, and all that are no files; a missing one is not refused.
+    """Refuse files that others created or can change, and anything but regular files; a missing file is accepted.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def require_trusted_files(*paths: Path) -> None:
         if stat.S_ISLNK(found.st_mode):
             raise LocationError(f"{path} is a symbolic link, which is not followed; pass its target")
         if not stat.S_ISREG(found.st_mode):
-            # to open a pipe is to wait for whoever is at its other end
+            # opening a pipe would wait for its other end
             raise LocationError(f"{path} is not a regular file; choose another location")
         _require(path, found)
 

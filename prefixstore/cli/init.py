@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from prefixstore.backends.files import expanded
 from prefixstore.backends.location import default_location, is_url, without_password
 from prefixstore.cli.arguments import AsJson, MaxBytes, max_bytes_of
 from prefixstore.cli.confirm import Replace, is_confirmed
@@ -81,9 +82,9 @@ def init(
     locations = store or [default_location()]
     locations_of(locations)
     # after "--store=" the shell leaves a ~ as it is
-    locations = [location if is_url(location) else os.path.expanduser(location) for location in locations]  # noqa: PTH111 - an unknown user is left as it is
+    locations = [location if is_url(location) else expanded(location) for location in locations]
     written = [location if is_url(location) else _from(file, Path(location)) for location in locations]
-    named = Path(os.path.expanduser(model or "model.gguf"))  # noqa: PTH111 - an unknown user is left as it is
+    named = Path(expanded(model or "model.gguf"))
     text = TEXT.format(
         name=visible(str(file)),
         model=_quoted(_from(file, named)),

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 DONE, FAILED, MISUSED, UNUSABLE = 0, 1, 2, 3
-# what `Path.is_file` raises for a path that somebody has named
+# what `Path.is_file` raises for a path given by the user
 HIDDEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # a spreadsheet takes a cell that begins with one of these for a formula, and runs it
 FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -258,10 +258,10 @@ class SQLite(Database):
         self.prepare()
 
     def _follow_size(self, size: int) -> None:
-        """Connect anew if the file is shorter than it was: it was compacted, or truncated by something else.
+        """Reconnect if the file has become shorter: it was compacted, or truncated by another program.
 
-        SQLite maps it as long as it was, and reading beyond its end would end the process; what a connection that maps
-        the shorter one lacks is damage. What other threads are reading just now they read from their old connections.
+        The old connections map its former length, and reading beyond the end would kill the process. New ones map the
+        present length, and report what is missing as damage. Threads that are reading keep their old connections.
         """
         if size < self._size:
             old, self._engine = self._engine, self.connect()
