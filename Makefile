@@ -3,6 +3,7 @@
 # make attack  the slow tests (whole servers, many cases), then what the store has to survive, bounded: crashes, power
 #              loss, damage, crowds, outages, hostile bytes: half an hour
 # make torture the same attacks at length: hours
+# make models  what is saved for each model, through both doors, into docs/models.md: half an hour
 # make docs    the documents as a site, in site/: every link checked, every snippet compiled or run
 # make bench   our figures beside the peers', into benchmarks/results/ and docs/benchmarks.md
 
@@ -14,7 +15,7 @@ JOBS ?= 2
 # the tests start some hundred processes, and pytest rewrites every assert: both are compiled once
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint attack torture docs bench clean
+.PHONY: demo test lint attack torture models docs bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/prefixstore demo $(if $(MODEL),--model "$(MODEL)")
@@ -34,8 +35,11 @@ attack: $(VENV)/.dev
 
 torture: $(VENV)/.dev
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m attack
-	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/llama/test_portable.py
+	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 tests/llama/test_state.py tests/models
 	PREFIXSTORE_TORTURE=1 $(BIN)/python -m pytest --timeout=3600 -m 'hypothesis and not attack'
+
+models: $(VENV)/.dev
+	$(BIN)/python -m tests.models --write-docs
 
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

@@ -1,21 +1,28 @@
-"""``python -m benchmarks [NAME ...]``: run all benchmarks, or those named; print, save and plot the results."""
+"""``python -m benchmarks [NAME ...]``: run all benchmarks, or those named; print, save and plot the results.
+
+``python -m benchmarks baseline`` measures the figures that no change may make worse, ``compare`` two of its runs.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, readme
-from benchmarks.common import machine, write_json
-from benchmarks.report import BENCHMARKS, markdown, note_machine
+from benchmarks import baseline, compare
+from benchmarks.common import ROOT, machine, write_json
 
-ROOT = Path(__file__).parent.parent
 LATEST = ROOT / "benchmarks" / "results" / "latest.json"
 
 
 def main(names: list[str]) -> None:
+    if names[:1] in (["baseline"], ["compare"]):
+        {"baseline": baseline, "compare": compare}[names[0]].main(names[1:])
+        return
+    # of matplotlib a figure of `baseline` needs nothing
+    from benchmarks import plots, readme
+    from benchmarks.report import BENCHMARKS, markdown, note_machine
+
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         sys.exit(f"no benchmark is named {', '.join(unknown)}; choose from {', '.join(BENCHMARKS)}")

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def requests() -> list[dict[str, Any]]:
     return sorted(found, key=lambda request: request["timestamp"])
 
 
-def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
+def replay(cache_of: Callable[[], Any], directory: Path) -> dict[str, Any]:
     """Run the trace twice with a cache: tokens evaluated, seconds, bytes written, and bytes on the disk."""
     llm = load(MODEL, n_ctx=2048, n_threads=1, n_threads_batch=1)
     evaluated = [0, 0]
@@ -48,7 +49,7 @@ def replay(cache_of: Callable[[Any], Any], directory: Path) -> dict[str, Any]:
 
     llm.eval = count
     with contextlib.ExitStack() as stack:
-        cache = cache_of(llm)
+        cache = cache_of()
         if hasattr(cache, "close"):
             stack.callback(cache.close)
         llm.set_cache(cache)
@@ -73,14 +74,13 @@ def run() -> dict[str, Any] | None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as root:
         for name, make in {
-            "prefixstore, LMDB": lambda llm, at: PrefixStore(at, llm),
-            "prefixstore, SQLite": lambda llm, at: PrefixStore(f"sqlite:///{at}/kv.db", llm),
-            "prefixstore, LMDB, portable": lambda _, at: PrefixStore(at, namespace="docs-6m"),
-            "LlamaDiskCache": lambda _, at: LlamaDiskCache(str(at), capacity_bytes=64 << 30),
+            "prefixstore, LMDB": PrefixStore,
+            "prefixstore, SQLite": lambda at: PrefixStore(f"sqlite:///{at}/kv.db"),
+            "LlamaDiskCache": lambda at: LlamaDiskCache(str(at), capacity_bytes=64 << 30),
         }.items():
             directory = Path(root) / name.replace(", ", "-")
             directory.mkdir()
-            results[name] = replay(lambda llm, make=make, at=directory: make(llm, at), directory)
+            results[name] = replay(partial(make, directory), directory)
     return results
 
 

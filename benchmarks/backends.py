@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import alternate, load, model_path, prompt_tokens, ratio, summary
+from benchmarks.common import alternate, forget, load, model_path, prompt_tokens, ratio, summary
+from benchmarks.remote import postgresql
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.backends.sql import migrations as migrate
-from tests.support.postgres import private_server, server_program
 
 N_TOKENS = 4096
 ROUNDS = 11
@@ -29,10 +28,8 @@ def locations(directory: Path, stack: ExitStack) -> dict[str, tuple[str, dict[st
         "RAM tier over LMDB": (f"lmdb://{directory}/tiered", {"ram_bytes": "1GiB"}),
         "RAM tier over SQLite": (f"sqlite:///{directory}/tiered.db", {"ram_bytes": "1GiB"}),
     }
-    if server_program("initdb") is not None:
-        url = stack.enter_context(private_server()).url
-        migrate.upgrade(url)
-        found["PostgreSQL"] = (url, {})
+    for place in postgresql(stack).values():
+        found["PostgreSQL"] = (place.url, {})
     return found
 
 
@@ -53,15 +50,13 @@ def run() -> dict[str, Any]:
                 taken = alternate({name: lambda store=store: (store.capture(llm), store.flush())}, 1, os.sync)
                 captures.setdefault(name, []).extend(taken[name])
 
-        def forget() -> None:
-            llm.reset()
-            llm._ctx.kv_cache_clear()
-
         for store in stores.values():
-            forget()
+            forget(llm)
             assert store.restore(tokens, llm) == N_TOKENS
         times = alternate(
-            {name: lambda store=store: store.restore(tokens, llm) for name, store in stores.items()}, ROUNDS, forget
+            {name: lambda store=store: store.restore(tokens, llm) for name, store in stores.items()},
+            ROUNDS,
+            lambda: forget(llm),
         )
     return {
         name: {

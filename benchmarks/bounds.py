@@ -12,11 +12,11 @@ from contextlib import closing, contextmanager
 from statistics import median
 from typing import Any
 
-from prefixstore.backends import open_backend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -106,7 +106,7 @@ def after_a_failure(kind: str, n_pages: int) -> None:
         location = {"memory": "memory:", "lmdb": f"lmdb://{directory}/kv", "sqlite": f"sqlite:///{directory}/kv.db"}[
             kind
         ]
-        backend = Failing(open_backend(location, max_bytes=GIB, read_only=False))
+        backend = Failing(open_pages(location, max_bytes=GIB, read_only=False))
         fill(backend, [ONE] * n_pages)
         caller = Caller(backend, Budget(GIB, max_entries=n_pages))
         with closing(caller.engine):
@@ -127,21 +127,21 @@ def figure_of_puts(name: str, caller: Caller) -> None:
 
 
 def with_pins(n_pins: int) -> None:
-    backend = open_backend("memory:", max_bytes=GIB, read_only=False)
+    backend = open_pages("memory:", max_bytes=GIB, read_only=False)
     fill(backend, [ONE] * n_pins, pinned=True)
     caller = Caller(backend, Budget(GIB, max_entries=n_pins + 100))
     figure_of_puts(f"{n_pins:,} pins: a put that evicts", caller)
 
 
 def with_tenants(n_tenants: int) -> None:
-    backend = open_backend("memory:", max_bytes=GIB, read_only=False)
+    backend = open_pages("memory:", max_bytes=GIB, read_only=False)
     fill(backend, [Namespace({"salt": f"tenant {number}"}) for number in range(n_tenants)])
     caller = Caller(backend, Budget(GIB, None, Quota(10_000, 10_000)))
     figure_of_puts(f"{n_tenants:,} tenants with a quota: a put", caller)
 
 
 def with_expired(n_pages: int) -> None:
-    backend = open_backend("memory:", max_bytes=GIB, read_only=False)
+    backend = open_pages("memory:", max_bytes=GIB, read_only=False)
     fill(backend, [ONE], depth=n_pages, expires=1)
     caller = Caller(backend, Budget(GIB))
     tokens = [token for i in range(n_pages) for token in (0, i, 2, 3)]

@@ -26,6 +26,7 @@ from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import AutoCodec, pick
 from prefixstore.format.codec import CODECS, PACKINGS
@@ -179,7 +180,7 @@ class Restores:
 
     @contextmanager
     def engine(self, codec: str) -> Iterator[Engine]:
-        backend = LMDBBackend(self.root / codec, 1 << 30)
+        backend = Pages(LMDBBackend(self.root / codec, 1 << 30))
         engine = Engine(backend, Budget(1 << 30, None), POLICIES["lru"](), pick(codec), Counters())
         try:
             yield engine

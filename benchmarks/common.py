@@ -24,9 +24,10 @@ import numpy as np
 from prefixstore.testing.models import DEMO, write_model
 
 N_CTX = 8192
-# traces and the trained model, beside the repository
-SHARED = Path(__file__).parent.parent.parent / "shared"
-CACHE = Path(__file__).parent / ".cache"
+ROOT = Path(__file__).parent.parent
+# traces and the trained model: beside the repository, or above, where this is a worktree
+SHARED = next((at for at in (up / "shared" for up in ROOT.parents) if at.is_dir()), ROOT.parent / "shared")
+CACHE = ROOT / "benchmarks" / ".cache"
 # the state of a 1B model, like the demo's, with an eighth of its computation
 LIGHT: dict[str, Any] = {"n_embd": 128, "n_ff": 128, "n_head": 8, "n_vocab": 8192}
 # the state of an 8B model
@@ -51,6 +52,12 @@ def prompt_tokens(llm: llama_cpp.Llama, n: int, seed: int = 0) -> list[int]:
     """`n` tokens of the model's vocabulary, the same for the same seed."""
     rng = np.random.default_rng(seed)
     return rng.integers(300, 8000, n).tolist()
+
+
+def forget(llm: llama_cpp.Llama) -> None:
+    """Remove everything that the context holds."""
+    llm.reset()
+    llm._ctx.kv_cache_clear()
 
 
 def pointer_of(llm: llama_cpp.Llama) -> Any:
@@ -133,9 +140,10 @@ class Stopwatch:
         return call
 
 
-def in_child(module: str, *arguments: str) -> None:
-    """Run a benchmark module as a process of its own."""
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True, cwd=Path(__file__).parent.parent)
+def in_child(module: str, *arguments: str) -> str:
+    """Run a benchmark module as a process of its own; what it prints."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
 def peak_rss() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agent import MODEL
-from benchmarks.common import LIGHT, LIGHT_8B, load, model_path, peak_rss, summary, tree_bytes, written_bytes
+from benchmarks.common import LIGHT, LIGHT_8B, in_child, load, model_path, peak_rss, summary, tree_bytes, written_bytes
 from benchmarks.peers import LMDB_AUTO, LMDB_RAW, NOTHING, PEERS, RAM, SQLITE
 from benchmarks.tables import megabytes, milliseconds, paragraph, table
 from benchmarks.workloads import LARGE, SMALL, Sizes, prompt_of, workload
@@ -120,10 +119,7 @@ def process(model: str, name: str, cache: str, phases: list[str], directory: Pat
 
 def child(model: str, name: str, cache: str, phases: str, directory: Path) -> dict[str, Any]:
     """Run `process` as a process."""
-    command = [sys.executable, "-m", __spec__.name, model, name, cache, phases, str(directory)]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(in_child(__spec__.name, model, name, cache, phases, str(directory)).splitlines()[-1])
 
 
 def held_bytes(directory: Path) -> int:

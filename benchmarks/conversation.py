@@ -25,9 +25,16 @@ from prefixstore import PrefixStore
 TURNS = 20
 NEW_TOKENS = 300
 ANSWER_TOKENS = 4
+SHAPE = {**LIGHT, "n_vocab": 32000}
 
 
-def converse(llm: Any, saving: Callable[[], float], after: Callable[[], object] = lambda: None) -> list[float]:
+def converse(
+    llm: Any,
+    saving: Callable[[], float],
+    after: Callable[[], object] = lambda: None,
+    turns: int = TURNS,
+    new_tokens: int = NEW_TOKENS,
+) -> list[float]:
     """Foreground seconds for saving, turn by turn. Every turn appends to the conversation.
 
     Parameters
@@ -38,11 +45,13 @@ def converse(llm: Any, saving: Callable[[], float], after: Callable[[], object] 
         Returns the seconds that saving has taken so far.
     after
         Saves a turn, for a cache that llama-cpp-python does not call.
+    turns, new_tokens
+        The length of the conversation, and what each turn adds to it.
     """
     said: list[int] = []
     per_turn = []
-    for turn in range(TURNS):
-        said += prompt_tokens(llm, NEW_TOKENS, seed=turn)
+    for turn in range(turns):
+        said += prompt_tokens(llm, new_tokens, seed=turn)
         before = saving()
         llm(said, max_tokens=ANSWER_TOKENS, temperature=0)
         after()
@@ -81,19 +90,17 @@ def figures(per_turn: list[float], **more: Any) -> dict[str, Any]:
     return {"seconds_per_turn": per_turn, "turns_2_to_6": first, "last_5": last, "growth": last / first, **more}
 
 
-def run() -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    path = model_path(**{**LIGHT, "n_vocab": 32000})
+def ours(turns: int = TURNS, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    llm = load(model_path(**SHAPE))
     with tempfile.TemporaryDirectory() as directory:
-        llm = load(path)
         location = Path(directory) / "kv"
         with PrefixStore(location, llm, codec="raw") as store:
             llm.set_cache(store)
-            per_turn = converse(llm, lambda: store.stats().capture_seconds)
+            per_turn = converse(llm, lambda: store.stats().capture_seconds, turns=turns, new_tokens=new_tokens)
             store.flush()
             stats = store.stats()
             state = len(state_of(llm))
-        results["prefixstore"] = figures(
+        return figures(
             per_turn,
             state_bytes=state,
             stored_bytes=stats.bytes_stored,
@@ -102,6 +109,12 @@ def run() -> dict[str, Any]:
             disk_bytes=tree_bytes(location),
             dropped=stats.dropped,
         )
+
+
+def run() -> dict[str, Any]:
+    results = {"prefixstore": ours()}
+    path = model_path(**SHAPE)
+    with tempfile.TemporaryDirectory() as directory:
         for name, make in (
             ("LlamaRAMCache", lambda: LlamaRAMCache(capacity_bytes=64 << 30)),
             ("LlamaDiskCache", lambda: LlamaDiskCache(f"{directory}/disk", capacity_bytes=64 << 30)),

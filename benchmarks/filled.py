@@ -35,7 +35,7 @@ NOTE = b"benchmarks.scale"
 
 
 def namespace() -> Namespace:
-    """The namespace of ``PrefixStore(location, namespace="scale")``."""
+    """A namespace of no model."""
     return Namespace({"label": "scale", "salt": None, "page_tokens": PAGE_TOKENS})
 
 
@@ -79,14 +79,14 @@ def stored_chains(view: View, space: bytes, count: int, seed: int) -> tuple[list
 
 def fill(backend: Backend, space: Namespace, n_pages: int) -> int:
     """Put conversations until the location holds so many pages; returns how many were put."""
-    put = 0
+    n_put = 0
     with backend.update() as transaction:
         transaction.put_namespace(space.key, space.canonical)
         for chain in range(LONG, LONG + N_LONG):
             pages = list(records_of(chain, space.key, time.time_ns()))
             stored = transaction.records([key for key, _ in pages])
             # pinned: each run looks them up
-            put += _put(transaction, [page for page in pages if page[0] not in stored], pinned=True)
+            n_put += put(transaction, [page for page in pages if page[0] not in stored], pinned=True)
         entries = transaction.used.entries
     while entries < n_pages:
         n_chains = min(CHAINS_AT_ONCE, -(-(n_pages - entries) // CHAIN_PAGES))
@@ -94,17 +94,18 @@ def fill(backend: Backend, space: Namespace, n_pages: int) -> int:
             first, now = next_chain(transaction), time.time_ns()
             pages = [page for i in range(n_chains) for page in records_of(first + i, space.key, now)]
             # in the order of their keys, neighbours are written into the same page of the file
-            put += _put(transaction, sorted(pages, key=lambda page: page[0]))
+            n_put += put(transaction, sorted(pages, key=lambda page: page[0]))
             transaction.put_note(NOTE, b"%d" % (first + n_chains))
             entries = transaction.used.entries
         print(f"\r{entries:,} of {n_pages:,} pages", end="", file=sys.stderr, flush=True)
-    if put:
+    if n_put:
         print(file=sys.stderr)
         backend.sync()
-    return put
+    return n_put
 
 
-def _put(transaction: Transaction, pages: list[tuple[bytes, Record]], *, pinned: bool = False) -> int:
+def put(transaction: Transaction, pages: list[tuple[bytes, Record]], *, pinned: bool = False) -> int:
+    """Put these pages; how many there are."""
     for key, record in pages:
         transaction.put(key, record, Usage(record.created, pinned=pinned), PAYLOAD)
     return len(pages)

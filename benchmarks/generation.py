@@ -15,9 +15,9 @@ from prefixstore import PrefixStore
 WORKS = {"generation": (200, 120, 30), "prefill": (2048, 1, 6)}
 
 
-def run() -> dict[str, Any]:
+def run(works: dict[str, tuple[int, int, int]] = WORKS) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name, (n_prompt, n_answer, rounds) in WORKS.items():
+    for name, (n_prompt, n_answer, rounds) in works.items():
         llm = load(model_path())
         times: dict[str, list[float]] = {"without": [], "with": []}
         with tempfile.TemporaryDirectory() as directory:

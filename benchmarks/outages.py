@@ -72,17 +72,17 @@ def _under(fault: str, llm: llama_cpp.Llama, opened: Callable[[], _Bad]) -> dict
 
 def run() -> dict[str, Any]:
     llm = load(model_path(), n_ctx=1024)
-    real, made = prefixstore.opening.open_backend, []
+    real, made = prefixstore.opening.open_pages, []
 
     def opened(*arguments: Any, **options: Any) -> Backend:
         made.append(_Bad(real(*arguments, **options)))
         return made[-1]
 
-    prefixstore.opening.open_backend = opened
+    prefixstore.opening.open_pages = opened
     try:
         return {fault: _under(fault, llm, lambda: made[-1]) for fault in FAULTS}
     finally:
-        prefixstore.opening.open_backend = real
+        prefixstore.opening.open_pages = real
 
 
 def section(result: dict[str, Any]) -> list[str]:

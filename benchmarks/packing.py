@@ -22,24 +22,23 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks import codecs
-from benchmarks.common import SHARED, load
+from benchmarks.common import load
+from benchmarks.eviction import TRACES
 from benchmarks.replay import CAPACITIES, NAMESPACE, Prompts, read
 from benchmarks.tables import paragraph, table
+from prefixstore.backends.contract import Costs
 from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import pick
 from prefixstore.format.codec import PACKINGS
 from prefixstore.format.keys import TOKEN_BYTES, as_tokens
 from prefixstore.stats import Counters
 
-TRACES = {
-    "conversation": SHARED / "traces" / "mooncake-conversation.jsonl.gz",
-    "agentic coding": SHARED / "traces" / "agentic-coding.jsonl.gz",
-}
 BLOCK_BYTES = 4096
 # name -> codec, and whether room is made in idle time
 MODES = {
@@ -94,6 +93,13 @@ def payload_like(ratio: float) -> bytes:
 # -- replayed ----------------------------------------------------------------------------------------------------------
 
 
+class _Payloads(Costs):
+    """A row takes what its payload has, and nothing else."""
+
+    def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
+        return payload or 0
+
+
 class Replayed:
     """The engine with a budget in bytes, used as by a server that is idle for a while after each request."""
 
@@ -102,7 +108,7 @@ class Replayed:
         self.counters = Counters()
         marks = {} if self._idles else {"high_water": 1.0, "low_water": 1.0}
         budget = Budget(max_bytes, **marks)
-        self.engine = Engine(MemoryBackend(), budget, POLICIES[policy](), pick(codec), self.counters)
+        self.engine = Engine(Pages(MemoryBackend()), budget, POLICIES[policy](), pick(codec), self.counters)
         buffer = BufferPool(1 << 20).acquire(len(payload))
         assert buffer is not None
         buffer.view[:] = payload
@@ -134,9 +140,8 @@ def replay(prompts: Prompts, capacity: str, mode: str, policy: str, payload: byt
     """One trace through one store, whose budget is this part of all unique blocks, raw."""
     unique = len({block for prompt in prompts for block in prompt})
     n_blocks = sum(map(len, prompts))
-    # a page is its payload and a token of four bytes, and nothing else
-    with patch("prefixstore.backends.memory.ENTRY_BYTES", 0):
-        cache = Replayed(mode, policy, round(float(capacity) * unique * (len(payload) + TOKEN_BYTES)), payload)
+    with patch("prefixstore.backends.memory.COSTS", _Payloads()):
+        cache = Replayed(mode, policy, round(float(capacity) * unique * len(payload)), payload)
         hits = sum(cache.request(prompt) for prompt in prompts)
         used = cache.engine.used()
     return {

@@ -25,7 +25,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import connectors
-from benchmarks.common import load, model_path, prompt_tokens, ratio, summary
+from benchmarks.common import forget, load, model_path, prompt_tokens, ratio, summary
 from benchmarks.links import Link, linked
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
 from benchmarks.throttle import Line
@@ -91,15 +91,16 @@ class Place:
     through: Callable[[str], str] = str
 
 
-def places(directory: Path, stack: ExitStack) -> dict[str, Place]:
-    """Locations by name; those of servers if they are installed."""
+def places(directory: Path, stack: ExitStack, names: Sequence[str] | None = None) -> dict[str, Place]:
+    """Locations by name; LMDB, and of servers those that are installed and asked for by the beginnings of names."""
     found = {"LMDB": Place(f"lmdb://{directory}/kv")}
-    for make in (_postgresql, _valkey, _s3):
-        found |= make(stack)
-    return found
+    for kind, make in {"PostgreSQL": postgresql, "Valkey": _valkey, "S3": _s3}.items():
+        if names is None or any(name.startswith(kind) or kind.startswith(name) for name in names):
+            found |= make(stack)
+    return {name: found[name] for name in found if names is None or name.startswith(("LMDB", *names))}
 
 
-def _postgresql(stack: ExitStack) -> dict[str, Place]:
+def postgresql(stack: ExitStack) -> dict[str, Place]:
     from tests.support.postgres import private_server, server_program
 
     if server_program("initdb") is None:
@@ -163,11 +164,6 @@ class Took:
     restored: int
 
 
-def forget(llm: llama_cpp.Llama) -> None:
-    llm.reset()
-    llm._ctx.kv_cache_clear()
-
-
 def compute(llm: llama_cpp.Llama, tokens: list[int]) -> Took:
     """The prompt without a store."""
     forget(llm)
@@ -180,7 +176,7 @@ def restore(llm: llama_cpp.Llama, tokens: list[int], store: PrefixStore, token_s
     """The prompt with a store, which knows how long computing a token takes; what it does not restore is computed."""
     store.attach(llm)
     # it would know from the prompts before
-    store._hook.context.rate.token_seconds = token_seconds
+    store._hooks.current.context.rate.token_seconds = token_seconds
     forget(llm)
     started = time.perf_counter()
     n = store.restore(tokens)
@@ -205,6 +201,15 @@ def copy(source: str, target: str) -> None:
     """Store in a location what is in another one."""
     with Archive(source, read_only=True) as one, Archive(target, create=True) as other:
         copy_store(one, other)
+
+
+def put(llm: llama_cpp.Llama, tokens: list[int], found: dict[str, Place]) -> int:
+    """Store the prompt in all locations; its stored bytes."""
+    local, *others = [place.url for place in found.values()]
+    n_bytes = capture(llm, tokens, local)
+    for url in others:
+        copy(local, url)
+    return n_bytes
 
 
 def over(
@@ -375,15 +380,8 @@ def run_geometry(
     token_seconds = statistics.median(computing) / len(tokens)
     results: dict[str, Any] = {"tokens": n_tokens, "computing": summary(computing), "lines": {}}
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
-        found = {
-            place_name: place
-            for place_name, place in places(Path(directory), stack).items()
-            if names is None or place_name.startswith(("LMDB", *names))
-        }
-        local, *others = [place.url for place in found.values()]
-        results["bytes"] = capture(llm, tokens[:-1], local)
-        for url in others:
-            copy(local, url)
+        found = places(Path(directory), stack, names)
+        results["bytes"] = put(llm, tokens[:-1], found)
 
         def number(line_name: str) -> int:
             return rounds or (ROUNDS if name == "1B" else {**ROUNDS, **FEWER})[line_name]

@@ -14,6 +14,7 @@ import llama_cpp
 
 from benchmarks.common import (
     alternate,
+    forget,
     in_child,
     load,
     model_path,
@@ -30,23 +31,18 @@ N_TOKENS = 4096
 ROUNDS = 15
 
 
-def capture(location: str, flash: bool, codec: str) -> None:
-    llm = load(model_path(), flash_attn=flash)
+def capture(model: str, location: str, flash: bool, codec: str, n_tokens: int) -> None:
+    llm = load(Path(model), flash_attn=flash)
     with PrefixStore(location, llm, codec=codec) as store:
-        llm.eval(prompt_tokens(llm, N_TOKENS))
+        llm.eval(prompt_tokens(llm, n_tokens))
         store.capture()
 
 
-def measure(location: str, flash: bool, codec: str) -> dict[str, Any]:
-    llm = load(model_path(), flash_attn=flash)
-    tokens = prompt_tokens(llm, N_TOKENS + 1)
-
-    def forget() -> None:
-        llm.reset()
-        llm._ctx.kv_cache_clear()
-
+def measure(model: Path, location: str, flash: bool, codec: str, n_tokens: int) -> dict[str, Any]:
+    llm = load(model, flash_attn=flash)
+    tokens = prompt_tokens(llm, n_tokens + 1)
     with PrefixStore(location, llm, codec=codec, read_only=True) as store:
-        assert store.restore(tokens) == N_TOKENS
+        assert store.restore(tokens) == n_tokens
         state = state_of(llm)
         saved = llm.save_state()
         times = alternate(
@@ -56,9 +52,9 @@ def measure(location: str, flash: bool, codec: str) -> dict[str, Any]:
                 "load_state": lambda: llm.load_state(saved),
             },
             ROUNDS,
-            forget,
+            lambda: forget(llm),
         )
-        assert store.stats().tokens_restored == (ROUNDS + 1) * N_TOKENS
+        assert store.stats().tokens_restored == (ROUNDS + 1) * n_tokens
         stats = store.stats()
     return {
         "state_bytes": len(state),
@@ -69,16 +65,20 @@ def measure(location: str, flash: bool, codec: str) -> dict[str, Any]:
     }
 
 
+def between(model: Path, flash: bool, codec: str, n_tokens: int) -> dict[str, Any]:
+    """A prompt is captured in one process, and restored in this one."""
+    with tempfile.TemporaryDirectory() as directory:
+        location = str(Path(directory) / "kv")
+        in_child("benchmarks.restore", str(model), location, str(int(flash)), codec, str(n_tokens))
+        return measure(model, location, flash, codec, n_tokens)
+
+
 def run() -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for flash in (True, False):
-        for codec in ("raw", "auto", "planes"):
-            with tempfile.TemporaryDirectory() as directory:
-                location = str(Path(directory) / "kv")
-                in_child(__name__, location, str(int(flash)), codec)
-                name = f"{'flash attention' if flash else 'V transposed'}, {codec}"
-                results[name] = measure(location, flash, codec)
-    return results
+    return {
+        f"{'flash attention' if flash else 'V transposed'}, {codec}": between(model_path(), flash, codec, N_TOKENS)
+        for flash in (True, False)
+        for codec in ("raw", "auto", "planes")
+    }
 
 
 def section(result: dict[str, Any]) -> list[str]:
@@ -127,4 +127,4 @@ def section(result: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    capture(sys.argv[1], bool(int(sys.argv[2])), sys.argv[3])
+    capture(*sys.argv[1:3], bool(int(sys.argv[3])), sys.argv[4], int(sys.argv[5]))

@@ -15,8 +15,10 @@ Reading, without a limit that is reached:
 ``cold_match_p50_us``, ``cold_match_p99_us``
     Lookups of 2,560 tokens of conversations that this process has not looked up before. Of every second prompt, half of
     the pages are stored, and half of the tokens of the next one.
+``cold_long_match_p50_us``
+    The first lookups of four prompts of 32,000 tokens; all of them are stored.
 ``match_p50_us``, ``match_p99_us``
-    The lookup of a prompt of 32,000 tokens that was looked up before; all of it is stored.
+    The lookup of one of these again.
 ``rss_bytes``, ``rss_bytes_per_page``
     Resident memory after all that, and what of it is not in a process that has only imported the modules, divided by
     the number of pages. Mapped pages of the location's own files do not count: they are the system's to take back.
@@ -71,8 +73,8 @@ if __package__ in (None, ""):
 from benchmarks import filled
 from benchmarks.tables import megabytes, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.backends import open_backend
 from prefixstore.backends.location import scheme_of
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
@@ -91,8 +93,8 @@ GOALS = {
 }
 NAMES = {
     "lmdb": ("prefixstore.backends.lmdb.backend",),
-    "sqlite": ("prefixstore.backends.sql.backend", "prefixstore.backends.sql.sqlite"),
-    "postgresql": ("prefixstore.backends.sql.backend", "prefixstore.backends.sql.postgresql"),
+    "sqlite": ("prefixstore.backends.sql.sqlite",),
+    "postgresql": ("prefixstore.backends.sql.postgresql",),
 }
 COLD, WARM, INSERTS = 400, 400, 200
 # Each measurement adds and evicts pages. A location is filled from the start if it has so many pages too many, or if a
@@ -131,7 +133,7 @@ class Writer:
 
     def __init__(self, store: PrefixStore, seed: int) -> None:
         self._engine = store.engine
-        self._space = store.namespace
+        self._space = filled.namespace()
         self._rng = np.random.default_rng([14, seed, time.time_ns()])
         self.times: list[float] = []
         self.dropped = 0
@@ -184,7 +186,7 @@ def reading(location: str, options: dict[str, Any]) -> dict[str, float]:
     chains, space = options["chains"], filled.namespace().key
     prompts = [as_tokens(filled.tokens_of(chain)) for chain in chains]
     prompts[2::2] = [_diverging(prompt) for prompt in prompts[2::2]]
-    long = as_tokens(filled.tokens_of(filled.LONG))
+    long = [as_tokens(filled.tokens_of(filled.LONG + i)) for i in range(filled.N_LONG)]
     started = time.perf_counter()
     with opened(location) as store:
         opening = time.perf_counter() - started
@@ -203,14 +205,16 @@ def reading(location: str, options: dict[str, Any]) -> dict[str, float]:
         first, n_tokens = match(prompts[0])
         assert n_tokens == filled.PROMPT_TOKENS or options["processes"], "it was evicted"
         cold = [match(prompt)[0] for prompt in prompts[1:]]
-        assert match(long)[1] == filled.LONG_TOKENS // filled.PAGE_TOKENS * filled.PAGE_TOKENS
-        warm = [match(long)[0] for _ in range(WARM)]
+        cold_long, found = zip(*map(match, long), strict=True)
+        assert set(found) == {filled.LONG_TOKENS}
+        warm = [match(long[0])[0] for _ in range(WARM)]
         memory = resident(store.location)
     return {
         "open_ms": opening * 1e3,
         "first_match_ms": first * 1e3,
         "cold_match_p50_us": percentile(cold, 50) * 1e6,
         "cold_match_p99_us": percentile(cold, 99) * 1e6,
+        "cold_long_match_p50_us": percentile(cold_long, 50) * 1e6,
         "match_p50_us": percentile(warm, 50) * 1e6,
         "match_p99_us": percentile(warm, 99) * 1e6,
         "rss_bytes": memory,
@@ -361,15 +365,15 @@ def fill(location: str, n_pages: int) -> tuple[int, float]:
         from prefixstore.backends.sql import migrations
 
         migrations.upgrade(location)
-    with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.view() as view:
+    with closing(open_pages(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         _, whole = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
         is_used_up = whole < WHOLE or view.used.entries > n_pages + max(SPARE, n_pages // 20)
     if is_used_up:
         with opened(location) as store:
             store.clear(everything=True)
-        with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.update() as transaction:
+        with closing(open_pages(location, max_bytes=AMPLE)) as backend, backend.update() as transaction:
             transaction.put_note(filled.NOTE, None)
-    with closing(open_backend(location, max_bytes=AMPLE)) as backend:
+    with closing(open_pages(location, max_bytes=AMPLE)) as backend:
         started = time.perf_counter()
         put = filled.fill(backend, filled.namespace(), n_pages)
         seconds = time.perf_counter() - started
@@ -379,7 +383,7 @@ def fill(location: str, n_pages: int) -> tuple[int, float]:
 
 def options_of(location: str, processes: int, inserts: int) -> dict[str, Any]:
     """What the processes are told: conversations that are stored, and the limit that makes them evict."""
-    with closing(open_backend(location, max_bytes=AMPLE)) as backend, backend.view() as view:
+    with closing(open_pages(location, max_bytes=AMPLE)) as backend, backend.view() as view:
         chains, _ = filled.stored_chains(view, filled.namespace().key, COLD, time.time_ns())
         limit = view.used.entries
     if not chains:

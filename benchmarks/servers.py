@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import numpy as np
 
 from benchmarks.common import SHARED, load, model_path, summary, tree_bytes
 from benchmarks.tables import megabytes, met, milliseconds, paragraph, table
+from prefixstore.testing.models import DEMO, write_model
 
 ROOT = Path(__file__).parent.parent
 LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER", SHARED / "bin" / "llama-server"))
@@ -44,7 +45,10 @@ CLIENTS, REQUESTS, SHORT_TOKENS, LONGER_ANSWER = (1, 4, 8), 24, 64, 16
 LIVE, ROUNDS = 30, 3
 # seconds to start, and for one answer
 LONGEST = 600.0
-GOALS = {"restart": 0.05, "live": 0.005, "throughput": 0.97}
+# a hybrid model: documents, each with two questions, and rounds of them
+HYBRID = replace(DEMO, arch="lfm2", n_layer=9, n_embd=1024, n_head_kv=4, n_ff=3072, conv=3)
+DOCUMENT_TOKENS, QUESTION_TOKENS, HYBRID_ROUNDS = 3850, 150, 3
+GOALS = {"restart": 0.05, "live": 0.005, "throughput": 0.97, "stops": 1.03, "question": 1.3}
 
 
 @dataclass(frozen=True)
@@ -205,13 +209,15 @@ def turn(client: httpx.Client, server: Server, number: int, prompt: str, asked: 
     return answer
 
 
-def conversations(server: Server, directory: Path, words: Words) -> dict[str, Any]:
+def conversations(
+    server: Server, directory: Path, words: Words, n: int = CONVERSATIONS, n_tokens: int = PROMPT_TOKENS
+) -> dict[str, Any]:
     """Three turns of each conversation: with nothing stored, after a restart, and right after that.
 
     Before its second turn, some are asked for their first one again, also after a restart.
     """
     phases = {name: Asked() for name in PHASES}
-    texts = [words.text(PROMPT_TOKENS, seed) for seed in range(CONVERSATIONS)]
+    texts = [words.text(n_tokens, seed) for seed in range(n)]
     answers: list[str] = []
     with running(server, directory) as client:
         ask(client, words.text(8, 99))  # the first batch of a context takes longer
@@ -220,10 +226,10 @@ def conversations(server: Server, directory: Path, words: Words) -> dict[str, An
     with running(server, directory) as client:
         ask(client, words.text(8, 99))
         for i in range(REPEATED):
-            turn(client, server, i, words.text(PROMPT_TOKENS, i), phases["again"])
+            turn(client, server, i, words.text(n_tokens, i), phases["again"])
     with running(server, directory) as client:
         ask(client, words.text(8, 99))
-        for i in range(CONVERSATIONS):
+        for i in range(n):
             for name in ("restart", "live"):
                 texts[i] += words.text(TURN_TOKENS, 1000 + i)
                 answers.append(turn(client, server, i, texts[i], phases[name]))
@@ -275,6 +281,45 @@ def side_by_side(alone: Server, ours: Server, directory: Path, words: Words) -> 
     }
 
 
+def hybrid(directory: Path) -> dict[str, Any]:
+    """Documents with a question, cold; after a restart with another question, beside that question alone.
+
+    Returns
+    -------
+    dict
+        Seconds to the first text, by phase and server, in the order of the rounds.
+    """
+    model = directory / "hybrid.gguf"
+    write_model(model, HYBRID)
+    words, found = Words(model), servers(model, directory)
+    both = {"alone": found["llama-server"], "ours": found["prefixstore serve, llama-server"]}
+    cold: dict[str, list[float]] = {name: [] for name in both}
+    asked: dict[str, list[float]] = {name: [] for name in both}
+
+    def prompt(number: int, question: int) -> str:
+        return f"{words.text(DOCUMENT_TOKENS, number)}\n\n{words.text(QUESTION_TOKENS, 1000 + 10 * number + question)}"
+
+    def first_text(client: httpx.Client, text: str, to: list[float]) -> None:
+        each = Asked()
+        ask(client, text, each)
+        to += each.seconds
+
+    with running(both["alone"], directory) as alone, running(both["ours"], directory) as ours:
+        clients = {"alone": alone, "ours": ours}
+        for client in clients.values():
+            ask(client, words.text(600, 99))
+        for i in range(HYBRID_ROUNDS):
+            for j, (name, client) in enumerate(clients.items()):
+                first_text(client, prompt(2 * i + j, 0), cold[name])
+    with running(both["alone"], directory) as alone, running(both["ours"], directory) as ours:
+        for client in (alone, ours):
+            ask(client, words.text(8, 99))
+        for i in range(HYBRID_ROUNDS):
+            first_text(alone, words.text(QUESTION_TOKENS, 5000 + i), asked["alone"])
+            first_text(ours, prompt(2 * i + 1, 1), asked["ours"])
+    return {"cold": cold, "question": asked}
+
+
 def run() -> dict[str, Any] | None:
     if not LLAMA_SERVER.exists():
         print(f"no llama-server at {LLAMA_SERVER}; set LLAMA_SERVER=", file=sys.stderr)
@@ -294,10 +339,11 @@ def run() -> dict[str, Any] | None:
                 for each in path.iterdir():
                     shutil.rmtree(each) if each.is_dir() else each.unlink()
         beside = side_by_side(found["llama-server"], found["prefixstore serve, llama-server"], directory, words)
+        of_hybrid = hybrid(Path(root))
     reference = results["llama-server"]["answers"]
     for figures in results.values():
         figures["differing"] = sum(a != b for a, b in zip(figures.pop("answers"), reference, strict=True))
-    return {"servers": results, "beside": beside}
+    return {"servers": results, "beside": beside, "hybrid": of_hybrid}
 
 
 def section(result: dict[str, Any] | None) -> list[str]:
@@ -350,7 +396,23 @@ def section(result: dict[str, Any] | None) -> list[str]:
             {LONGER_ANSWER} tokens; medians of {ROUNDS} rounds in turns, and the median of their ratios:"""
         ),
         *table(["clients", "llama-server", "behind the proxy", "ratio"], rates),
+        *(_of_hybrid(result["hybrid"]) if "hybrid" in result else []),
     ]
+
+
+def _of_hybrid(found: dict[str, Any]) -> list[str]:
+    """The figures of the hybrid model as a paragraph."""
+    alone, ours = (statistics.median(found["cold"][name]) for name in ("alone", "ours"))
+    question, restored = (statistics.median(found["question"][name]) for name in ("alone", "ours"))
+    return paragraph(
+        f"""A hybrid model ({HYBRID.n_layer} layers of {HYBRID.n_embd:,}), a document of {DOCUMENT_TOKENS:,} tokens and
+        a question of {QUESTION_TOKENS}: cold, the first text takes {milliseconds(alone)} alone and {milliseconds(ours)}
+        behind us, with its stops for snapshots: {met(ours / alone, GOALS["stops"], at_most=True)} times as long. After
+        a restart of everything, the document with another question takes {milliseconds(restored)}, and that question
+        alone, without the document, {milliseconds(question)}:
+        {met(restored / question, GOALS["question"], at_most=True)} times as long. Medians of
+        {HYBRID_ROUNDS}, in turns."""
+    )
 
 
 def _phases(figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -364,7 +426,13 @@ def _counted(computed: int | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="servers", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--hybrid", action="store_true", help="only the hybrid model")
     given = parser.parse_args(arguments)
+    if given.hybrid:
+        with tempfile.TemporaryDirectory() as directory:
+            figures = hybrid(Path(directory))
+        print(json.dumps(figures) if given.json else "\n".join(_of_hybrid(figures)))
+        return
     found = run()
     print(json.dumps(found) if given.json else "\n".join(section(found)))
 

@@ -19,7 +19,7 @@ from llama_cpp import LlamaRAMCache
 from benchmarks.common import LIGHT, SHARED, load, model_path, pointer_of, prompt_tokens, summary
 from benchmarks.tables import met, milliseconds, paragraph, table
 from prefixstore import PrefixStore
-from prefixstore.llama.moving_window import MovingWindow
+from prefixstore.sessions.moving_window import MovingWindow
 
 TRAINED = SHARED / "models" / "docs-6m.gguf"
 TEXT = Path(__file__).parent.parent / "docs" / "format.md"
@@ -40,8 +40,6 @@ class Sizes:
         Tokens of each at its beginning, and of each turn.
     measured
         Turns that are measured at most, for each way to serve them.
-    residents
-        How many may wait in the context.
     n_ctx
         Length of the context.
     forked, forks
@@ -54,7 +52,6 @@ class Sizes:
     first: int = 400
     turn: int = 24
     measured: int = 32
-    residents: int = 15
     n_ctx: int = 8192
     forked: int = 4000
     forks: int = 50
@@ -63,15 +60,8 @@ class Sizes:
 
 FULL = Sizes()
 
-# how the conversations are served, and whether with flash attention
-WAYS = {
-    "no cache": ("none", False),
-    "LlamaRAMCache": ("ram", False),
-    "sessions": ("sessions", False),
-    "parked": ("parked", False),
-    "sessions, flash attention": ("sessions", True),
-    "parked, flash attention": ("parked", True),
-}
+# how the conversations are served
+WAYS = {"no cache": "none", "LlamaRAMCache": "ram", "sessions": "sessions"}
 
 # the seconds of the switch, of the first token in all, and where the conversation came from
 Turn = Callable[[str, list[int]], tuple[float, float, str]]
@@ -89,11 +79,10 @@ def _first_token(complete: Callable[..., Iterator[Any]], prompt: list[int], star
 def _served(kind: str, llm: llama_cpp.Llama, sizes: Sizes) -> Iterator[Turn]:
     """A function that has a conversation continue."""
     with ExitStack() as stack:
-        if kind in ("sessions", "parked"):
+        if kind == "sessions":
             directory = stack.enter_context(tempfile.TemporaryDirectory())
-            sessions = stack.enter_context(PrefixStore(directory, llm)).sessions(
-                max_sessions=max(sizes.conversations), max_resident=sizes.residents if kind == "parked" else 0
-            )
+            store = stack.enter_context(PrefixStore(directory, llm))
+            sessions = store.sessions(max_sessions=max(sizes.conversations))
 
             def turn(name: str, prompt: list[int]) -> tuple[float, float, str]:
                 started = time.perf_counter()
@@ -170,8 +159,8 @@ def _perplexities(sizes: Sizes) -> dict[str, Any]:
     for name, sink, window in (("window alone", 0, WINDOW), (f"{SINK} + window", SINK, WINDOW - SINK)):
         with PrefixStore("memory://", llm) as store:
             llm.reset()
-            assert store._hook is not None
-            moving = MovingWindow(store._hook, sink=sink, window=window, exact=False)
+            assert store._hooks.current is not None
+            moving = MovingWindow(store._hooks.current, sink=sink, window=window, exact=False)
             try:
                 surprise[name] = _surprise(llm, moving.feed, tokens)
             finally:
@@ -187,17 +176,10 @@ def _perplexities(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(sizes: Sizes = FULL) -> dict[str, Any]:
-    path = model_path(**LIGHT)
-    turns: dict[str, dict[str, Any]] = {str(n): {} for n in sizes.conversations}
-    for flash in (False, True):
-        llm = load(path, n_ctx=sizes.n_ctx, flash_attn=flash)
-        for n in sizes.conversations:
-            for way, (kind, with_flash) in WAYS.items():
-                if with_flash == flash:
-                    turns[str(n)][way] = _turns(kind, llm, n, sizes)
-        if not flash:
-            forks = summary(_forks(llm, sizes))
-        llm.close()
+    llm = load(model_path(**LIGHT), n_ctx=sizes.n_ctx)
+    turns = {str(n): {way: _turns(kind, llm, n, sizes) for way, kind in WAYS.items()} for n in sizes.conversations}
+    forks = summary(_forks(llm, sizes))
+    llm.close()
     result = {"sizes": vars(sizes), "turns": turns, "fork": forks}
     if TRAINED.exists():
         result["long_text"] = _perplexities(sizes)
@@ -208,9 +190,8 @@ def section(result: dict[str, Any]) -> list[str]:
     """The figures as Markdown."""
     sizes, fork = result["sizes"], result["fork"]
     rows = [[n, *(milliseconds(figures[way]["first_token"]["p50"]) for way in WAYS)] for n, figures in _by_n(result)]
-    served = [way for way, (kind, _) in WAYS.items() if kind in ("sessions", "parked")]
     switches = [
-        [n, *(f"{milliseconds(figures[way]['switch']['p50'])} {_mostly(figures[way])}" for way in served)]
+        [n, f"{milliseconds(figures['sessions']['switch']['p50'])} {_mostly(figures['sessions'])}"]
         for n, figures in _by_n(result)
     ]
     lines = [
@@ -218,13 +199,12 @@ def section(result: dict[str, Any]) -> list[str]:
         "",
         *paragraph(
             f"""Time to the first token, p50, when each conversation has its turn after all others: {sizes["first"]:,}
-            tokens, and {sizes["turn"]} more in each turn; an eighth of the computation of the model above. *Parked*: up
-            to {sizes["residents"]} of them wait in a context of {sizes["n_ctx"]:,} tokens (`max_resident`)."""
+            tokens, and {sizes["turn"]} more in each turn; an eighth of the computation of the model above."""
         ),
         *table(["conversations", *WAYS], rows),
         "Of that, the switch: `admit`, to the beginning of the block, and where most conversations came from.",
         "",
-        *table(["conversations", *served], switches),
+        *table(["conversations", "sessions"], switches),
         *paragraph(
             f"""A fork of a conversation of {sizes["forked"]:,} tokens: p50 {fork["p50"] * 1e6:.0f} µs, in milliseconds
             p95 {met(fork["p95"] * 1e3, FORK_GOAL * 1e3, at_most=True)}."""

@@ -11,7 +11,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.common import LIGHT, load, model_path, prompt_tokens, seconds, summary
+from benchmarks.common import LIGHT, forget, load, model_path, prompt_tokens, seconds, summary
 from benchmarks.tables import milliseconds, paragraph, table
 from prefixstore import PrefixStore
 
@@ -54,8 +54,7 @@ def measure(
 ) -> dict[str, dict[str, float]]:
     tokens = prompt_tokens(llm, SIZES[-1] + 1)
     # remove what is left of a longer prompt
-    llm.reset()
-    llm._ctx.kv_cache_clear()
+    forget(llm)
     assert stores["raw"].restore(tokens[: n + 1], llm) == n
     works = works_for(llm, n, directory, tokens, memory)
     for codec, store in stores.items():
@@ -63,8 +62,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in works}
     for turn in range(ROUNDS + 1):
         for name, work in works.items():
-            llm.reset()
-            llm._ctx.kv_cache_clear()
+            forget(llm)
             if name in stores:
                 stores[name].attach(llm)
             taken = seconds(work)

@@ -7,7 +7,6 @@ return, from one file (or place) to another; a *place* is a folder of the packag
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import sys
@@ -22,6 +21,7 @@ import numpy as np
 
 import prefixstore
 from prefixstore import PrefixStore
+from prefixstore.testing.models import TINY, write_model
 
 PACKAGE = Path(prefixstore.__file__).parent
 PAGES = 4
@@ -84,18 +84,9 @@ def crossings(route: list[str]) -> int:
     return sum(a != b for a, b in itertools.pairwise(route))
 
 
-def tiny_model(path: Path) -> Path:
-    try:
-        models = importlib.import_module("prefixstore.testing.models")
-    except ModuleNotFoundError:
-        models = importlib.import_module("prefixstore.llama.synthetic")  # where it was at first
-    written: Path = models.write_model(path, models.TINY["llama"])
-    return written
-
-
 def measure() -> dict[str, dict[str, int]]:
     with tempfile.TemporaryDirectory() as directory:
-        model = str(tiny_model(Path(directory) / "tiny.gguf"))
+        model = str(write_model(Path(directory) / "tiny.gguf", TINY["llama"]))
         tokens = np.random.default_rng(0).integers(300, 3000, PAGES * PAGE_TOKENS + 1).tolist()
         options: dict[str, Any] = {"page_tokens": PAGE_TOKENS, "codec": "raw"}
         results = {}

@@ -34,6 +34,7 @@ from prefixstore.backends.files import expanded
 from prefixstore.backends.location import ENVIRONMENT, is_url, text_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from prefixstore.format.namespace import Namespace
+from prefixstore.models.file import CACHE_TYPES, is_gguf
 from prefixstore.opening import locations_of
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -41,7 +42,7 @@ from prefixstore.units import shown
 if TYPE_CHECKING:
     from llama_cpp import Llama
 
-__all__ = ["Config", "explain", "load", "load_config", "model_file"]
+__all__ = ["Config", "explain", "explain_of_model", "load", "load_config", "model_file"]
 
 log = logging.getLogger("prefixstore")
 
@@ -65,8 +66,6 @@ MODEL_FLAGS = frozenset(
 )
 WARM_SETTINGS = frozenset({"prompts", "pin", "generation_prompt"})
 PATHS = frozenset({"path", "lora_path"})
-# how a model file begins
-MAGIC = b"GGUF"
 # settings that are numbers in llama.cpp: the prefix of the names of their constants
 NAMED = {
     "type_k": "GGML_TYPE_",
@@ -77,10 +76,6 @@ NAMED = {
     "flash_attn_type": "LLAMA_FLASH_ATTN_TYPE_",
     "split_mode": "LLAMA_SPLIT_MODE_",
 }
-# what llama.cpp's programs take for K and V; most other types end the process
-CACHE_TYPES = frozenset({"f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"})
-
-
 # a V of these types needs no flash attention: not set, f32, f16, bf16
 FLOATS = (None, 0, 1, 30)
 
@@ -292,12 +287,10 @@ def model_file(path: str | os.PathLike[str], *, is_read: bool = True) -> str:
     if not is_read:
         return str(found)
     try:
-        with found.open("rb") as file:
-            is_model = file.read(len(MAGIC)) == MAGIC
+        if not is_gguf(found):
+            raise InvalidParameterError(f"llama.cpp cannot load {path}: it is not a model file (GGUF)")
     except OSError as error:
         raise InvalidParameterError(f"{path} cannot be read: {error.strerror}") from error
-    if not is_model:
-        raise InvalidParameterError(f"llama.cpp cannot load {path}: it is not a model file (GGUF)")
     return str(found)
 
 
@@ -326,16 +319,19 @@ def explain(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
     ]
 
 
+def explain_of_model(namespace: Namespace, stored: Iterable[Namespace]) -> list[str]:
+    """As `explain`, of the pages of the same model only, and whoever's they are."""
+    model = namespace.settings.get("model")
+    same = (one for one in stored if model is not None and one.settings.get("model") == model)
+    return explain(namespace, [Namespace({**one.settings, "salt": namespace.salt}) for one in same])
+
+
 def _shown(name: str, value: object) -> str:
-    """A setting as text: the name that llama.cpp has for it, if there is one."""
+    """A setting as text: the name that llama.cpp has for it, if there is one, and llama.cpp is loaded."""
     if value is None:
         return "not set"
-    if name in NAMED and isinstance(value, int):
-        try:
-            constants = vars(_llama_cpp())
-        except MissingExtraError:
-            return str(value)
-        known = _names(name, constants)
+    if name in NAMED and isinstance(value, int) and (llama_cpp := sys.modules.get("llama_cpp")) is not None:
+        known = _names(name, vars(llama_cpp))
         return next((word for word, number in known.items() if number == value), str(value))
     return str(value)
 
@@ -372,9 +368,8 @@ def _number(llama_cpp: Any, name: str, value: object) -> object:
     """The number of a value that is given by name, or by number: llama.cpp ends the process for some that it lacks."""
     if name not in NAMED or not isinstance(value, (str, int)):
         return value
-    known = _names(name, vars(llama_cpp))
-    if name in ("type_k", "type_v"):
-        known = {word: number for word, number in known.items() if word in CACHE_TYPES}
+    # most other types of K and V end the process
+    known = CACHE_TYPES if name in ("type_k", "type_v") else _names(name, vars(llama_cpp))
     if not isinstance(value, str):
         known = {str(number): number for number in known.values()}
         value = str(value)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixstore.errors import ContextError
+from prefixstore.models.file import is_gguf
 from prefixstore.report.labels import visible
 from prefixstore.store import PrefixStore
 from prefixstore.units import format_bytes
@@ -48,7 +49,7 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
             model = _write_model(folder / "demo.gguf")
         elif not model.is_file():
             raise ContextError(f"model file not found: {model}; leave it out for a generated model")
-        elif not _is_gguf(model):
+        elif not is_gguf(model):
             raise ContextError(f"{model} is not a GGUF file; leave it out for a generated model")
         location = f"lmdb://{folder / 'kv'}"
         cold = _process("A", "computes the prompt and exits", model, location)
@@ -67,11 +68,6 @@ def run(model: Path | None = None, *, as_json: bool = False) -> int:
 def _say(text: str) -> None:
     """Print progress to stderr, apart from the result."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _is_gguf(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def _write_model(path: Path) -> Path:
@@ -114,7 +110,7 @@ def _work(model: str, location: str) -> dict[str, Any]:
     """One process of the demo."""
     from llama_cpp import Llama  # noqa: PLC0415 - the extra "llama"
 
-    from prefixstore.llama.quiet import silence  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.binding import silence  # noqa: PLC0415 - the extra "llama"
 
     silence()
     llm = Llama(model, n_ctx=PROMPT_TOKENS + 511, n_batch=N_BATCH, verbose=False)

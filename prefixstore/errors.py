@@ -21,7 +21,8 @@
         ├── ServerUnreachableError it does not answer
         ├── ServerBusyError        it is loading, or the slot is in use; a retry may work
         ├── ServerRefusedError     it refused the request: switched off there, or not valid
-        └── ServerTooOldError      it does not have what is needed, or answers in another form
+        ├── ServerTooOldError      it does not have what is needed, or answers in another form
+        └── UnknownVersionError    it writes slot files of a version that is not known here
 
 Inside a completion, lookups and saves raise only `MisuseError`: any other failure there is a miss, counted and logged.
 Absence is not an error: it is ``None`` or an empty match.
@@ -133,3 +134,7 @@ class ServerRefusedError(ServerError):
 
 class ServerTooOldError(ServerError):
     """The llama-server lacks a needed feature, or answers in an unknown format."""
+
+
+class UnknownVersionError(ServerError):
+    """The llama-server writes slot files of a version that this prefixstore does not know: use a newer one."""

@@ -20,14 +20,13 @@ class LastPrompt:
         Length of the prompt.
     live, restored, computed
         Tokens of it that the context held, that were restored from the store, and that were computed. Together they are
-        `n_tokens` once the prompt is evaluated. A store that is not attached does not see the evaluation: there,
-        `computed` is what was left to do.
+        `n_tokens` once the prompt is evaluated.
     lookup_seconds
         Time that it took to find out what is stored, and to capture what the context held before.
     restore_seconds
         Time that it took to restore it.
     compute_seconds
-        Time that it took to evaluate the tokens that were computed; None if the store is not attached.
+        Time that it took to evaluate the tokens that were computed.
     miss
         Why nothing was used from the store: a name in ``Stats.misses``. None if something was restored, or the context
         held as much as the store.
@@ -40,7 +39,7 @@ class LastPrompt:
     computed: int
     lookup_seconds: float
     restore_seconds: float
-    compute_seconds: float | None
+    compute_seconds: float
     miss: str | None
 
 
@@ -49,8 +48,6 @@ class PromptMeter:
 
     Parameters
     ----------
-    sees_evaluation
-        Whether `begun` and `evaluated` are called.
     is_prompt
         False for the tokens of a session that is resumed.
 
@@ -74,7 +71,6 @@ class PromptMeter:
         "_computed",
         "_due",
         "_is_begun",
-        "_sees_evaluation",
         "compute_seconds",
         "is_prompt",
         "lookup_seconds",
@@ -85,9 +81,8 @@ class PromptMeter:
         "reused",
     )
 
-    def __init__(self, *, sees_evaluation: bool = True, is_prompt: bool = True) -> None:
+    def __init__(self, *, is_prompt: bool = True) -> None:
         self.is_prompt = is_prompt
-        self._sees_evaluation = sees_evaluation
         self._computed = 0
         # tokens of the prompt that were not evaluated yet
         self._due = 0
@@ -127,16 +122,15 @@ class PromptMeter:
             return None
         restored = min(self.restored, self.reused)
         live = self.reused - restored
-        sees = self._sees_evaluation
         return LastPrompt(
             source="store" if restored else "live" if live else "cold",
             n_tokens=self.n_tokens,
             live=live,
             restored=restored,
-            computed=self._computed if sees else self.n_tokens - self.reused,
+            computed=self._computed,
             # to the microsecond, since people read it
             lookup_seconds=round(self.lookup_seconds, 6),
             restore_seconds=round(self.restore_seconds, 6),
-            compute_seconds=round(self.compute_seconds, 6) if sees else None,
+            compute_seconds=round(self.compute_seconds, 6),
             miss=self.miss,
         )

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.location import text_of, without_password
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import InvalidParameterError, UnavailableError
 from prefixstore.parameters import Parameters
@@ -59,7 +59,7 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
     A far location that cannot be reached is opened later. Anything else that is wrong with it is raised.
     """
     nearest, *further = locations_of(location)
-    near = open_backend(nearest, max_bytes=parameters.budget.max_bytes, read_only=parameters.read_only)
+    near = open_pages(nearest, max_bytes=parameters.budget.max_bytes, read_only=parameters.read_only)
     arguments = near, parameters.budget, parameters.policy, parameters.encoder, Counters()
     options: dict[str, Any] = {
         "ttl": parameters.ttl,
@@ -79,7 +79,7 @@ def open_engine(location: Locations, parameters: Parameters) -> Engine:
 
 def _open_far(location: Location, parameters: Parameters, near: str, nearer: TieredEngine) -> FarEngine:
     size = parameters.far_budget.max_bytes
-    open_it = partial(open_backend, location, max_bytes=size, read_only=parameters.read_only)
+    open_it = partial(open_pages, location, max_bytes=size, read_only=parameters.read_only)
     backend: Backend
     try:
         backend = open_it()

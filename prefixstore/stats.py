@@ -55,25 +55,15 @@ class Kind(str, Enum):
     """
 
     UNBOUND = "unbound"
-    """No Llama is attached, and no completion has used the store yet."""
+    """No Llama is attached: no completion has used the store yet."""
     PAGES = "pages"
     """Full attention: a state can be cut at any token."""
     SNAPSHOTS = "snapshots"
     """Recurrent memory: a state can be resumed only at the exact position where it was taken."""
     PAGES_AND_SNAPSHOTS = "pages and snapshots"
     """Hybrid memory: pages of the attention layers, snapshots of the recurrent ones."""
-    ENCODER = "none: encoder"
-    """The model has an encoder, whose state cannot be stored."""
-    NO_MEMORY = "none: no_memory"
-    """The model keeps no state between tokens."""
     STREAMS = "none: streams"
     """Each sequence has rows of its own (``n_seq_max > 1`` without ``kv_unified``), which cannot be cut."""
-    PORTABLE = "portable"
-    """No Llama is attached: states travel as whole ``LlamaState`` objects."""
-    PORTABLE_PAGES = "portable: pages"
-    """As `PORTABLE`, and the states are cut into pages."""
-    PORTABLE_WHOLE = "portable: whole states"
-    """As `PORTABLE`, and each state is stored whole, since its layout is unknown."""
 
     def __str__(self) -> str:
         return self.value
@@ -84,7 +74,7 @@ class Kind(str, Enum):
     @property
     def has_pages(self) -> bool:
         """Whether states are stored in pages."""
-        return self in (Kind.PAGES, Kind.PAGES_AND_SNAPSHOTS, Kind.PORTABLE_PAGES)
+        return self in (Kind.PAGES, Kind.PAGES_AND_SNAPSHOTS)
 
     @property
     def has_snapshots(self) -> bool:
@@ -172,13 +162,12 @@ class Shortage:
 
 @dataclass(frozen=True)
 class SessionCounts:
-    """What the sessions of a store have done since it was opened, and what the context holds of them.
+    """What the sessions of a store have done since it was opened.
 
     Attributes
     ----------
-    cold, live, parked, store
-        Admissions by their source: nothing was reused; what the context held; what waited there; what was restored from
-        the store.
+    cold, live, store
+        Admissions by their source: nothing was reused; what the context held; what was restored from the store.
     forks
         Sessions that were forked.
     tails_copied
@@ -193,20 +182,12 @@ class SessionCounts:
         Admissions that were given up with `BusyError`.
     sessions
         How many there are now in this process.
-    residents
-        How many of them are parked in the context.
-    live_cells
-        Cells of the context by session name: of parked sessions, and of the one that has the ``Llama`` or
-        had it last. Shared cells count for each session.
-    parked_cells
-        Cells of all parked sessions together.
     waiting
         How many admissions wait for the ``Llama``, or have it.
     """
 
     cold: int
     live: int
-    parked: int
     store: int
     forks: int
     tails_copied: int
@@ -215,22 +196,14 @@ class SessionCounts:
     stale_leases: int
     timeouts: int
     sessions: int
-    residents: int
-    live_cells: dict[str, int]
-    parked_cells: int
     waiting: int
 
     def __str__(self) -> str:
-        source = f"{self.live} live, {self.parked} parked, {self.store} restored, {self.cold} cold"
-        there = f"{_plural(self.sessions, 'session')} ({self.residents} parked)"
-        cells = f"{_plural(sum(self.live_cells.values()), 'cell')} of the context"
+        source = f"{self.live} live, {self.store} restored, {self.cold} cold"
         ends = f"{self.discarded} discarded, {self.evicted} evicted"
-        refused = f"{_plural(self.timeouts, 'timeout')}, {_plural(self.stale_leases, 'stale call')}"
-        return f"{there} with {cells}; admitted: {source}; {_plural(self.forks, 'fork')}, {ends}, {refused}"
-
-
-def _plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+        refused = f"{counted(self.timeouts, 'timeout')}, {counted(self.stale_leases, 'stale call')}"
+        there, forks = counted(self.sessions, "session"), counted(self.forks, "fork")
+        return f"{there}; admitted: {source}; {forks}, {ends}, {refused}"
 
 
 @dataclass(frozen=True)
@@ -277,7 +250,7 @@ class TierStats:
 
     def __str__(self) -> str:
         state = "" if self.is_available else ", not available"
-        given = f"{self.pages} pages given ({format_bytes(self.bytes)}), {self.kept} kept, {self.late} late"
+        given = f"{counted(self.pages, 'page')} given ({format_bytes(self.bytes)}), {self.kept} kept, {self.late} late"
         waiting = f"{format_bytes(self.queued_bytes)} waiting, dropped: {_reasons(self.dropped)}"
         return f"{self.location}{state}: {given}, {waiting}"
 
@@ -293,15 +266,18 @@ class Stats:
     live_hits
         Lookups for which the context already held as many tokens as the store had to offer.
     misses
-        Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"short"`` (less than `min_tokens`),
-        ``"slow"`` (computing is faster), ``"unreadable"`` (see there), ``"unavailable"`` (the location failed),
+        Lookups that reused nothing from the store, by reason: ``"not_found"``, ``"diverged"`` (fewer than `min_tokens`
+        tokens begin as something stored does), ``"evicted"`` (the first page was, by this process), ``"short"`` (the
+        prompt has fewer than `min_tokens` tokens), ``"not_asked"`` (a server's slot held less of a chat than expected),
+        ``"slow"`` (computing is faster), ``"unreadable"`` (see there; late), ``"unavailable"`` (the location failed),
         ``"bypassed"`` (inside `PrefixStore.bypass`), ``"logprobs"`` (the request needs the logits of the prompt),
-        ``"multimodal"`` (images are not in the tokens), ``"encoder"``, ``"no_memory"``, ``"streams"`` (states of this
-        model, or context, cannot be stored), ``"loaded_state"``, ``"changed"`` (the context held more of the prompt
+        ``"multimodal"`` (images are not in the tokens), ``"streams"`` (states of this context cannot be stored),
+        ``"loaded_state"``, ``"changed"`` (the context held more of the prompt
         than the store, through a state or a change with unknown tokens; it was used, and nothing is stored after it),
         ``"sequence_in_use"`` (sequence 1 of the context, which the store needs, is in use), ``"context_replaced"`` (the
         ``Llama`` has a different context from when the store was attached), ``"session"`` (admitted with
-        ``reuse="live"`` or ``"none"``), ``"closed"`` (the ``Llama`` is), ``"error"``.
+        ``reuse="live"`` or ``"none"``), ``"closed"`` (the ``Llama`` is), ``"not_attached"`` (the ``Llama`` could not be
+        attached when it asked: the log says why), ``"error"``.
     unreadable
         Pages that were found but could not be restored, by reason: ``"corrupt"``, ``"vanished"`` (evicted meanwhile),
         ``"incompatible"`` (written or packed by a newer version; it is kept), ``"unavailable"``,
@@ -317,13 +293,14 @@ class Stats:
         ``"quota"`` (the tenant's), ``"admission"`` (worth less than what would be evicted for them), ``"full"`` (the
         disk or the map), ``"orphan"`` (the parent was evicted), ``"incomplete"`` (a sliding window has moved past it),
         ``"moved_on"`` (the context left the position of a snapshot before its rows were copied), ``"uncut"`` (a state
-        of unknown layout: from then on whole states are stored), ``"unavailable"`` (the location failed), ``"closed"``
-        (the store is, and a completion saves to it), ``"error"`` (a fault of the store). While the contents of the
-        context are unknown: ``"attached_late"`` (something was evaluated before the store was attached),
-        ``"loaded_state"`` (``load_state`` with a state that was not saved here), ``"changed"`` (something other than
-        the store used the context), ``"bypassed"`` (something was evaluated inside `PrefixStore.bypass`),
-        ``"stepped_back"`` (rewound to where it cannot continue), ``"shifted"`` (a session streams beyond the context),
-        ``"interrupted"``. This ends with the next lookup, `PrefixStore.restore` or ``llm.reset()``.
+        of unknown layout: from then on whole states are stored), ``"version"`` (a llama-server writes slot files of an
+        unknown version), ``"unavailable"`` (the location failed), ``"closed"`` (the store is, and a completion saves to
+        it), ``"error"`` (a fault of the store). While the contents of the context are unknown: ``"attached_late"``
+        (something was evaluated before the store was attached), ``"loaded_state"`` (``load_state`` with a state that
+        was not saved here), ``"changed"`` (something other than the store used the context), ``"bypassed"`` (something
+        was evaluated inside `PrefixStore.bypass`), ``"stepped_back"`` (rewound to where it cannot continue),
+        ``"shifted"`` (a session streams beyond the context), ``"interrupted"``. This ends with the next lookup,
+        `PrefixStore.restore` or ``llm.reset()``.
     shortage
         What the last page dropped for lack of space needed, and what was available; None if there was none.
     outdated
@@ -372,8 +349,7 @@ class Stats:
         With several locations, what each has done, the nearest first. Other values about the contents and drops of a
         location are those of the nearest one.
     kind
-        What is stored of this context. Without an attached Llama ``unbound``, and once a completion has used the store
-        ``portable: pages`` or ``portable: whole states``.
+        What is stored of the context of `PrefixStore.llm`; ``unbound`` if no Llama is attached.
     sessions
         What its sessions have done; None without `PrefixStore.sessions`.
     """

@@ -10,18 +10,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from prefixstore.backends import is_shared
 from prefixstore.engine.budget import Evicted
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Path
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.miss import bypassing
 from prefixstore.engine.queue import Drained
 from prefixstore.errors import (
     ClosedError,
     InvalidParameterError,
-    MissingExtraError,
     MisuseError,
     NotAttachedError,
     StorageError,
@@ -30,8 +29,8 @@ from prefixstore.format.figures import History
 from prefixstore.format.keys import Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.last_prompt import LastPrompt, PromptMeter
-from prefixstore.llama.bypass import Bypass
-from prefixstore.opening import Locations, locations_of, open_engine
+from prefixstore.llama.hooks import Hooks
+from prefixstore.opening import Locations, open_engine
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind, Stats
 from prefixstore.units import parse_bytes, parse_seconds, parse_target, shown
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from prefixstore.diagnosis.explanation import Explanation
     from prefixstore.llama.hook import Hook
-    from prefixstore.llama.portable.hook import PortableHook
     from prefixstore.sessions.sessions import Sessions
     from prefixstore.traces.recorder import Recorder
     from prefixstore.warming.prompts import PromptLike
@@ -51,13 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Match", "PrefixStore"]
 
 log = logging.getLogger("prefixstore")
-
-
-def _inside(wrapper: object) -> str:
-    """Where the Llama is in an object of another library, such as langchain's."""
-    names = ("client", "llm", "model", "_model", "_llm")
-    found = next((name for name in names if hasattr(getattr(wrapper, name, None), "_ctx")), None)
-    return f"; the Llama in it is its attribute .{found}: pass llm.{found}" if found is not None else ""
 
 
 @dataclass(frozen=True)
@@ -92,12 +83,12 @@ class PrefixStore:
         or else LMDB in the user's cache directory. A list of two, such as
         ``["lmdb:///var/cache/kv", "s3://team/kv"]``, is a local location in front of one that several machines share.
     llm
-        The ``llama_cpp.Llama`` to attach to; it may also be attached later. The store does not keep it alive.
+        A ``llama_cpp.Llama`` to attach to at once. Any other is attached by `attach`, or by its first completion after
+        ``llm.set_cache(store)``: one store serves any number of them, each in the namespace of its model and settings,
+        and keeps none alive.
     namespace
-        A name that separates this store's pages from others in the same location, in addition to the model's
-        fingerprint. A store with a name and without an `llm` can be the cache of any ``Llama``: it works on the
-        ``LlamaState`` objects of llama-cpp-python, and shares its pages with attached stores of the same `namespace`
-        and `salt`. Without a name, this works only if the location is ``"memory:"``; otherwise `attach` it first.
+        A label that separates this store's pages from others in the same location, in addition to the models'
+        fingerprints.
     salt
         Separates pages as `namespace` does, for tenants that must not share them.
     page_tokens
@@ -105,8 +96,8 @@ class PrefixStore:
     min_tokens
         Sequences shorter than this are neither stored nor restored.
     snapshot_interval
-        For models whose memory cannot step back (recurrent, hybrid): tokens between snapshots, in addition to
-        snapshots at message starts, before the last token of a prompt, and at the end of a turn.
+        For models whose memory cannot step back (recurrent, hybrid): tokens between snapshots, in addition to those
+        where another prompt is likely to part from this one, one token before its end, and at the end of a turn.
     max_snapshots
         How many snapshots along one conversation are kept; older ones are spaced further apart.
     max_bytes
@@ -170,7 +161,7 @@ class PrefixStore:
     Examples
     --------
     >>> llm = Llama("model.gguf", n_ctx=8192)  # doctest: +SKIP
-    >>> llm.set_cache(PrefixStore("lmdb:///var/cache/kv", llm))  # doctest: +SKIP
+    >>> llm.set_cache(PrefixStore("lmdb:///var/cache/kv"))  # doctest: +SKIP
     """
 
     def __init__(
@@ -228,17 +219,13 @@ class PrefixStore:
             max_delay=max_delay,
             far_max_bytes=far_max_bytes,
         )
-        self._hook: Hook | None = None
-        self._portable: PortableHook | None = None
-        # without one, whose states are stored outside of a completion would not be known
-        self._needs_namespace = namespace is None and any(map(is_shared, locations_of(location)))
-        self._bypass = Bypass()
         # what becomes of the last prompt, and of the last one of each Llama
         self._last = PromptMeter()
         self._last_of: weakref.WeakKeyDictionary[Llama, PromptMeter] = weakref.WeakKeyDictionary()
-        self._sessions: weakref.ref[Sessions] | None = None
+        self._sessions: weakref.WeakKeyDictionary[Hook, weakref.ref[Sessions]] = weakref.WeakKeyDictionary()
         self._warned_closed = False
         self._engine = open_engine(location, parameters)
+        self._hooks = Hooks(self._engine, parameters)
         self.location = self._engine.location
         # at the end of the process, or on garbage collection: what was captured is written
         self._finalizer = weakref.finalize(self, _finalize, weakref.ref(self), self._engine)
@@ -258,33 +245,32 @@ class PrefixStore:
     def attach(self, llm: Llama) -> None:
         """Attach the store to a ``Llama``: its pages are captured as it evaluates tokens.
 
-        If another thread is still in a call of an earlier session of this ``Llama``, this waits for its end.
+        A completion of a ``Llama`` whose cache is this store attaches it by itself. If another thread is still in a
+        call of an earlier session of this ``Llama``, this waits for its end.
 
         Raises
         ------
         MisuseError
-            If the store or the Llama is already attached.
+            If this store, or another one, is attached to this ``Llama`` already.
         """
-        from prefixstore.sessions.queue import between_calls  # noqa: PLC0415 - imported where it is used
-
         self._alive()
-        if self._hook is not None:
-            raise MisuseError("the store is attached to a Llama; detach() it first, or open another PrefixStore")
-        with between_calls(llm):
-            self._hook = hook = self._make_hook(llm)
-            try:
-                hook.attach(self)
-            except BaseException:
-                self.detach()
-                raise
+        self._hooks.attach(llm, self)
 
-    def detach(self) -> None:
-        """Restore the ``Llama``'s own methods, and remove this store as its cache. Does nothing if not attached."""
-        if self._hook is not None:
-            sessions = self._sessions() if self._sessions is not None else None
+    def detach(self, llm: Llama | None = None) -> None:
+        """Restore the own methods of a ``Llama``, by default of all, and remove this store as its cache.
+
+        Does nothing to one that is not attached.
+        """
+        for hook in self._hooks.all:
+            if llm is not None and hook.context.llm_or_none is not llm:
+                continue
+            sessions = self._sessions_of(hook)
             with sessions.unless_in_use() if sessions is not None else nullcontext(True) as is_free:
-                self._hook.detach(self, settles=is_free)  # if this is interrupted, it can be done again
-            self._hook = None
+                self._hooks.detach(hook, self, settles=is_free)
+
+    def _sessions_of(self, hook: Hook) -> Sessions | None:
+        found = self._sessions.get(hook)
+        return found() if found is not None else None
 
     def close(self) -> None:
         """Detach, write queued pages, make them durable, and release the location. A second call does nothing.
@@ -310,35 +296,20 @@ class PrefixStore:
         if not self._finalizer.alive:
             raise ClosedError("the store is closed; open a new PrefixStore")
 
-    def _make_hook(self, llm: Llama) -> Hook:
-        try:
-            from prefixstore.llama.hook import Hook, register_cache  # noqa: PLC0415 - the extra "llama"
-        except ImportError as error:
-            raise MissingExtraError('llm= needs llama-cpp-python; pip install "prefixstore[llama]"') from error
-        if not hasattr(llm, "_ctx") or not hasattr(llm, "_model"):
-            raise InvalidParameterError(f"llm must be a llama_cpp.Llama, not {type(llm).__name__}{_inside(llm)}")
-        register_cache(PrefixStore)
-        return Hook(llm, self._engine, self._parameters, self._bypass)
-
-    def _hook_of(self, llm: Llama | None) -> Hook:
-        """The hook of the attached Llama, or one for this call."""
+    def hook_of(self, llm: Llama | None) -> Hook:
+        """For jobs: the hook of a Llama, or one for this call if it is not attached; without a Llama, that of `llm`."""
         self._alive()
-        if llm is not None and (self._hook is None or self._hook.llm is not llm):
-            return self._make_hook(llm)
-        if self._hook is None:
-            raise NotAttachedError("no Llama is attached; pass one as llm=, or call attach(llm) first")
-        return self._hook
+        return self._hooks.of(llm)
 
-    def sessions(self, *, max_sessions: int = 64, max_resident: int = 0) -> Sessions:
-        """Many conversations on the attached ``Llama``, one at a time; see `Sessions.admit`.
+    def sessions(self, llm: Llama | None = None, *, max_sessions: int = 64) -> Sessions:
+        """Many conversations on an attached ``Llama``, one at a time; see `Sessions.admit`.
 
         Parameters
         ----------
+        llm
+            The attached ``Llama``; by default the only one, or of several the one that was used last.
         max_sessions
             How many are kept: above that, the least recently used ones are evicted.
-        max_resident
-            How many of them keep their rows in the context while they are idle, as long as there is space; see
-            docs/sessions.md for when that is worthwhile.
 
         Returns
         -------
@@ -350,24 +321,24 @@ class PrefixStore:
         NotAttachedError
             If no Llama is attached.
         ContextError
-            If states of this context cannot be stored, or sequences cannot wait in it.
+            If states of this context cannot be stored.
         MisuseError
-            If they exist with a different `max_sessions` or `max_resident`.
+            If they exist with a different `max_sessions`.
         """
         from prefixstore.sessions.sessions import Sessions  # noqa: PLC0415 - imported where it is used
 
         self._alive()
-        if self._hook is None:
-            raise NotAttachedError("sessions need a Llama; call attach(llm) first")
-        found = self._sessions() if self._sessions is not None else None
+        hook = self._hooks.current if llm is None else self._hooks.find(llm)
+        if hook is None:
+            raise NotAttachedError("sessions need an attached Llama; call attach(llm) first")
+        found = self._sessions_of(hook)
         if found is None or not found.is_usable:
-            found = Sessions(self, self._hook, self._engine, max_sessions, max_resident)
+            found = Sessions(self, hook, self._engine, max_sessions)
             # they keep the store, not the other way round
-            self._sessions = weakref.ref(found)
-        elif (found.max_sessions, found.max_resident) != (max_sessions, max_resident):
+            self._sessions[hook] = weakref.ref(found)
+        elif found.max_sessions != max_sessions:
             raise MisuseError(
-                f"the sessions of this store have max_sessions={found.max_sessions} and "
-                f"max_resident={found.max_resident}; pass the same, or drop them first"
+                f"the sessions of this store have max_sessions={found.max_sessions}; pass the same, or drop them first"
             )
         return found
 
@@ -425,7 +396,7 @@ class PrefixStore:
         return recorder
 
     def _text_of(self, tokens: Tokens) -> str:
-        llm = self._llm_or_none
+        llm = self.llm
         if llm is None:
             return " ".join(map(str, tokens.tolist()))
         return llm.detokenize(tokens.tolist(), special=True).decode("utf-8", "replace")
@@ -443,18 +414,22 @@ class PrefixStore:
 
     @property
     def kind(self) -> Kind:
-        """What is stored of the attached context, or why nothing is; without one, how states are stored."""
-        hook = self._hook or self._portable
+        """What is stored of the context of `llm`, or why nothing is."""
+        hook = self._hooks.current
         return hook.kind if hook is not None else Kind.UNBOUND
 
     @property
     def llm(self) -> Llama | None:
-        """The Llama that the store is attached to."""
-        return self._hook.llm if self._hook is not None else None
+        """The attached Llama; of several, the one that was attached or used last.
 
-    @property
-    def _llm_or_none(self) -> Llama | None:
-        return self._hook.context.llm_or_none if self._hook is not None else None
+        `kind`, `namespace` and `page_tokens` are those of this one, and methods that take a Llama take it by default.
+        """
+        hook = self._hooks.current
+        return hook.context.llm_or_none if hook is not None else None
+
+    def is_attached(self, llm: Llama) -> bool:
+        """Whether the store is attached to this Llama."""
+        return self._hooks.find(llm) is not None
 
     @property
     def engine(self) -> Engine:
@@ -480,60 +455,38 @@ class PrefixStore:
     @property
     def page_tokens(self) -> int:
         """Tokens per page; fewer than the parameter if the model has a shorter sliding window."""
-        hook = self._hook or self._portable
+        hook = self._hooks.current
         return hook.page_tokens if hook is not None else self._parameters.page_tokens
 
     @property
-    def overwrites_window(self) -> bool:
-        """Whether the attached context overwrites rows that leave a sliding window, so pages are captured before."""
-        return self._hook is not None and self._hook.overwrites_window
-
-    @property
     def namespace(self) -> Namespace:
-        """The namespace that the store uses.
+        """The namespace of `llm`.
 
         Raises
         ------
         NotAttachedError
-            If neither a Llama nor a name determines it.
+            If no Llama is attached.
         """
-        if self._hook is not None:
-            return self._hook.namespace
-        if self._portable is not None:
-            return self._portable.namespace
-        if self._parameters.label is None:
-            raise NotAttachedError("the namespace is unknown without a Llama; call attach(llm), or pass namespace=")
-        return Namespace(
-            {
-                "label": self._parameters.label,
-                "salt": self._parameters.salt,
-                "page_tokens": self._parameters.page_tokens,
-            }
-        )
+        return self.hook_of(None).context.namespace
 
-    def _place(self, tokens: TokenSequence) -> tuple[bytes, Tokens, int]:
-        """Where to look a prompt up: namespace key, tokens, length of a page."""
-        self._alive()
-        return self.namespace.key, as_tokens(tokens), self.page_tokens
-
-    def match(self, tokens: TokenSequence) -> Match:
+    def match(self, tokens: TokenSequence, llm: Llama | None = None) -> Match:
         """The longest stored prefix of `tokens`. Changes nothing, neither in the store nor in the context.
 
         Parameters
         ----------
         tokens
             Token ids, shape ``(n,)``; an int32 array is fastest.
+        llm
+            The Llama; by default the attached one.
         """
-        path = self.path(tokens)
+        path = self.path(tokens, llm)
         pages = tuple(page.key.hex() for page in path.pages)
         return Match(path.n_tokens, pages, sum(page.stored_bytes or page.raw_bytes for page in path.pages))
 
-    def path(self, tokens: TokenSequence) -> Path:
+    def path(self, tokens: TokenSequence, llm: Llama | None = None) -> Path:
         """As `match`, with the pages themselves, for jobs."""
-        namespace, wanted, page_tokens = self._place(tokens)
-        if self._hook is not None and self._hook.context.kind.has_snapshots:
-            return self._engine.match_snapshot(namespace, wanted, page_tokens, len(wanted))
-        return self._engine.match(namespace, wanted, page_tokens)
+        wanted = as_tokens(tokens)
+        return self.hook_of(llm).strategy.path(wanted, len(wanted))
 
     def explain(self, prompt: PromptLike, llm: Llama | None = None, *, generation_prompt: bool = True) -> Explanation:
         """Explain what is stored of a prompt, and why not more. Changes nothing.
@@ -543,7 +496,7 @@ class PrefixStore:
         prompt
             Text, token ids, or a mapping with ``"prompt"``, ``"messages"`` (and ``"tools"``) or ``"tokens"``.
         llm
-            The Llama; the attached one by default.
+            The Llama; by default the attached one.
         generation_prompt
             Whether messages end where the assistant answers them, as in a request.
 
@@ -564,7 +517,7 @@ class PrefixStore:
         """
         from prefixstore.diagnosis.of_store import explain_prompt  # noqa: PLC0415 - imported where it is used
 
-        return explain_prompt(self._engine, self._hook_of(llm), prompt, generation_prompt=generation_prompt)
+        return explain_prompt(self._engine, self.hook_of(llm), prompt, generation_prompt=generation_prompt)
 
     def restore(self, tokens: TokenSequence, llm: Llama | None = None, *, always: bool = False) -> int:
         """Restore the stored prefix of a prompt into the context, to continue with ``eval`` or ``generate``.
@@ -574,7 +527,7 @@ class PrefixStore:
         tokens
             The prompt, shape ``(n,)``. Its last token is always left to evaluate.
         llm
-            The Llama; the attached one by default.
+            The Llama; by default the attached one.
         always
             Restore even if computing was measured to be faster.
 
@@ -589,11 +542,12 @@ class PrefixStore:
         ClosedError
             If the store is closed, also while it restores: ``llm.n_tokens`` says what the context holds then.
         """
-        hook, wanted, meter = self._hook_of(llm), as_tokens(tokens), PromptMeter()
+        hook, wanted = self.hook_of(llm), as_tokens(tokens)
+        self._hooks.use(hook)
         try:
-            live = hook.restore(wanted, always=always, meter=meter)
+            live = hook.restore(wanted, always=always)
         finally:
-            self._note(meter, hook.context.llm_or_none)
+            self._note(hook)
         self._alive()
         return live
 
@@ -603,21 +557,21 @@ class PrefixStore:
         A background thread writes them; `flush` waits for it. For an `llm` that the store is not attached to, the
         caller guarantees that the context holds what ``llm.input_ids`` says.
         """
-        return self._hook_of(llm).capture()
+        return self.hook_of(llm).capture()
 
-    def pin(self, tokens: TokenSequence) -> int:
+    def pin(self, tokens: TokenSequence, llm: Llama | None = None) -> int:
         """Keep the stored prefix of `tokens` from eviction; the number of tokens that are pinned."""
-        return self._pin(tokens, pinned=True)
+        return self._pin(tokens, llm, pinned=True)
 
-    def unpin(self, tokens: TokenSequence) -> int:
+    def unpin(self, tokens: TokenSequence, llm: Llama | None = None) -> int:
         """Undo `pin`; the number of tokens that are no longer pinned."""
-        return self._pin(tokens, pinned=False)
+        return self._pin(tokens, llm, pinned=False)
 
-    def _pin(self, tokens: TokenSequence, *, pinned: bool) -> int:
-        namespace, wanted, page_tokens = self._place(tokens)
+    def _pin(self, tokens: TokenSequence, llm: Llama | None, *, pinned: bool) -> int:
+        hook, wanted = self.hook_of(llm), as_tokens(tokens)
         self._writable("pin")
         self._engine.drain()
-        return self._engine.pin(namespace, wanted, page_tokens, pinned=pinned)
+        return self._engine.pin(hook.context.namespace.key, wanted, hook.page_tokens, pinned=pinned)
 
     def flush(self) -> None:
         """Return when everything captured so far is durable.
@@ -679,23 +633,31 @@ class PrefixStore:
         return self._engine.check()
 
     def clear(self, *, everything: bool = False) -> int:
-        """Delete the pages of this store's namespace, pinned ones too; how many were deleted.
+        """Delete the pages in the namespaces of all attached Llamas, pinned ones too; how many were deleted.
 
         Parameters
         ----------
         everything
             Delete the pages of all namespaces in the location.
+
+        Raises
+        ------
+        NotAttachedError
+            If no Llama is attached, without `everything`.
         """
         self._alive()
         self._writable("clear")
+        hooks = self._hooks.attached
+        if not hooks and not everything:
+            raise NotAttachedError("no Llama is attached whose pages to delete; clear(everything=True) deletes all")
         self._engine.drain()
-        sessions = self._sessions() if self._sessions is not None else None
-        if sessions is not None and sessions.is_usable:
-            sessions.evict_all()
+        for hook in hooks:
+            sessions = self._sessions_of(hook)
+            if sessions is not None and sessions.is_usable:
+                sessions.evict_all()
         if everything:
             return self._engine.clear(None)
-        places = [self.namespace] if self._hook is not None or self._portable is None else self._portable.namespaces
-        return sum(self._engine.clear(namespace.key) for namespace in places)
+        return sum(self._engine.clear(key) for key in {hook.context.namespace.key for hook in hooks})
 
     def evict(self, to: float | str, *, dry_run: bool = False) -> Evicted:
         """Evict pages until the location holds no more than `to`, in the order of the store's policy.
@@ -752,7 +714,45 @@ class PrefixStore:
         >>> with store.bypass():  # doctest: +SKIP
         ...     llm.create_chat_completion(private_messages)
         """
-        return self._bypass.on()
+        return bypassing(self._engine)
+
+    def boundary(self, *prefixes: PromptLike | int, llm: Llama | None = None) -> AbstractContextManager[None]:
+        """Let prompts in the block be resumable after these prefixes, such as a document that several questions follow.
+
+        This is for models whose memory cannot step back (recurrent and hybrid ones), which are resumed only where a
+        snapshot was taken. The end of the system prompt, of documents before the question, and of what two prompts had
+        in common are found without it. Other models are resumed anywhere. The block applies as that of `bypass` does.
+
+        Parameters
+        ----------
+        prefixes
+            Each is a number of tokens, or what prompts begin with: text, token ids, or ``{"messages": [...]}``.
+            In the prompt the last message may go on.
+        llm
+            The Llama that makes tokens of it; the attached one by default.
+
+        Examples
+        --------
+        >>> with store.boundary({"messages": [rules, {"role": "user", "content": document}]}):  # doctest: +SKIP
+        ...     llm.create_chat_completion([rules, {"role": "user", "content": document + question}])
+
+        Raises
+        ------
+        NotAttachedError
+            If there is no Llama.
+        InvalidParameterError
+            If a prefix is not valid.
+        """
+        from prefixstore.diagnosis.of_store import tokens_of  # noqa: PLC0415 - imported where it is used
+        from prefixstore.models.boundaries import asking_for  # noqa: PLC0415 - imported where it is used
+
+        lengths = [prefix for prefix in prefixes if isinstance(prefix, int)]
+        for n in lengths:
+            if isinstance(n, bool) or n < 1:
+                raise InvalidParameterError(f"boundary({shown(n)}): a number of tokens has to be at least 1")
+        others = [prefix for prefix in prefixes if not isinstance(prefix, int)]
+        texts = [tokens_of(self.hook_of(llm).llm, prefix, generation_prompt=False) for prefix in others]
+        return asking_for([*lengths, *texts])
 
     @property
     def last(self) -> LastPrompt | None:
@@ -880,35 +880,48 @@ class PrefixStore:
         return self.match(tokens).n_tokens > 0
 
     def __getitem__(self, tokens: TokenSequence) -> LlamaState:
-        from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
-
-        completion = calling_completion(1)
-        if completion is not None and self._is_closed("miss:closed"):
+        llm, state = self._asking(), None
+        if llm is not None and self._is_closed("miss:closed"):
             raise KeyError("the store is closed")
-        hook = self._bound(completion) if self._hook is not None else self._unbound()
-        meter = PromptMeter(sees_evaluation=self._hook is not None)
-        try:
-            state = hook.lookup(tokens, completion, meter)
-        finally:
-            self._note(meter, completion.f_locals.get("self") if completion is not None else self._llm_or_none)
+        hook = self.hook_of(None) if llm is None else self._hooks.asking(llm, self)
+        if hook is not None:
+            wanted = as_tokens(tokens)
+            try:
+                state = hook.lookup(wanted)
+            finally:
+                self._note(hook)
         if state is None:
             raise KeyError("no prefix of this prompt is stored")
         return state
 
     def __setitem__(self, tokens: TokenSequence, state: LlamaState) -> None:
-        from prefixstore.llama.hook import calling_completion  # noqa: PLC0415 - the extra "llama"
+        llm = self._asking()
+        if llm is None:
+            self._alive()
+            hooks = self._hooks.attached
+            if not hooks:
+                raise NotAttachedError("no Llama is attached whose states could be stored; call attach(llm) first")
+            from prefixstore.llama.llama_state import store_state  # noqa: PLC0415 - the extra "llama"
 
-        completion = calling_completion(1)
-        if completion is not None and self._is_closed("dropped:closed"):
-            return
-        # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
-        if self._hook is not None:
-            self._bound(completion).completed()
-        else:
-            self._unbound().save(state, completion)
+            store_state(hooks, state)
+        elif not self._is_closed("dropped:closed"):
+            # the key does not say what the context holds: the key includes sampled tokens that were never evaluated
+            hook = self._hooks.find(llm)
+            if hook is not None:
+                hook.completed()
 
-    def _note(self, meter: PromptMeter, llm: Llama | None) -> None:
+    @staticmethod
+    def _asking() -> Llama | None:
+        """The Llama whose completion asks, if one does."""
+        try:
+            from prefixstore.llama.binding import running_completion  # noqa: PLC0415 - the extra "llama"
+        except ImportError:
+            return None
+        return running_completion().get("self")
+
+    def _note(self, hook: Hook) -> None:
         """A prompt was looked up."""
+        meter, llm = hook.context.prompt, hook.context.llm_or_none
         if meter.n_tokens is not None:
             self._last = meter
             if llm is not None:
@@ -923,30 +936,6 @@ class PrefixStore:
             self._warned_closed = True
             log.warning("a completion uses a closed store; call llm.set_cache(None), or open a new store")
         return True
-
-    def _bound(self, completion: Any) -> Hook:
-        """The hook of the attached Llama, which must be the one that asks."""
-        self._alive()
-        assert self._hook is not None
-        if completion is not None and completion.f_locals.get("self") is not self._hook.llm:
-            raise MisuseError("this store is attached to a different Llama; open one store for each Llama")
-        return self._hook
-
-    def _unbound(self) -> PortableHook:
-        """The hook for any Llama."""
-        self._alive()
-        if self._portable is None:
-            if self._needs_namespace:
-                raise NotAttachedError(
-                    f"{self.location} is used as a cache before a Llama is attached; call attach(llm), or open the "
-                    "store with namespace=, a name that stands for the model and its settings, for any Llama"
-                )
-            from prefixstore.llama.hook import register_cache  # noqa: PLC0415 - the extra "llama"
-            from prefixstore.llama.portable.hook import PortableHook  # noqa: PLC0415 - an extra
-
-            register_cache(PrefixStore)
-            self._portable = PortableHook(self._engine, self._parameters, self._bypass)
-        return self._portable
 
 
 def _finalize(store: weakref.ref[PrefixStore], engine: Engine) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from prefixstore.engine import breaker, tiers
-from prefixstore.llama import compute_rate
+from prefixstore.engine import breaker, compute_rate, tiers
 from prefixstore.server import rates
 from tests.support.browser import browser, chromium  # noqa: F401 - fixtures
 from tests.support.llama_server import docs_model, llama_server  # noqa: F401 - fixtures

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import replace
 
 import llama_cpp
@@ -10,7 +11,7 @@ import pytest
 
 import prefixstore
 from prefixstore import Namespace, PrefixStore
-from prefixstore.config import MODEL_SETTINGS, Config, explain, load, load_config
+from prefixstore.config import MODEL_SETTINGS, Config, explain, explain_of_model, load, load_config
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 from tests.support.models import ONE_THREAD, prompt
 
@@ -227,11 +228,19 @@ def test_without_llama_cpp_numbers_stay_numbers(models, monkeypatch):
     here = namespace(models)
     there = replace(here, settings={**here.settings, "type_k": 8})
 
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr("prefixstore.config.importlib.import_module", missing)
+    # a server does not load it only for names
+    monkeypatch.delitem(sys.modules, "llama_cpp")
     assert explain(here, [there]) == ["type_k is 1 here, 8 in the store"]
+
+
+def test_of_a_model_only_its_own_pages_are_explained_and_those_of_any_tenant():
+    here, other = ({"model": name, "salt": None, "type_k": 1} for name in ("a", "b"))
+    differs = ["type_k is q8_0 here, f16 in the store"]
+    assert explain_of_model(Namespace(here | {"type_k": 8}), map(Namespace, (other, here))) == differs
+    assert explain_of_model(Namespace(here | {"type_k": 8}), [Namespace(other)]) == []
+    assert explain_of_model(Namespace(here), [Namespace(here | {"salt": "ann"}), Namespace(here | {"type_k": 8})]) == []
+    # a name stands for a model that is not known
+    assert explain_of_model(Namespace({"server": "x"}), [Namespace({"server": "y"})]) == []
 
 
 def test_load_is_exported_by_the_package():

@@ -20,7 +20,7 @@ from benchmarks import readme, report
 from prefixstore import demo, stats
 from prefixstore.backends.lmdb import environment as lmdb_environment
 from prefixstore.cli import main
-from prefixstore.format import record, whole_state
+from prefixstore.format import record
 from prefixstore.format.codec import CODECS, PLANES_HEADER
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.namespace import Namespace
@@ -41,9 +41,7 @@ def table(title: str) -> list[list[str]]:
     return rows[2:]
 
 
-@pytest.mark.parametrize(
-    ("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE), ("A whole state", whole_state.HEADER)]
-)
+@pytest.mark.parametrize(("title", "layout"), [("Record", record.RECORD), ("Usage", record.USAGE)])
 def test_the_byte_tables_match_the_structs(title, layout):
     offset, codes = 0, "<"
     for where, size, kind, _ in table(title):
@@ -210,6 +208,7 @@ def test_the_reasons_that_are_counted_are_documented():
     assert not missing
 
 
+@pytest.mark.slow
 def test_the_demo_restores_and_answers_the_same_in_text_and_json(models, capfd, monkeypatch):
     command, done, real = ["demo", "--model", str(models("llama"))], [], subprocess.run
 

@@ -106,7 +106,7 @@ def test_a_restore_slower_than_computing_is_skipped(llama):
     with PrefixStore("memory:", llm) as store:
         llm.set_cache(store)
         answer(llm, TOKENS, 1)
-        store._hook.context.rate.page_seconds = 1e12  # a location slower than the model, whatever the limit is
+        store._hooks.current.context.rate.page_seconds = 1e12  # a location slower than the model, whatever the limit is
         for _ in range(7):
             llm.reset()
             answer(llm, TOKENS, 1)

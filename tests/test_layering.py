@@ -14,8 +14,8 @@ PACKAGE = Path(prefixstore.__file__).parent
 
 # A place imports only from those before it. A place is a folder, or a module at the top.
 PLACES = """
-errors units buffers stats last_prompt format backends engine traces testing parameters opening llama store sessions
-metrics config warming maintenance diagnosis report server demo prefixstore cli __main__
+errors units buffers stats last_prompt format backends engine traces testing parameters opening models llama store
+sessions metrics config warming maintenance diagnosis report server demo prefixstore cli __main__
 """.split()  # noqa: SIM905 - to be read at a glance
 
 CORE = {"lmdb", "numpy", "xxhash", "zstandard"}
@@ -24,12 +24,14 @@ NEEDS = {
     "llama": CORE | {"llama_cpp"},  # the extra "llama"
     "backends.sql": CORE | {"sqlalchemy", "alembic", "psycopg"},  # the extras "sql" and "postgres"
     "backends.valkey": CORE | {"valkey"},  # the extra "valkey"
+    "warming.tokens": CORE | {"llama_cpp"},
     "server": CORE | {"httpx", "starlette"},  # the extra "server"
     "server.listener": {"uvicorn", "uvloop"},
     "server.upstream": {"aiohttp", "multidict", "yarl"},
     "server.client_protocol": {"httptools", "uvicorn"},
     "server.serving": CORE | {"httpx", "starlette", "uvicorn"},
     "cli": CORE | {"rich", "typer"},  # the extra "cli"
+    "sessions.moving_window": CORE | {"llama_cpp"},
     # the extra "python-server"
     "server.completions": CORE | {"llama_cpp"},
     "server.example_model": CORE | {"llama_cpp"},

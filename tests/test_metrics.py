@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixstore import PrefixStore
 from prefixstore.backends.base import Used
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.cli import main
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError, InvalidParameterError, MissingExtraError, UnavailableError
 from prefixstore.format.figures import History
 from prefixstore.maintenance.archive import Archive
@@ -32,7 +32,7 @@ from prefixstore.metrics.location import MOST_MODELS
 from prefixstore.metrics.stores import GROUPS
 from prefixstore.stats import SessionCounts, Stats
 from tests.support import ROOT
-from tests.support.engines import MIB, A, B, C, gated, snapshot_of, store_of, writer_of
+from tests.support.engines import MIB, A, B, C, MemoryPages, gated, snapshot_of, store_of, writer_of
 from tests.support.exposition import names, problems, samples, value
 from tests.support.models import answer, prompt
 from tests.support.places import fill, space
@@ -96,21 +96,6 @@ def test_a_store_tells_what_its_statistics_say_and_follows_the_conventions(llama
         assert stats.prompt_tokens == 2100
         assert stats.allocations == 3
         assert stats.peak_bytes > 0
-
-
-@pytest.mark.slow
-def test_a_portable_store_counts_prompts_and_restores(llama):
-    llm, tokens = llama(), prompt(700)
-    with PrefixStore("memory:", namespace="m") as store:
-        llm.set_cache(store)
-        answer(llm, tokens, 1)
-        store.flush()
-        llm.reset()
-        answer(llm, tokens, 1)
-        text = store.metrics()
-        assert problems(text) == []
-        assert value(text, "prefixstore_prompt_tokens_total") == store.stats().prompt_tokens == 1400
-        assert value(text, "prefixstore_restore_seconds_count") == 1
 
 
 @pytest.mark.slow
@@ -230,7 +215,7 @@ def test_a_million_reasons_would_be_a_bounded_number_of_series():
 
 def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told():
     gate = threading.Event()
-    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store) as writer:
+    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store) as writer:
         registry = new_registry()
         StoreMetrics(registry, writer.engine)
         # a tail, and the page that continues it, before either is written
@@ -259,7 +244,7 @@ def test_what_waits_what_was_given_up_and_what_was_written_and_deleted_is_told()
 # -- when something is wrong ------------------------------------------------------------------------------------------
 
 
-class Failing(MemoryBackend):
+class Failing(MemoryPages):
     """A location that fails while it is told to."""
 
     fails = False
@@ -340,6 +325,7 @@ def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
         new_registry()
 
 
+@pytest.mark.slow
 def test_prometheus_client_is_imported_only_when_metrics_are_wanted():
     code = "import sys, prefixstore.metrics, prefixstore.cli.app; assert 'prometheus_client' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -378,7 +364,7 @@ def test_the_metrics_are_served_by_prometheus_client_too_in_both_formats():
 @pytest.mark.slow
 def test_scrapes_while_threads_work_never_fail_nor_see_a_counter_fall(tmp_path):
     n_threads, n_rounds = 4, 40
-    with store_of(LMDBBackend(tmp_path, 8 * MIB), max_entries=40, options={"write_behind": True}) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 8 * MIB)), max_entries=40, options={"write_behind": True}) as store:
         registry = new_registry()
         StoreMetrics(registry, store)
         requests = RequestMetrics(registry)
@@ -421,7 +407,7 @@ def test_scrapes_while_threads_work_never_fail_nor_see_a_counter_fall(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # 3.12: fork with threads, the case in question
 def test_a_forked_child_goes_on_counting_and_its_parent_does_not_see_it(tmp_path):
-    with store_of(LMDBBackend(tmp_path, 8 * MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 8 * MIB))) as store:
         registry = new_registry()
         StoreMetrics(registry, store)
         store.put(A)
@@ -535,6 +521,7 @@ print(render(registry)[0].decode())
 """
 
 
+@pytest.mark.slow
 def test_the_requests_of_several_processes_are_added_in_the_multiprocess_mode(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     command = [sys.executable, "-c", MULTIPROCESS]
@@ -599,13 +586,14 @@ def everything():
     """A text with every metric: of a store, of requests and of a location."""
     with store_of(max_entries=10) as store:
         registry = new_registry()
-        counted = SessionCounts(*[1] * 12, {"alice": 1, "bob": 1}, 1, 1)
+        counted = SessionCounts(*[1] * 11)
         store.engine.sessions = lambda: lambda: counted
         StoreMetrics(registry, store)
         requests = RequestMetrics(registry)
         for source in ("store", "live", "none"):
             requests.observe("/completion", source, "not_found", 1, lookup_seconds=0.1, restore_seconds=0.1)
-        requests.passed("/completion", "lora")
+        for reason in ("lora", "version"):
+            requests.passed("/completion", reason)
         text = text_of(registry)
     shares = [Share("model", "label", 1, 1, 1, 1, 1, 1)]
     location = location_text(Used(1, 1), shares, 1, History(0.0))

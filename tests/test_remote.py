@@ -175,6 +175,7 @@ def test_the_section_has_every_model_place_and_line():
     assert "### 1B" not in remote.section(measured(4096))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [["benchmarks/remote.py"], ["-m", "benchmarks.remote"]])
 def test_it_runs_as_a_file_and_as_a_module(how):
     done = subprocess.run([sys.executable, *how, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)

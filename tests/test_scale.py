@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 
 from benchmarks import filled, scale
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.keys import as_tokens
 from tests.support import ROOT
 
@@ -24,7 +24,7 @@ N = 800
 
 @pytest.fixture
 def backend(tmp_path):
-    with closing(open_backend(f"lmdb://{tmp_path}/kv", max_bytes=1 << 30)) as found:
+    with closing(open_pages(f"lmdb://{tmp_path}/kv", max_bytes=1 << 30)) as found:
         yield found
 
 
@@ -65,8 +65,10 @@ def test_what_is_filled_in_is_found_by_its_number(tmp_path, backend):
     with scale.opened(backend.location) as store:
         for chain in (*chains, filled.LONG):
             tokens = filled.tokens_of(chain)
-            assert store.match(as_tokens(tokens)).n_tokens == len(tokens)
-            assert store.match(as_tokens(scale._diverging(tokens))).n_tokens == 5 * filled.PAGE_TOKENS + 128
+            assert store.engine.match(SPACE.key, as_tokens(tokens), filled.PAGE_TOKENS).n_tokens == len(tokens)
+            diverging = as_tokens(scale._diverging(tokens))
+            path = store.engine.match(SPACE.key, diverging, filled.PAGE_TOKENS)
+            assert path.n_tokens == 5 * filled.PAGE_TOKENS + 128
         assert store.check() == []
 
 

@@ -9,6 +9,7 @@ from tests.support.models import answer, load, prompt
 from tests.support.worker import in_fork, in_process
 
 
+@pytest.mark.slow
 def test_what_one_process_commits_another_finds_at_its_next_lookup(models, tmp_path):
     location, llm = str(tmp_path / "kv"), load(models("llama"))
     with PrefixStore(location, llm) as store:

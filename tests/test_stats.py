@@ -23,12 +23,10 @@ def test_a_kind_reads_and_prints_as_its_value(kind):
 
 
 def test_a_kind_tells_what_is_stored():
-    assert [kind.value for kind in Kind if kind.has_pages] == ["pages", "pages and snapshots", "portable: pages"]
+    assert [kind.value for kind in Kind if kind.has_pages] == ["pages", "pages and snapshots"]
     assert [kind.value for kind in Kind if kind.has_snapshots] == ["snapshots", "pages and snapshots"]
     assert {kind.value: kind.reason for kind in Kind if not kind.is_stored} == {
         "unbound": None,
-        "none: encoder": "encoder",
-        "none: no_memory": "no_memory",
         "none: streams": "streams",
     }
 

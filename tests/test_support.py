@@ -20,6 +20,7 @@ input()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
 def test_a_server_does_not_outlive_tests_that_are_killed():
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Where pages are kept: opens the backend for the scheme of a URL.
 
 Another package adds one by an entry point in the group ``prefixstore.backends``: its name is the scheme, its value a
-function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore.backends.base.Backend`.
+function ``open(location, *, max_bytes, read_only)`` that returns a `prefixstore.backends.contract.Backend`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeAlias
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.base import Backend as PageBackend
+from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of, text_of, without_password
 from prefixstore.backends.memory import agreed_bytes as agreed_bytes_of
-from prefixstore.backends.memory import name_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
-__all__ = ["agreed_bytes", "is_persistent", "is_shared", "open_backend"]
+__all__ = ["agreed_bytes", "is_persistent", "open_backend"]
 
-Opener: TypeAlias = Callable[..., Backend]
+# one of rows; that of object storage keeps pages
+Opener: TypeAlias = "Callable[..., Backend | PageBackend]"
 
 ENTRY_POINTS = "prefixstore.backends"
 # scheme -> module and the function in it that opens a location
@@ -49,20 +50,14 @@ def is_persistent(location: str | os.PathLike[str] | None) -> bool:
     return scheme != "memory"
 
 
-def is_shared(location: str | os.PathLike[str] | None) -> bool:
-    """Whether other stores may have the pages of a location too: all locations but ``"memory:"``.
-
-    Raises `InvalidParameterError` as `is_persistent` does.
-    """
-    return is_persistent(location) or name_of(text_of(location)) is not None
-
-
 def agreed_bytes(location: str | os.PathLike[str] | None) -> int | None:
     """The `max_bytes` with which this process has a named memory open, and on which all agree; None of others."""
     return None if is_persistent(location) else agreed_bytes_of(text_of(location))
 
 
-def open_backend(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
+def open_backend(
+    location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False
+) -> Backend | PageBackend:
     """Open the backend that a location names.
 
     Parameters

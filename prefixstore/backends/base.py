@@ -1,7 +1,7 @@
-"""The contract between the engine and the place where bytes are kept.
+"""What the engine asks of a location: pages, found by their keys and among their siblings.
 
-A backend moves records, usage and payloads, and nothing else: hashing, compression, eviction and budgets are
-implemented once, above it. It has two kinds of access:
+`prefixstore.engine.pages` answers for every backend that keeps rows; object storage answers itself. There are two kinds
+of access:
 
 - a **view** reads. It sees everything that was committed before it opened (later commits may or may not be visible),
   never waits for a writer, and the memory of a payload that it returned stays readable and unchanged until the view
@@ -15,10 +15,7 @@ A thread holds one view or update of a backend at a time, and does not fork whil
 
 A missing key is ``None``, never an exception. The errors are those of `prefixstore.errors.StorageError`:
 `FullError` (evict, `Backend.reclaim`, and try again), `UnavailableError` (worth a retry later), `CorruptError` and
-`IncompatibleError` (not worth one). A new backend is one module, one line in ``backends/__init__.py`` (or an entry
-point of another package) and one subclass of `prefixstore.testing.BackendContract`. The methods that are not
-abstract have working defaults. A backend that holds many pages replaces those that read all of them; one on a server
-also those that would send one query for each page.
+`IncompatibleError` (not worth one).
 """
 
 from __future__ import annotations
@@ -29,14 +26,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import wraps
-from heapq import nsmallest
 from itertools import takewhile
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.errors import CorruptError, IncompatibleError, StorageError, UnavailableError
+from prefixstore.backends.contract import ConflictError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -45,7 +42,6 @@ __all__ = [
     "CONFLICTS",
     "FACTS",
     "Backend",
-    "ConflictError",
     "Entry",
     "Facts",
     "Transaction",
@@ -54,6 +50,7 @@ __all__ = [
     "facts_after",
     "facts_of",
     "retried",
+    "tokens_of",
 ]
 
 _P = ParamSpec("_P")
@@ -87,10 +84,6 @@ FACTS = np.dtype(
 )
 
 
-# pages whose facts are read at a time
-SLICE = 10_000
-
-
 class Entry(NamedTuple):
     """A stored page without its payload: its key, its record, or why that cannot be read, and its usage."""
 
@@ -105,14 +98,6 @@ class Used:
 
     bytes: int
     entries: int
-
-
-class ConflictError(UnavailableError):
-    """Another process has meanwhile changed what a transaction depends on; the same work may be retried at once.
-
-    Nothing of the update is committed then. Raised by locations where writers do not wait for each other, and where a
-    writer that was stopped for long loses its turn.
-    """
 
 
 # how often work is done that contradicts what another process has committed meanwhile
@@ -217,14 +202,15 @@ class View(ABC):
             Little-endian int32 bytes.
         """
         children = [each for each in self.children([parent], PAGE) if isinstance(each.record, Record)]
-        ordered = sorted(children, key=_tokens_of)
-        n_below = sum(_tokens_of(each) <= tokens for each in ordered)
+        ordered = sorted(children, key=tokens_of)
+        n_below = sum(tokens_of(each) <= tokens for each in ordered)
         return ordered[max(n_below - 1, 0) : n_below + 1]
 
     def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
         """`neighbors` of one page, and the snapshots after some pages: in one request, if the location is a server."""
         return self.neighbors(parent, tokens), self.children(parents, SNAPSHOT)
 
+    @abstractmethod
     def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
         """The children of these pages that have this form, each parent's in the order of their tokens.
 
@@ -237,23 +223,12 @@ class View(ABC):
         at_most
             How many of each parent, the first ones.
         """
-        found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
-        for key, record, usage in self.scan():
-            if isinstance(record, Record) and record.form == form and record.parent in found:
-                found[record.parent].append(Entry(key, record, usage))
-        count = self.used.entries if at_most is None else at_most
-        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
 
+    @abstractmethod
     def followed(self, keys: Sequence[bytes]) -> set[bytes]:
         """Those of these pages, or namespaces, that are the parent of a stored page, even of an unreadable one."""
-        wanted, found = set(keys), set[bytes]()
-        for _, record, _ in self.scan():
-            if not isinstance(record, Record):
-                # it may follow any of them
-                return wanted
-            found |= {record.parent} & wanted
-        return found
 
+    @abstractmethod
     def facts(self, after: bytes, at_most: int) -> Facts:
         """Facts of the pages whose keys come after this one, in the order of their keys.
 
@@ -270,10 +245,8 @@ class View(ABC):
             Of type `FACTS`, shape ``(n,)``; n is 0 only after the last page. Records are not verified: what reads one
             finds out. Those that cannot be read at all have nothing but a key.
         """
-        entries = (Entry(*each) for each in self.scan())
-        first = nsmallest(at_most, (each for each in entries if each.key > after), key=lambda each: each.key)
-        return np.array([facts_of(each) for each in first], FACTS)
 
+    @abstractmethod
     def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
         """Record and payload of these pages, in order, up to the first that is missing. They are not verified.
 
@@ -282,15 +255,8 @@ class View(ABC):
 
         Raises what `record` raises, when that page's turn comes, and `CorruptError` for a record without a payload.
         """
-        for key in keys:
-            record = self.record(key)
-            if record is None:
-                return
-            payload = self.payload(key)
-            if payload is None:
-                raise CorruptError(f"page {key.hex()} has no payload")
-            yield record, payload
 
+    @abstractmethod
     def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
         """All pages with their payloads, for `check`, in no particular order and in bounded memory.
 
@@ -298,32 +264,22 @@ class View(ABC):
         verified, and are valid until the next page is requested. A page without a payload has None, and so does one
         whose record cannot be read.
         """
-        for key, record, _ in self.scan():
-            payload: Buffer | StorageError | None = None
-            if isinstance(record, Record):
-                try:
-                    payload = self.payload(key)
-                except CorruptError as error:
-                    payload = error
-                if payload is None and self.record(key) is None:
-                    continue  # deleted meanwhile
-            yield key, record, payload
 
-    @abstractmethod
     def payload_keys(self) -> Iterator[bytes]:
-        """Keys of all payloads, for `check`."""
+        """Keys of all payloads, for `check`, where there may be one without a record."""
+        return iter(())
 
     @abstractmethod
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
 
+    @abstractmethod
     def namespace(self, key: bytes) -> bytes | None:
         """Canonical settings of one namespace."""
-        return self.namespaces().get(key)
 
+    @abstractmethod
     def note(self, name: bytes) -> bytes | None:
         """The note that `Transaction.put_note` wrote under this name."""
-        return None
 
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         """Faults of what a backend keeps beside the pages, such as an index of children, for `check`.
@@ -334,14 +290,9 @@ class View(ABC):
         return iter(())
 
     @property
+    @abstractmethod
     def sizes(self) -> tuple[int, int]:
         """The bytes of all payloads as stored, and of the states that they decode to."""
-        stored = raw = 0
-        after = b""
-        while len(facts := self.facts(after, SLICE)):
-            stored, raw = stored + int(facts["stored_bytes"].sum()), raw + int(facts["raw_bytes"].sum())
-            after = bytes(facts["key"][-1])
-        return stored, raw
 
     @property
     @abstractmethod
@@ -349,7 +300,8 @@ class View(ABC):
         """The size of the location, index included; inside a transaction, including what it has written so far."""
 
 
-def _tokens_of(entry: Entry) -> bytes:
+def tokens_of(entry: Entry) -> bytes:
+    """The tokens of a page that can be read."""
     assert isinstance(entry.record, Record)
     return entry.record.tokens
 
@@ -402,7 +354,7 @@ class Transaction(View):
 
     @abstractmethod
     def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        """Write a page. `payload` is copied before the call returns. Raises `FullError` if it does not fit."""
+        """Write a page. The memory of `payload` must stay valid until the transaction ends. May raise `FullError`."""
 
     @abstractmethod
     def delete(self, key: bytes) -> bool:

@@ -1,315 +1,145 @@
-"""Pages in the memory of this process: for tests, and for stores of one process."""
+"""Rows in the memory of this process: for tests, and for stores of one process."""
 
 from __future__ import annotations
 
 import re
 import threading
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixstore.backends.base import CHANGES_KEPT, Backend, Entry, Transaction, Used, View, facts_after
+from prefixstore.backends import refusals
+from prefixstore.backends.contract import Backend, Change, Costs, Draft, Range, Row, View
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
-from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import without_password
-from prefixstore.errors import InvalidParameterError, StorageError
-from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
-from prefixstore.format.record import RECORD, USAGE, Buffer, Record, Usage
+from prefixstore.errors import InvalidParameterError
+from prefixstore.format.record import Buffer
 
 __all__ = ["MemoryBackend", "agreed_bytes", "name_of", "open_memory"]
 
 NAMED = re.compile(r"memory://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)", re.IGNORECASE)
 
-# What Python holds for a page besides its tokens and payload: record, usage, dictionary slots (measured on 3.11).
-ENTRY_BYTES = RECORD.size + USAGE.size + 720
 
-# The children of a page that have one form: tokens and key of each, in order. A list is never changed, but replaced.
-_Siblings: TypeAlias = "list[tuple[bytes, bytes]]"
+class _Costs(Costs):
+    """What Python holds for a row with a payload, and for the small rows that come with it (measured on 3.11)."""
 
-
-_ABOVE_KEYS = b"\xff" * (KEY_BYTES + 1)
+    def of(self, key: bytes, value: bytes, payload: int | None = None) -> int:
+        return 0 if payload is None else super().of(key, value, payload)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    record: Record
-    usage: Usage
-    payload: bytes
-
-    @property
-    def bytes(self) -> int:
-        return _cost(self.record, len(self.payload))
+COSTS = _Costs(payload=1000)
+# A block of more rows becomes two: a change copies one block, and the list of all blocks.
+ROWS_OF_BLOCK = 512
 
 
-def _cost(record: Record, n_bytes: int) -> int:
-    return len(record.tokens) + n_bytes + ENTRY_BYTES
+def _cost(row: Change) -> int:
+    return COSTS.of(row.key, row.value or b"", None if row.payload is None else len(row.payload))
 
 
-class _Pages:
-    """The committed state."""
+class _Rows:
+    """All rows in order. They never change: `changed` makes others, which share all blocks but those that differ.
 
-    def __init__(self) -> None:
-        self.entries: dict[bytes, _Entry] = {}
-        self.namespaces: dict[bytes, bytes] = {}
-        self.notes: dict[bytes, bytes] = {}
-        # by parent and form
-        self.children: dict[tuple[bytes, int], _Siblings] = {}
-        # all keys in order, for a generation; made when they are asked for
-        self.ordered: tuple[int, list[bytes]] = 0, []
-        self.changes: deque[tuple[int, list[bytes]]] = deque(maxlen=CHANGES_KEPT)
-        self.generation = 0
-        self.bytes = 0
-        # of payloads as stored, and of the states that they stand for
-        self.sizes = 0, 0
+    So a view is the rows as they were when it opened, without a lock; and a commit is one assignment, which neither an
+    interrupt nor a fork can divide. A row is kept as the change that would write it.
+
+    Parameters
+    ----------
+    bounds
+        No key of a block is below its bound; the first bound is empty.
+    blocks
+        One for each bound, and always a first one.
+    used
+        The size of all in bytes.
+    """
+
+    def __init__(self, bounds: list[bytes], blocks: list[list[Change]], used: int) -> None:
+        self._bounds = bounds
+        self._blocks = blocks
+        self.used = used
+
+    def find(self, key: bytes) -> Change | None:
+        """The row of a key."""
+        block = self._blocks[bisect_right(self._bounds, key) - 1]
+        at = bisect_left(block, (key,))
+        return block[at] if at < len(block) and block[at].key == key else None
+
+    def range(self, wanted: Range) -> list[Row]:
+        """The rows of a range."""
+        start, stop, limit, reverse = wanted
+        found: list[Change] = []
+        numbers = range(bisect_right(self._bounds, start) - 1, bisect_left(self._bounds, stop))
+        for number in reversed(numbers) if reverse else numbers:
+            block = self._blocks[number]
+            rows = block[bisect_left(block, (start,)) : bisect_left(block, (stop,))]
+            found += reversed(rows) if reverse else rows
+            if limit is not None and len(found) >= limit:
+                break
+        return [Row(row.key, row.value or b"") for row in found[:limit]]
+
+    def changed(self, changes: Sequence[Change]) -> _Rows:
+        """The rows with these changes made, one after the other."""
+        bounds, blocks, used = self._bounds.copy(), self._blocks.copy(), self.used
+        own: list[Change] = []
+        for change in changes:
+            number = bisect_right(bounds, change.key) - 1
+            if blocks[number] is not own:
+                own = blocks[number] = blocks[number].copy()
+            at = bisect_left(own, (change.key,))
+            before = [row for row in own[at : at + 1] if row.key == change.key]
+            after = [] if change.value is None else [_kept(change, before)]
+            own[at : at + len(before)] = after
+            used += sum(map(_cost, after)) - sum(map(_cost, before))
+            if len(own) > ROWS_OF_BLOCK:
+                upper = own[ROWS_OF_BLOCK // 2 :]
+                del own[ROWS_OF_BLOCK // 2 :]
+                blocks.insert(number + 1, upper)
+                bounds.insert(number + 1, upper[0].key)
+            elif number and not own:
+                del blocks[number], bounds[number]
+        return _Rows(bounds, blocks, used)
+
+
+def _kept(change: Change, before: Sequence[Change]) -> Change:
+    """A row as it is kept, with the payload that it had if the change brings none."""
+    payload = before[0].payload if change.payload is None and before else change.payload
+    return change if payload is None else change._replace(payload=bytes(payload))
 
 
 class _View(View):
-    """Reads the dictionaries as they are; each read is one dictionary operation, or made under the lock."""
+    """Some rows; those of an update change as its draft writes its changes."""
 
-    def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
-        self._pages = pages
-        self._lock = lock
+    def __init__(self, rows: _Rows) -> None:
+        self.rows = rows
 
-    def _entry(self, key: bytes) -> _Entry | None:
-        return self._pages.entries.get(key)
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [row.value if (row := self.rows.find(key)) else None for key in keys]
 
-    def _items(self) -> list[tuple[bytes, _Entry]]:
-        with self._lock:
-            return list(self._pages.entries.items())
+    def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
+        return [self.rows.range(one) for one in wanted]
 
-    @property
-    def generation(self) -> int:
-        return self._pages.generation
-
-    def changes(self, since: int) -> list[bytes] | None:
-        with self._lock:
-            kept = list(self._pages.changes)
-            now = self._pages.generation
-        if since == now:
-            return []
-        if since > now or not kept or kept[0][0] > since + 1:
-            return None
-        return [key for generation, keys in kept if generation > since for key in keys]
-
-    def _siblings(self, parent: bytes, form: int) -> _Siblings:
-        return self._pages.children.get((parent, form), [])
-
-    def _keys(self) -> list[bytes]:
-        """All keys in order."""
-        with self._lock:
-            if self._pages.ordered[0] != self._pages.generation:
-                self._pages.ordered = self._pages.generation, sorted(self._pages.entries)
-            return self._pages.ordered[1]
-
-    def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
-        """Those of these pages that are still there."""
-        found = ((key, self._entry(key)) for key in keys)
-        return [Entry(key, entry.record, entry.usage) for key, entry in found if entry is not None]
-
-    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
-        for key, entry in self._items():
-            yield key, entry.record, entry.usage
-
-    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
-        siblings = self._siblings(parent, PAGE)
-        n_below = bisect_right(siblings, (tokens, _ABOVE_KEYS))
-        return self._entries([key for _, key in siblings[max(n_below - 1, 0) : n_below + 1]])
-
-    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
-        lists = (self._siblings(parent, form)[:at_most] for parent in dict.fromkeys(parents))
-        return self._entries([key for siblings in lists for _, key in siblings])
-
-    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
-        return {key for key in keys if any(self._siblings(key, form) for form in (PAGE, SNAPSHOT))}
-
-    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
-        return facts_after(self._keys(), self._entries, after, at_most)
-
-    def record(self, key: bytes) -> Record | None:
-        entry = self._entry(key)
-        return entry.record if entry is not None else None
-
-    def usage(self, key: bytes) -> Usage | None:
-        entry = self._entry(key)
-        return entry.usage if entry is not None else None
-
-    def payload(self, key: bytes) -> Buffer | None:
-        entry = self._entry(key)
-        return entry.payload if entry is not None else None
-
-    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+    def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:
         for key in keys:
-            entry = self._entry(key)
-            if entry is None:
-                return
-            yield entry.record, entry.payload
-
-    def payload_keys(self) -> Iterator[bytes]:
-        return (key for key, _ in self._items())
-
-    def namespaces(self) -> Mapping[bytes, bytes]:
-        with self._lock:
-            return dict(self._pages.namespaces)
-
-    def namespace(self, key: bytes) -> bytes | None:
-        return self._pages.namespaces.get(key)
-
-    def note(self, name: bytes) -> bytes | None:
-        return self._pages.notes.get(name)
+            row = self.rows.find(key)
+            yield None if row is None or row.value is None else (row.value, row.payload)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        return self._pages.sizes
+    def used(self) -> int:
+        return self.rows.used
 
-    @property
-    def used(self) -> Used:
-        with self._lock:
-            return Used(self._pages.bytes, len(self._pages.entries))
-
-
-class _Change(_View, Transaction):
-    """What a transaction has staged, over the committed state; `apply` commits it."""
-
-    def __init__(self, pages: _Pages, lock: threading.Lock) -> None:
-        super().__init__(pages, lock)
-        self._staged: dict[bytes, _Entry | None] = {}
-        self._staged_children: dict[tuple[bytes, int], _Siblings] = {}
-        self._structural: list[bytes] = []
-        self._staged_namespaces: dict[bytes, bytes | None] = {}
-        self._staged_notes: dict[bytes, bytes | None] = {}
-        self._bytes = pages.bytes
-        self._sizes = pages.sizes
-        self._n_entries = len(pages.entries)
-
-    def _entry(self, key: bytes) -> _Entry | None:
-        return self._staged[key] if key in self._staged else super()._entry(key)
-
-    def _items(self) -> list[tuple[bytes, _Entry]]:
-        items = dict(super()._items()) | self._staged
-        return [(key, entry) for key, entry in items.items() if entry is not None]
-
-    def _siblings(self, parent: bytes, form: int) -> _Siblings:
-        staged = self._staged_children.get((parent, form))
-        return super()._siblings(parent, form) if staged is None else staged
-
-    def _own_siblings(self, record: Record) -> _Siblings:
-        """The siblings of a page, in a list that may be changed until the transaction ends."""
-        of = record.parent, record.form
-        if of not in self._staged_children:
-            self._staged_children[of] = super()._siblings(*of).copy()
-        return self._staged_children[of]
-
-    def _keys(self) -> list[bytes]:
-        return sorted(key for key, _ in self._items())
-
-    def namespaces(self) -> Mapping[bytes, bytes]:
-        return _overlaid(super().namespaces(), self._staged_namespaces)
-
-    def namespace(self, key: bytes) -> bytes | None:
-        return self._staged_namespaces[key] if key in self._staged_namespaces else super().namespace(key)
-
-    def note(self, name: bytes) -> bytes | None:
-        return self._staged_notes[name] if name in self._staged_notes else super().note(name)
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self._sizes
-
-    @property
-    def used(self) -> Used:
-        return Used(self._bytes, self._n_entries)
-
-    def cost(self, record: Record, n_bytes: int) -> int:
-        return _cost(record, n_bytes)
-
-    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
-        self.delete(key)
-        entry = _Entry(record, usage, bytes(payload))
-        self._staged[key] = entry
-        insort(self._own_siblings(record), (record.tokens, key))
-        self._bytes += entry.bytes
-        self._sizes = self._sizes[0] + record.stored_bytes, self._sizes[1] + record.raw_bytes
-        self._n_entries += 1
-        self._structural.append(key)
-
-    def delete(self, key: bytes) -> bool:
-        entry = self._entry(key)
-        if entry is None:
-            return False
-        self._staged[key] = None
-        siblings = self._own_siblings(entry.record)
-        del siblings[bisect_left(siblings, (entry.record.tokens, key))]
-        self._bytes -= entry.bytes
-        self._sizes = self._sizes[0] - entry.record.stored_bytes, self._sizes[1] - entry.record.raw_bytes
-        self._n_entries -= 1
-        self._structural.append(key)
-        return True
-
-    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
-        entry = self._entry(key)
-        if entry is not None:
-            self._staged[key] = _Entry(entry.record, usage, entry.payload)
-            self._structural += [key] * announce
-
-    def put_namespace(self, key: bytes, settings: bytes) -> None:
-        if self.namespace(key) != settings:
-            self._staged_namespaces[key] = settings
-
-    def drop_namespace(self, key: bytes) -> None:
-        self._staged_namespaces[key] = None
-
-    def put_note(self, name: bytes, value: bytes | None) -> None:
-        self._staged_notes[name] = value
-
-    def apply(self) -> None:
-        """Commit. May be called again after an interrupt, and then does the rest."""
-        pages = self._pages
-        with self._lock:
-            for key, entry in self._staged.items():
-                if entry is None:
-                    pages.entries.pop(key, None)
-                else:
-                    pages.entries[key] = entry
-            for of, siblings in self._staged_children.items():
-                if siblings:
-                    pages.children[of] = siblings
-                else:
-                    pages.children.pop(of, None)
-            if self._staged_namespaces:
-                pages.namespaces = _overlaid(pages.namespaces, self._staged_namespaces)
-            pages.notes = _overlaid(pages.notes, self._staged_notes)
-            pages.bytes = self._bytes
-            pages.sizes = self._sizes
-            if self._structural:
-                if not pages.changes or pages.changes[-1][1] is not self._structural:
-                    pages.changes.append((pages.generation + 1, self._structural))
-                pages.generation = pages.changes[-1][0]
-
-
-def _overlaid(values: Mapping[bytes, bytes], staged: Mapping[bytes, bytes | None]) -> dict[bytes, bytes]:
-    """Values updated by the staged ones; None deletes."""
-    return {key: value for key, value in {**values, **staged}.items() if value is not None}
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Show changes; nobody else sees them."""
+        self.rows = self.rows.changed(changes)
 
 
 class _Memory:
-    """Pages in dictionaries, and the locks around them; shared by the backends that name it.
+    """The committed rows; shared by the backends that name it.
 
     Attributes
     ----------
-    pages
-        The committed state.
+    rows
+        What is committed.
     writing
-        Held by the one transaction at a time.
-    reading
-        Held for a moment, where several dictionaries are read or changed together.
-    handle_lock
-        Held shared by transactions, so that a child does not inherit half a commit.
+        Held by the one update at a time. A fork does not wait for it: what is committed is always whole.
     max_bytes
         The budget of the stores that write to it; None until one does.
     users
@@ -317,30 +147,20 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self.pages = _Pages()
-        self.handle_lock = HandleLock()
+        self.rows = _Rows([b""], [[]], 0)
+        self.writing = threading.Lock()
         self.max_bytes: int | None = None
         self.users = 0
-        self._start()
         register_at_fork(self, ForkLevel.HANDLE)
 
-    def _start(self) -> None:
-        """The locks of this process."""
-        self.writing = threading.Lock()
-        self.reading = threading.Lock()
-
     def before_fork(self) -> None:
-        self.handle_lock.acquire_exclusive(self)
+        """Nothing to wait for."""
 
     def after_fork_in_parent(self) -> None:
-        self.handle_lock.release_exclusive(self)
+        """Nothing to undo."""
 
     def after_fork_in_child(self) -> None:
-        if not self.handle_lock.is_exclusive(self):
-            # interrupts kept the fork from waiting: there may be half a commit
-            self.pages = _Pages()
-        self._start()
-        self.handle_lock.renew()
+        self.writing = threading.Lock()
 
 
 class _Names:
@@ -388,12 +208,12 @@ _NAMES = _Names()
 
 
 class MemoryBackend(Backend):
-    """Pages in dictionaries. They are lost with the process; a forked child has its own copy.
+    """Rows in lists. They are lost with the process; a forked child has its own copy.
 
     Parameters
     ----------
     name
-        Backends of one name share their pages, until the last one is closed; None for pages of its own.
+        Backends of one name share their rows, until the last one is closed; None for rows of its own.
     max_bytes
         The budget of the store; for backends of one name it has to be the same.
     read_only
@@ -405,53 +225,43 @@ class MemoryBackend(Backend):
         If the options do not fit those with which the name is open.
     """
 
+    is_local = True
+
     def __init__(self, name: str | None = None, *, max_bytes: int = 0, read_only: bool = False) -> None:
         self._name = name
-        self._is_open = True
+        self._memory: _Memory | None
         self._memory = _Memory() if name is None else _NAMES.open(name, max_bytes, read_only=read_only)
-
-    @property
-    def _pages(self) -> _Pages:
-        return self._memory.pages
 
     @property
     def location(self) -> str:
         return "memory:" if self._name is None else f"memory://{self._name}"
 
-    @property
-    def is_local(self) -> bool:
-        return True
+    def _opened(self) -> _Memory:
+        if self._memory is None:
+            raise refusals.closed(self.location)
+        return self._memory
 
     @contextmanager
     def view(self) -> Iterator[View]:
-        memory = self._memory
-        yield _View(memory.pages, memory.reading)
+        yield _View(self._opened().rows)
 
     @contextmanager
-    def update(self) -> Iterator[Transaction]:
-        memory = self._memory
-        with memory.handle_lock.shared(), memory.writing:
-            change = _Change(memory.pages, memory.reading)
-            yield change
-            try:
-                change.apply()
-            except BaseException:
-                # an interrupt: all or nothing, and something is there
-                change.apply()
-                raise
+    def update(self) -> Iterator[Draft]:
+        memory = self._opened()
+        with memory.writing:
+            view = _View(memory.rows)
+            draft = Draft(view, COSTS, view.apply)
+            yield draft
+            draft.flush()
+            memory.rows = view.rows
 
     def sync(self) -> None:
         """Nothing to do: memory does not outlive the process."""
 
-    def after_fork(self) -> None:
-        """Nothing to drop: the child has a copy of the pages, whose locks are new."""
-
     def close(self) -> None:
-        was_open, self._is_open = self._is_open, False
-        if was_open:
-            if self._name is not None:
-                _NAMES.close(self._name, self._memory)
-            self._memory = _Memory()
+        memory, self._memory = self._memory, None
+        if memory is not None and self._name is not None:
+            _NAMES.close(self._name, memory)
 
 
 def name_of(location: str) -> str | None:

@@ -151,7 +151,7 @@ def text_of_tokens(model: Path | None, tokenizer: Path | None) -> Text | None:
         return None
     path = model_file(model)
     try:
-        from prefixstore.llama.prompt import Vocabulary  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.warming.tokens import Vocabulary  # noqa: PLC0415 - the extra "llama"
     except ImportError as error:
         raise MissingExtraError('--model needs llama-cpp-python; pip install "prefixstore[llama]"') from error
     silence()
@@ -208,7 +208,7 @@ def open_model(settings: Config, *, tokenizer_only: bool = False) -> Llama:
 def silence() -> None:
     """Discard the log of llama.cpp, if it is installed."""
     try:
-        from prefixstore.llama.quiet import silence  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.llama.binding import silence  # noqa: PLC0415 - the extra "llama"
     except ImportError:
         return  # opening the model says which extra is missing
     silence()

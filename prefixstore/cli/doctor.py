@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from prefixstore.cli.arguments import OTHERWISE, AsJson, ConfigFile, MaxBytes, silence
+from prefixstore.cli.arguments import OTHERWISE, SERVER_KEY, AsJson, ConfigFile, MaxBytes, server_key, silence
 from prefixstore.cli.output import DONE, FAILED, emit, tell, visible_lines
 from prefixstore.cli.terminal import wrapped
 from prefixstore.config import load_config
-from prefixstore.diagnosis.doctor import Level, examine
+from prefixstore.diagnosis.doctor import Finding, Level, examine
+from prefixstore.errors import MissingExtraError, ServerError
 from prefixstore.units import counted
 
 __all__ = ["doctor"]
@@ -28,12 +29,19 @@ def doctor(
     *,
     config: ConfigFile = None,
     max_bytes: MaxBytes = None,
+    server: Annotated[
+        str | None, typer.Option("--server", metavar="URL", help="URL of prefixstore serve: whether it uses the store.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", help=f"Its key; by default {SERVER_KEY}.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Examine the installation and a store, and say what to change.
 
     Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
-    With --config, the model is loaded, and its settings are compared with those of the stored pages. It writes nothing.
+    With --config, the model is loaded, and its settings are compared with those of the stored pages. With --server,
+    prefixstore serve is asked whether it stores and restores anything, and if not, why. It writes nothing.
 
     Exit codes: 0 no problems found; 1 something should be changed.
 
@@ -43,6 +51,8 @@ def doctor(
     if settings is not None and not settings.model.get("verbose"):
         silence()
     found = examine(location or os.environ.get("PREFIXSTORE_LOCATION") or None, settings, max_bytes)
+    if server is not None:
+        found.append(_of_server(server, server_key(api_key)))
     problems = [finding for finding in found if finding.level is Level.PROBLEM]
     if as_json:
         where = next(finding.value for finding in found if finding.name == "location")
@@ -56,3 +66,21 @@ def doctor(
             before = " " * len(before)
     tell(f"{counted(len(problems), 'problem')} to fix" if problems else "no problems found")
     return FAILED if problems else DONE
+
+
+def _of_server(url: str, api_key: str | None) -> Finding:
+    """Whether a ``prefixstore serve`` uses its store."""
+    try:
+        from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
+    except ImportError as error:
+        raise MissingExtraError('--server needs httpx; pip install "prefixstore[server]"') from error
+    try:
+        with LlamaServer(url, api_key=api_key) as server:
+            status = server.proxy_status()
+    except ServerError as error:
+        return Finding("server", "cannot be asked", Level.PROBLEM, str(error))
+    reason = status["passed_through"]
+    if reason is None:
+        return Finding("server", f"{url} uses its store")
+    advice = str(status.get("why") or "docs/servers.md says which servers are not stored.")
+    return Finding("server", f"nothing is stored or restored: {reason}", Level.PROBLEM, advice)

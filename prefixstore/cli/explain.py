@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from prefixstore.cli.arguments import AsJson, ConfigFile, Location, ModelFile, NCtx, Salt, configured, open_model
-from prefixstore.cli.output import DONE, FAILED, emit, visible_lines
+from prefixstore.cli.output import DONE, FAILED, emit, say, visible_lines
 from prefixstore.cli.prompt_files import STANDARD, chat_in, text_in
 from prefixstore.cli.terminal import wrapped
 from prefixstore.errors import InvalidParameterError
@@ -59,6 +60,8 @@ def explain(
     Example: prefixstore explain lmdb:///var/cache/kv --model m.gguf --messages request.json
     """
     content = _content(prompt, prompt_file, messages)
+    if prompt is not None and os.path.isfile(prompt):  # noqa: PTH113 - a prompt may be longer than a path
+        say(f"note: {prompt} is looked up as the text of a prompt; for the file of this name, pass --prompt-file")
     settings = configured(location, config, model, n_ctx, salt)
     llm = open_model(settings, tokenizer_only=config is None)
     from prefixstore.diagnosis.of_store import explain_without_context  # noqa: PLC0415 - the extra "llama"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from prefixstore.engine.history import described
 from prefixstore.format.figures import OTHERS, Described, Figures, History
-from prefixstore.llama.gguf import model_names
 from prefixstore.maintenance.archive import Holding
+from prefixstore.models.file import model_names
 
 __all__ = ["Group", "by_model", "by_tenant", "described_of"]
 

@@ -20,8 +20,8 @@ from prefixstore.cli.arguments import (
 )
 from prefixstore.cli.output import emit, say
 from prefixstore.errors import LocationError
-from prefixstore.llama.model_file import file_digest, model_parts
 from prefixstore.maintenance.archive import Archive
+from prefixstore.models.file import file_digest, model_parts
 from prefixstore.report.content import content_of
 from prefixstore.report.page import html_of, write_page
 from prefixstore.units import counted, format_bytes

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["warm"]
 
 SIGNALLED = 128  # plus the number of the signal
+# what llama-server has by default, and a Llama has not
+OF_SERVER = {"flash_attn": True}
 
 
 def warm(
@@ -78,6 +80,10 @@ def warm(
             "--far-max-bytes", metavar="SIZE", help="Size limit of that location; by default that of the store."
         ),
     ] = None,
+    for_server: Annotated[
+        bool,
+        typer.Option("--for-server", help="Settings that are not given are those of llama-server, not of a Llama."),
+    ] = False,
     n_ctx: NCtx = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Number of threads.")] = None,
     batch: Annotated[int | None, typer.Option(metavar="N", help="Tokens evaluated at once.")] = None,
@@ -142,7 +148,10 @@ def warm(
     Exit codes: 0 done; 1 some prompts could not be read or stored, or will not fit (--dry-run); 2 wrong usage; 3 the
     store cannot be used; 130, 143 interrupted; everything computed so far is kept.
 
-    Example: prefixstore warm --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
+    Pages are for one way of computing. For llama-server behind prefixstore serve, pass --for-server: its defaults are
+    not those of a Llama. What else it is started with (-ctk, -ctv, ...) is passed here as well.
+
+    Example: prefixstore warm --for-server --model m.gguf --store lmdb:///var/cache/kv prompts.jsonl docs/
     """
     models = {
         "n_ctx": n_ctx,
@@ -173,6 +182,8 @@ def warm(
     if far is not None:
         stores["location"] = [*(store or settings.locations[:1]), far]
     settings = settings.override(str(model) if model else None, models, stores)
+    if for_server:
+        settings = replace(settings, model=OF_SERVER | dict(settings.model))
     sources = list(prompts or settings.warm.get("prompts", ()))
     ends = _either(generation_prompt, settings.warm.get("generation_prompt"))
     if check:

@@ -133,7 +133,7 @@ def _location(
             holdings, used = archive.holdings(), archive.used().bytes
             found.append(_stored(used, holdings))
             found += _budget(path, used, budget)
-            found += _break_even(archive, holdings)
+            found += _break_even(archive)
     except PrefixStoreError as error:
         if not isinstance(error, LocationError) or path is None or not _is_missing(path):
             return [*found, Finding("store", "cannot be opened", Level.PROBLEM, str(error))], None
@@ -311,7 +311,7 @@ def _budget(path: Path | None, used: int, budget: int) -> Iterator[Finding]:
         yield Finding("free space", format_bytes(free))
 
 
-def _break_even(archive: Archive, holdings: Sequence[Holding]) -> Iterator[Finding]:
+def _break_even(archive: Archive) -> Iterator[Finding]:
     """Whether restoring is faster than computing, by what computing took and by reading now."""
     timed = [page for page in archive.pages() if page.compute_us and page.raw_bytes and page.form == 0]
     if not timed:

@@ -12,7 +12,7 @@ from prefixstore.errors import InvalidParameterError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.llama.hook import Hook
-from prefixstore.llama.model_file import file_digest, model_parts
+from prefixstore.models.file import file_digest, model_parts
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 from prefixstore.warming.prompts import Problem, Prompt, PromptLike, encode
@@ -48,17 +48,18 @@ def explain_prompt(engine: Engine, hook: Hook, prompt: PromptLike, *, generation
     """Explain what is stored of a prompt for a context; see `PrefixStore.explain`."""
     context = hook.context
     tokens = tokens_of(hook.llm, prompt, generation_prompt=generation_prompt)
+    where, kind = hook.strategy.place_of(tokens)
     place = Place(
-        context.namespace,
-        context.parameters.page_tokens,
+        where.namespace,
+        where.page_tokens,
         context.parameters.min_tokens,
-        hook.kind,
+        kind,
         context.rate.token_seconds,
         context.rate.page_seconds,
     )
     note = ""
     if context.bypass_reason() == "multimodal":
-        note = "The chat handler adds images to the context: such requests bypass the store."
+        note = "The chat handler adds images to the context: only the text before the first one is stored."
     return explain(engine, LlamaWords(hook.llm), tokens, place, note)
 
 
@@ -89,6 +90,9 @@ def explain_without_context(
             f"{f', of {len(known)}' if len(known) > 1 else ''}); pass --config for those of your server."
         )
     kind = next((kind for kind in Kind if kind.value == best.settings.get("kind")), Kind.PAGES)
+    if best.settings.get("window") is not None:
+        # of a llama-server, of whose window only the last rows are there
+        kind = Kind.PAGES_AND_SNAPSHOTS
     place = Place(best, _page_tokens(best), Parameters.MIN_TOKENS, kind)
     return explain(engine, LlamaWords(tokenizer), tokens, place, note)
 

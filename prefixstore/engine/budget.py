@@ -10,7 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from prefixstore.backends.base import CONFLICTS, Backend, ConflictError, Transaction, Used
+from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
+from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.evictions import Cause

@@ -246,7 +246,16 @@ class Catalog(TableLoader):
         if fresh:
             self._counters.observe("first_reuse", [(now - created) / 1e9 for created in fresh])
 
-    def thin(self, view: View, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+    def thin(
+        self,
+        view: View,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        keep: int,
+        interval: int,
+        valued: Collection[int] = (),
+    ) -> int:
         """Give up all but `keep` of the known snapshots along `tokens`, except pinned ones; how many."""
         with self._lock, self._guard:
             paths = self._contents.index.snapshots_along(namespace, tokens, page_tokens)[0][::-1]
@@ -269,7 +278,7 @@ class Catalog(TableLoader):
             forks = branches([(end, others[key]) for key, end in ends.items()], tokens)
             # other sequences start from the last snapshot before the fork
             shared = {max((n for n in positions if n <= fork), default=0) for fork in forks}
-            doomed = thin(positions, keep, interval, shared)
+            doomed = thin(positions, keep, interval, shared.union(valued))
             discarded = [path.pages[-1] for path in paths if path.n_tokens in doomed and not path.pages[-1].pinned]
             for page in discarded:
                 self.discard_snapshot(page)

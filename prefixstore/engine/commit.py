@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from prefixstore.backends.base import CONFLICTS, Backend, ConflictError, Transaction, Used
+from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
+from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.catalog import Catalog, Claim
 from prefixstore.engine.contents import DropReason
@@ -111,6 +112,8 @@ class Committer:
             counted. Pages that do not fit into the budget are dropped without an error.
         """
         catalog = self._catalog
+        # what is written at the end of the transaction is not to be given back before
+        held = [new.buffer for new in batch if new.buffer is not None and new.buffer.hold()]
         try:
             # if that fails, the transaction reads it
             with suppress(StorageError):
@@ -134,6 +137,8 @@ class Committer:
             raise
         finally:
             catalog.end_writing(batch)
+            for buffer in held:
+                buffer.release()
 
     def _write_with_space(self, packed: Sequence[PackedPage]) -> list[PendingPage]:
         """Write; if the location is full before its budget is, make more space, and write fewer pages at a time."""

@@ -455,6 +455,10 @@ class Engine:
         with self._backend.view() as view:
             return self._evictions.find(view, keys)
 
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether this process has evicted a page lately. The location is not asked."""
+        return self._catalog.evictions.find(key) is not None
+
     def children(self, view: View, parent: bytes, namespace: bytes, at_most: int) -> list[Page]:
         """Children of this page, or of the namespace: some of the stored ones, and those that are known here."""
         found = view.children([parent], PAGE, at_most)
@@ -714,14 +718,22 @@ class Engine:
         is_kept = self._housekeeping and (self._catalog.has_deferred or self.keeper.is_due)
         return is_kept or self._bookmarks.has_pending
 
-    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+    def thin(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        keep: int,
+        interval: int,
+        valued: Collection[int] = (),
+    ) -> int:
         """Give up all but `keep` of the snapshots along `tokens`; how many. See `snapshot_policy.thin`.
 
-        Pinned ones stay, and those from which other prompts branch off stay before others.
+        Pinned ones stay, and those from which other prompts branch off, or which are `valued`, stay before others.
         """
         self._load(namespace, tokens, page_tokens, snapshots=True)
         with self._backend.view() as view:
-            return self._catalog.thin(view, namespace, tokens, page_tokens, keep, interval)
+            return self._catalog.thin(view, namespace, tokens, page_tokens, keep, interval, valued)
 
     def condemn(self, page: Page, fits: Fits, size: int | None = None) -> None:
         """Have a page and its descendants deleted with the next commit, if its state still does not fit then.

@@ -25,7 +25,6 @@ from prefixstore.engine.index import Page, is_same
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import BATCH_BYTES
 from prefixstore.errors import StorageError
-from prefixstore.format.keys import Tokens
 
 __all__ = ["FarEngine"]
 
@@ -137,11 +136,10 @@ class FarEngine(Engine):
             for key in keys:
                 self._named.pop(key, None)
 
-    def thin_later(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> None:
+    def thin_later(self, new: Thinning) -> None:
         """As `Engine.thin`, with one of the next commits."""
         if self.read_only:
             return
-        new = Thinning(namespace, tokens.copy(), page_tokens, keep, interval)
         with self._lock:
             # a conversation grows: the last call stands for those about its beginning
             self._thinning = [*(one for one in self._thinning if not new.continues(one)), new][-THINNED:]
@@ -197,7 +195,7 @@ class FarEngine(Engine):
             waiting, self._thinning = self._thinning, []
         for one in waiting:
             with suppress(StorageError):
-                self.thin(one.namespace, one.tokens, one.page_tokens, one.keep, one.interval)
+                self.thin(*one)
 
     def _commit_announced(self, announced: list[PendingPage]) -> int:
         waiting = list(announced)

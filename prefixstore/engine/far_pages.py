@@ -102,6 +102,7 @@ class Thinning(NamedTuple):
     page_tokens: int
     keep: int
     interval: int
+    valued: frozenset[int]
 
     def continues(self, other: Thinning) -> bool:
         """Whether it is about the same conversation, or a longer one."""

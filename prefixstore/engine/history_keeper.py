@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -109,6 +110,8 @@ class HistoryKeeper:
         self._taken_at = 0.0
         self._unsure: tuple[Ledger, float] | None = None
         self._n_written = 0
+        # held where counts that are committed become counts that are written
+        self._confirming = threading.Lock()
         self._tried_at = time.monotonic()
         self._pause = 0.0 if backend.is_local else REMOTE_SECONDS
         self._hurries = False
@@ -211,10 +214,12 @@ class HistoryKeeper:
 
     def committed(self) -> None:
         """Note that what `write` wrote is committed."""
-        taken, self._taken, self._hurried = self._taken, None, False
+        with self._confirming:
+            taken, self._taken, self._hurried = self._taken, None, False
+            if taken is not None:
+                self._n_written += 1
+                self._counters.written(taken)
         if taken is not None:
-            self._n_written += 1
-            self._counters.written(taken)
             self._noted |= self._taken_names
             self._has_noted_budget = True
 
@@ -372,15 +377,28 @@ class HistoryKeeper:
     def read(self) -> History:
         """What is recorded in the location, and counts of this process not yet written. Raises `StorageError`."""
         while True:
-            before, waiting = self._n_written, self._counters.unwritten()
+            with self._confirming:
+                before, waiting = self._n_written, self._counters.unwritten()
             with self._backend.view() as view:
                 history = read_history(view, self._clock(), waiting)
-            if before == self._n_written:
+                with self._confirming:
+                    is_current = before == self._n_written
+                    unconfirmed = self._unconfirmed(history)
+                if is_current and unconfirmed is not None:
+                    waiting.take_off(unconfirmed)
+                    history = read_history(view, self._clock(), waiting)
+            if is_current:
                 break
         known = {**self._described, **history.described}
         if history.max_bytes is None and self._notes_budget:
             history = replace(history, max_bytes=self._budget.max_bytes, max_entries=self._budget.max_entries)
         return replace(history, described=known)
+
+    def _unconfirmed(self, history: History) -> Ledger | None:
+        """What is in these figures although this process does not know yet that it was committed."""
+        written_at = next((one.at for one in history.writers if one.writer == self._writer), None)
+        sent = [self._unsure, (self._taken, self._taken_at)]
+        return next((one[0] for one in sent if one is not None and one[1] == written_at), None)
 
     @retried
     def forget(self, namespaces: Collection[bytes] | None, tenant: str | None = None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefixstore.format.keys import ENDLESS, PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
+from prefixstore.format.keys import PAGE, SNAPSHOT, TOKEN_BYTES, Tokens, common_prefix
 from prefixstore.format.record import Record, Usage
 
 __all__ = ["Index", "Page", "Path", "Unknown", "branches", "depth_first", "is_same"]
@@ -139,7 +139,8 @@ class Page:
 
     def lasts_until(self, other: Page) -> bool:
         """Whether the page is kept at least as long as another one."""
-        if self.pinned or not self.expires:
+        # what is unpinned later expires when it is said to
+        if not self.expires or (self.pinned and other.pinned):
             return True
         return bool(other.expires) and not other.pinned and self.expires >= other.expires
 
@@ -366,12 +367,6 @@ class Index:
                 node = node.children[i]
                 pages.append(node)
                 at += step
-                continue
-            if page_tokens == ENDLESS and not is_here and i and wanted.startswith(node.child_tokens[i - 1]):
-                # what continues it is not beside it, but after it
-                node = node.children[i - 1]
-                pages.append(node)
-                at += len(node.tokens)
                 continue
             unknown = None if is_here or node.sealed[i] or not wanted else Unknown(node.key, at // TOKEN_BYTES)
             shared, nearest = max(

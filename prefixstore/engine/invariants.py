@@ -95,8 +95,8 @@ class _Places:
         at = np.minimum(np.searchsorted(self._keys, keys), max(len(self._keys) - 1, 0))
         return at, self._keys[at] == keys if len(self._keys) else np.zeros(len(keys), np.bool_)
 
-    def violations(self) -> Iterator[Violation]:
-        """Faults in the place of a page in its sequence. First pages have been checked before."""
+    def misplaced(self) -> Iterator[tuple[bytes, bytes]]:
+        """Pages whose place in their sequence is wrong, each with its parent. First pages have been checked before."""
         first = np.array(list(self._numbers) or [bytes(KEY_BYTES)], KEY)
         for begin in range(0, len(self._places), AT_ONCE):
             some = self._places[begin : begin + AT_ONCE]
@@ -107,8 +107,7 @@ class _Places:
             is_wrong = ~is_known | (parents["end"] != some["start"]) | (parents["form"] == SNAPSHOT)
             is_wrong |= parents["namespace"] != some["namespace"]
             is_wrong &= ~(is_known & (parents["form"] == FOREIGN))
-            for page, parent, is_there in zip(some[is_wrong], parents[is_wrong], is_known[is_wrong], strict=True):
-                yield from _misplaced(page, parent if is_there else None)
+            yield from ((bytes(page["key"]), bytes(page["parent"])) for page in some[is_wrong])
 
     def missing(self, keys: Iterable[bytes]) -> Iterator[bytes]:
         """Those of these keys that no page has."""
@@ -142,7 +141,8 @@ def violations(view: View, budget: Budget) -> list[Violation]:
         if problem is not None:
             found.append(Violation("payload", key.hex(), problem))
     places.finish()
-    found += places.violations()
+    for key, parent in places.misplaced():
+        found += _misplaced(view, key, parent)
     found += [
         Violation("orphan", key.hex(), "a payload without a record")
         for key in places.missing(view.payload_keys())
@@ -154,18 +154,22 @@ def violations(view: View, budget: Budget) -> list[Violation]:
     return found
 
 
-def _misplaced(page: np.void, parent: np.void | None) -> Iterator[Violation]:
-    """What is wrong with the place of a page that is not a first one."""
-    key = bytes(page["key"]).hex()
-    if parent is None:
-        yield Violation("parent", key, f"its parent {bytes(page['parent']).hex()} is missing")
+def _misplaced(view: View, key: bytes, parent: bytes) -> Iterator[Violation]:
+    """What is wrong with the place of a page that is not a first one, also now: a view may see later commits."""
+    found = view.records([key, parent])
+    page, above = (found[each][0] if each in found else None for each in (key, parent))
+    if not isinstance(page, Record) or isinstance(above, IncompatibleError):
         return
-    if parent["end"] != page["start"]:
-        yield Violation("position", key, f"starts at {page['start']}, but its parent ends at {parent['end']}")
-    if parent["form"] == SNAPSHOT:
-        yield Violation("parent", key, "its parent is a snapshot, which cannot have children")
-    if parent["namespace"] != page["namespace"]:
-        yield Violation("namespace", key, "its parent is in another namespace")
+    if not isinstance(above, Record):
+        yield Violation("parent", key.hex(), f"its parent {parent.hex()} is missing")
+        return
+    end = above.start + len(above.tokens) // TOKEN_BYTES
+    if end != page.start:
+        yield Violation("position", key.hex(), f"starts at {page.start}, but its parent ends at {end}")
+    if above.form == SNAPSHOT:
+        yield Violation("parent", key.hex(), "its parent is a snapshot, which cannot have children")
+    if above.namespace != page.namespace:
+        yield Violation("namespace", key.hex(), "its parent is in another namespace")
 
 
 def _lacks_settings(view: View, key: bytes, record: Record) -> bool:

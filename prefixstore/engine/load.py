@@ -15,7 +15,7 @@ from typing import TypeVar
 from prefixstore.backends.base import Backend, Entry, Transaction, View
 from prefixstore.engine.follow import Follower, with_ancestors
 from prefixstore.engine.index import Index, Page, Unknown
-from prefixstore.format.keys import ENDLESS, SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
+from prefixstore.format.keys import SNAPSHOT, TOKEN_BYTES, Tokens, page_keys
 from prefixstore.format.record import Record
 
 __all__ = ["Loader"]
@@ -75,32 +75,10 @@ class Loader(Follower):
         bool
             False if the view is too old by now.
         """
-        at = -1
-        while True:
-            with self._lock, self._guard:
-                unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
-            # what is damaged stays unknown
-            if unknown is None or unknown.at <= at:
-                return True
-            if not self._load_from(view, epoch, unknown, namespace, tokens, page_tokens, snapshots=snapshots):
-                return False
-            if page_tokens < ENDLESS:
-                return True
-            # only now is it known after which page to look next
-            at = unknown.at
-
-    def _load_from(
-        self,
-        view: View,
-        epoch: int,
-        unknown: Unknown,
-        namespace: bytes,
-        tokens: Tokens,
-        page_tokens: int,
-        *,
-        snapshots: bool,
-    ) -> bool:
-        """Read what the index lacks of a sequence from a page on; as `load`."""
+        with self._lock, self._guard:
+            unknown = self._unknown(namespace, tokens, page_tokens, snapshots=snapshots)
+        if unknown is None:
+            return True
         rest = tokens[unknown.at :].tobytes()
         keys = page_keys(unknown.parent, tokens[unknown.at :], page_tokens)
         step = page_tokens * TOKEN_BYTES

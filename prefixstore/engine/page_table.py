@@ -55,7 +55,6 @@ class TableEntry(NamedTuple):
     pinned: bool
     is_stored: bool
     may_be_victim: bool
-    is_stray: bool
 
 
 class _Keys(KeyTable):
@@ -317,7 +316,6 @@ class PageTable:
             bool(flags & PINNED),
             bool(flags & STORED),
             bool(flags & VICTIM),
-            bool(flags & STRAY),
         )
 
     def key(self, slot: int) -> bytes:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from threading import TIMEOUT_MAX
@@ -29,7 +29,7 @@ from prefixstore.backends.base import View
 from prefixstore.backends.threads import Job
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.far import FarEngine
-from prefixstore.engine.far_pages import node_of
+from prefixstore.engine.far_pages import Thinning, node_of
 from prefixstore.engine.fetch import Deadline, Shifted, States
 from prefixstore.engine.index import Page, Path, is_same
 from prefixstore.engine.invariants import Violation
@@ -414,10 +414,18 @@ class TieredEngine(Engine):
             log.info("writing a note to the nearer location: %s", error)
             super().change_note(name, change)
 
-    def thin(self, namespace: bytes, tokens: Tokens, page_tokens: int, keep: int, interval: int) -> int:
+    def thin(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        page_tokens: int,
+        keep: int,
+        interval: int,
+        valued: Collection[int] = (),
+    ) -> int:
         """As `Engine.thin`; the far location follows with its next commit."""
-        self.far.thin_later(namespace, tokens, page_tokens, keep, interval)
-        return super().thin(namespace, tokens, page_tokens, keep, interval)
+        self.far.thin_later(Thinning(namespace, tokens.copy(), page_tokens, keep, interval, frozenset(valued)))
+        return super().thin(namespace, tokens, page_tokens, keep, interval, valued)
 
     @property
     def late(self) -> int:

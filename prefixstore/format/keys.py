@@ -17,8 +17,8 @@ import numpy.typing as npt
 from prefixstore.errors import InvalidParameterError
 
 __all__ = [
-    "ENDLESS",
     "KEY_BYTES",
+    "NO_TOKENS",
     "PAGE",
     "SNAPSHOT",
     "TOKEN_BYTES",
@@ -33,11 +33,10 @@ __all__ = [
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
 TokenSequence: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+NO_TOKENS: Tokens = np.empty(0, "<i4")
 TOKEN_BYTES = 4
 # of page keys and namespace keys
 KEY_BYTES = 32
-# As a length of pages: no sequence is longer. Such pages end anywhere, and what continues one may follow it.
-ENDLESS = 2**31 - 1
 
 # Forms. A page is the state of its tokens; a snapshot the state needed to resume after them.
 PAGE = 0

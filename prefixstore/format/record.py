@@ -27,6 +27,7 @@ __all__ = [
     "Usage",
     "checksum",
     "place_of",
+    "record_bytes",
     "sizes_of",
     "time_of_use",
 ]
@@ -244,6 +245,11 @@ class Record:
         if (form == PAGE and not tokens) or max(raw, size, created) > LARGEST:
             raise CorruptError(f"record {key.hex()} has impossible values: {n_tokens} tokens, {raw} and {size} bytes")
         return record
+
+
+def record_bytes(n_token_bytes: int) -> int:
+    """How long the stored form of a record with so many bytes of tokens is."""
+    return RECORD.size + n_token_bytes + RECORD_SEAL.size
 
 
 def place_of(stored: Buffer) -> tuple[bytes, int, bytes] | None:

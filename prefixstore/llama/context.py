@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.index import Page
-from prefixstore.engine.pending import PendingPage
+from prefixstore.engine.miss import BYPASSED, is_bypassed
 from prefixstore.errors import MisuseError
-from prefixstore.format.keys import PAGE, Tokens, common_prefix
+from prefixstore.format.keys import Tokens, common_prefix
 from prefixstore.format.namespace import Namespace
 from prefixstore.last_prompt import PromptMeter
-from prefixstore.llama.bypass import BYPASSED, Bypass
-from prefixstore.llama.compute_rate import ComputeRate
-from prefixstore.llama.kv_memory import ContextMemory, is_closed, kind_of, pointer_of
+from prefixstore.llama.binding import is_closed, is_multimodal, keeps_all_logits, live_tokens, pointer_of, set_end
+from prefixstore.llama.capture import Place
+from prefixstore.llama.kv_memory import ContextMemory, kind_of
 from prefixstore.llama.lineage import Lineage, Unknown
 from prefixstore.llama.watch import Watch
 from prefixstore.parameters import Parameters
 from prefixstore.stats import Kind
 
-__all__ = ["Context", "bypass_reason", "is_multimodal", "live_prefix_length", "reusable_prefix"]
+__all__ = ["Context", "M_co"]
 
 M_co = TypeVar("M_co", bound=ContextMemory, covariant=True)
 
-# attributes of chat handlers that bring images or sound into the context
-MEDIA_ATTRIBUTES = ("clip_model_path", "mtmd_ctx", "mmproj_path")
+# the reason in ``stats()``
+MULTIMODAL = "multimodal"
 
 
 class Context(Generic[M_co]):
@@ -62,10 +62,10 @@ class Context(Generic[M_co]):
         How fast pages are restored from the far location.
     watch
         Notices what else reaches the context; None unless the store is attached.
-    bypass
-        Whether the running code bypasses the store.
     prompt
         Counts what happens to the prompt that was looked up last.
+    is_text
+        Whether what is evaluated is the text before the first image of a chat.
     """
 
     def __init__(
@@ -81,9 +81,8 @@ class Context(Generic[M_co]):
         self.rate = ComputeRate(parameters.max_delay)
         self.far_rate = ComputeRate()
         self.watch: Watch | None = None
-        self.bypass = Bypass()
         self.prompt = PromptMeter()
-        self._settings = namespace.canonical
+        self.is_text = False
 
     @property
     def llm(self) -> llama_cpp.Llama:
@@ -107,34 +106,32 @@ class Context(Generic[M_co]):
     def bypass_reason(self) -> str | None:
         """Why the context is neither stored nor restored at the moment; None if it is."""
         llm = self.llm
-        reason = "closed" if is_closed(llm) else bypass_reason(llm, self.kind)
+        reason = "closed" if is_closed(llm) else self.kind.reason
+        if reason is None and not self.is_text and is_multimodal(llm):
+            reason = MULTIMODAL
         if reason is None and self.watch is not None and not self.watch.is_current(llm):
             reason = "context_replaced"
         if reason is None and self.memory.is_shared():
             reason = "sequence_in_use"
         return reason
 
+    def begins_with_text(self) -> bool:
+        """Whether a handler of images begins a chat: it has reset the ``Llama``, and evaluates text first."""
+        llm = self.llm
+        return not is_closed(llm) and llm.n_tokens == 0 and self.bypass_reason() == MULTIMODAL
+
     def skip_reason(self) -> str | None:
         """Why this request is neither looked up nor captured: `bypass_reason`, or the caller bypasses the store."""
-        return self.bypass_reason() or (BYPASSED if self.bypass.is_active else None)
+        return self.bypass_reason() or (BYPASSED if is_bypassed(self.engine) else None)
 
     def lookup(self, name: str) -> str:
         """The name of the counter for the end of a lookup, such as ``"hits"``; resumed sessions have their own."""
         return name if self.prompt.is_prompt else f"resume:{name}"
 
-    def count_lookup(self, name: str) -> None:
-        """Count how a lookup has ended, such as ``"hits"``."""
-        self.engine.counters.count(self.lookup(name), namespace=self.lineage.namespace)
-
-    def count_miss(self, name: str) -> None:
-        """Count a miss of what is looked up, such as ``"miss:not_found"``."""
-        self.count_lookup(name)
-        self.note_miss(name)
-
-    def note_miss(self, name: str | None) -> None:
-        """Note a miss that is counted already; None if there was none."""
-        if name is not None:
-            self.prompt.miss = name.rpartition(":")[2]
+    def count_miss(self, reason: str) -> None:
+        """Count a miss of what is looked up, such as ``"not_found"``."""
+        self.engine.counters.count(self.lookup(f"miss:{reason}"), namespace=self.lineage.namespace)
+        self.prompt.miss = reason
 
     def catch_up(self, *, compare: bool = True) -> bool:
         """Have the lineage follow a context that was rewound; returns whether all of its contents are known.
@@ -151,25 +148,40 @@ class Context(Generic[M_co]):
     def adopt(self) -> None:
         """Trust ``llm.input_ids``: the caller vouches that the context holds these tokens, if they are tokens."""
         llm = self.llm
-        tokens = np.asarray(llm.input_ids[: llm.n_tokens], "<i4")
+        tokens = np.asarray(live_tokens(llm), "<i4")
         if (tokens < 0).any():
             self.lineage.lose(Unknown.CHANGED)
         else:
             self.lineage.replace(tokens)
+
+    def live_prefix(self, prompt: Tokens) -> int:
+        """How many tokens of a prompt the context holds."""
+        return common_prefix(np.asarray(live_tokens(self.llm), "<i4"), prompt)
+
+    def reusable_prefix(self, prompt: Tokens) -> int:
+        """How many tokens of a prompt the context can continue from; it is emptied if it would have to step back.
+
+        llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter
+        stored state, from a recurrent state that it has to reset.
+        """
+        live = self.live_prefix(prompt)
+        if 0 < live < self.llm.n_tokens and not self.memory.holds(live):
+            self.empty()
+            return 0
+        return live
 
     def has_placeholders(self, prompt: Tokens) -> bool:
         """Whether the context can continue this prompt from something that is not a token, and cannot be computed.
 
         Negative numbers stand for it in ``llm.input_ids`` and in the prompt: the rows of an image, or a soft prompt.
         """
-        live = live_prefix_length(self.llm, prompt)
+        live = self.live_prefix(prompt)
         return bool((prompt[:live] < 0).any()) and self.memory.holds(live)
 
     def empty(self) -> None:
         """Make the context empty, as ``Llama.reset`` does, and note that it is."""
         llm, before = self.llm, self.lineage.begin()
-        llm.n_tokens = 0
-        llm._requires_eval = True
+        set_end(llm, 0)
         if self.memory.empty():
             self.lineage.replace(())
         else:
@@ -182,8 +194,8 @@ class Context(Generic[M_co]):
         Nothing of llama.cpp is called: the store may be gone, and the ``Llama`` closed.
         """
         llm = self.llm_or_none
-        if llm is not None and llm._logits_all:
-            llm.input_ids[: min(self.lineage.unscored, llm.n_tokens)] = -1
+        if llm is not None and keeps_all_logits(llm):
+            live_tokens(llm)[: self.lineage.unscored] = -1
 
     def settle(self) -> bool:
         """Undo an interrupted change by the store; returns whether the context had to be cleared.
@@ -200,96 +212,38 @@ class Context(Generic[M_co]):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """A block that loads a whole state: if it fails or is interrupted, the context is cleared."""
-        self.memory.unverified = True
+        self.memory.unfinished.unverified = True
         try:
             yield
         except BaseException:
             self.settle()
             raise
-        self.memory.unverified = False
+        self.memory.unfinished.unverified = False
 
-    def submit(self, start: int, end: int, buffer: PooledBuffer, form: int = PAGE) -> bool:
-        """Have a page or a snapshot of the known tokens from `start` up to `end` written; the buffer is handed over.
-
-        False if it is not wanted, since it is stored already or its parent is not.
-        """
-        lineage = self.lineage
-        # losing a snapshot costs recomputing about one interval
-        n_tokens = end - start if form == PAGE else min(end, self.parameters.snapshot_interval)
-        page = PendingPage.of(
-            lineage.namespace,
-            self._settings,
-            lineage.parent(start // lineage.page_tokens),
-            start,
-            lineage.page_bytes(start, end),
-            buffer,
-            self.rate.compute_us(n_tokens),
-            form,
-        )
-        name = "pages_captured" if form == PAGE else "snapshots_captured"
-        is_wanted = self.engine.submit(page)
-        self.engine.counters.count(name, is_wanted)
-        return is_wanted
-
-    def note_use(self, pages: Sequence[Page], n_tokens: int) -> None:
+    def note_use(self, place: Place, pages: Sequence[Page], n_tokens: int) -> None:
         """Note that a prompt of so many tokens began with these pages; none for a miss."""
-        self.engine.touch(self.lineage.namespace, pages, n_tokens)
+        self.engine.touch(place.namespace.key, pages, n_tokens)
         self.engine.nudge()
 
     def set_live(self, prompt: Tokens) -> None:
         """Note that the context holds this prompt, and that a token must be decoded before one is sampled."""
         llm, n = self.llm, len(prompt)
         llm.input_ids[:n] = prompt
-        llm.n_tokens = n
-        llm._requires_eval = True
-        self.lineage.restored(prompt)
+        set_end(llm, n)
+        self.lineage.replace(prompt, unscored=n)
 
-    def is_worth(self, pages: Sequence[Page], n_tokens: int) -> bool:
-        """Whether restoring pages is expected to be faster than computing the `n_tokens` that they save."""
+    def rate_of(self, pages: Sequence[Page]) -> ComputeRate:
+        """How fast these pages are restored: `rate`, or if any of them is far, `far_rate`."""
         if self.engine.n_near(pages) == len(pages):
-            return self.rate.is_worth(n_tokens, len(pages))
+            return self.rate
         self.far_rate.token_seconds = self.rate.token_seconds
-        return self.far_rate.is_worth(n_tokens, len(pages))
+        return self.far_rate
 
-    def count_restore(
-        self, n_pages: int, gained: int, seconds: float, timed: Sequence[Page], *, is_far: bool = False
-    ) -> None:
-        """Count a hit: pages read, tokens gained, the pages whose compute time is known, and whether any was far."""
+    def count_restore(self, gained: int, seconds: float, timed: Sequence[Page]) -> None:
+        """Count a hit: tokens gained, how long it took, and the pages whose compute time is known."""
         self.prompt.restored += gained
         self.prompt.restore_seconds += seconds
-        (self.far_rate if is_far else self.rate).restored(n_pages, seconds)
         share = gained / (sum(page.n_tokens for page in timed) or 1)
         saved = sum(page.compute_us for page in timed) * share / 1e6 - seconds
         name, namespace = self.lookup("hits"), self.lineage.namespace
         self.engine.counters.restored(gained, seconds, saved, name=name, namespace=namespace)
-
-
-def is_multimodal(llm: llama_cpp.Llama) -> bool:
-    """Whether the chat handler brings images or sound into the context, which are not among the tokens."""
-    handler = llm.chat_handler
-    return handler is not None and any(hasattr(handler, name) for name in MEDIA_ATTRIBUTES)
-
-
-def bypass_reason(llm: llama_cpp.Llama, kind: Kind) -> str | None:
-    """Why a ``Llama`` with a context of this kind is neither stored nor restored at the moment; None if it is."""
-    return kind.reason or ("multimodal" if is_multimodal(llm) else None)
-
-
-def live_prefix_length(llm: llama_cpp.Llama, tokens: Tokens) -> int:
-    """How many tokens of a prompt the context holds."""
-    return common_prefix(np.asarray(llm.input_ids[: llm.n_tokens], "<i4"), tokens)
-
-
-def reusable_prefix(
-    llm: llama_cpp.Llama, memory: ContextMemory, tokens: Tokens, reset: Callable[[], None] | None = None
-) -> int:
-    """How many tokens of a prompt the context holds and can continue from; it is reset if it would have to step back.
-
-    llama-cpp-python would continue there: with rows missing from a window, or, after it has refused a shorter stored
-    state, from a recurrent state that it has to reset.
-    """
-    live = live_prefix_length(llm, tokens)
-    if 0 < live < llm.n_tokens and not memory.holds(live):
-        (reset or llm.reset)()
-        return 0
-    return live

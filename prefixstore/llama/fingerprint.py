@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import re
 from collections.abc import Callable
 from functools import partial
@@ -15,9 +14,10 @@ import llama_cpp
 
 from prefixstore.errors import ContextError
 from prefixstore.format.namespace import Namespace
+from prefixstore.llama.binding import library, lora_of, model_of, pointer_of
 from prefixstore.llama.kv_memory import kind_of, streams_of
-from prefixstore.llama.loaded_file import Loaded, adapter_is_from, changed_since_start, model_is_from
-from prefixstore.llama.model_file import file_digest, file_identity, model_parts
+from prefixstore.llama.loaded_file import adapter_is_from, changed_since_start, model_is_from
+from prefixstore.models.file import file_digest, file_identity, model_parts, settings_of_model
 from prefixstore.stats import Kind
 
 __all__ = ["CONTEXT_SETTINGS", "llama_cpp_build", "namespace_of"]
@@ -65,17 +65,22 @@ def namespace_of(llm: llama_cpp.Llama, *, page_tokens: int, salt: str | None, la
     params = llm.context_params
     kind = kind_of(llm)
     settings: dict[str, str | int | float | bool | None] = {name: getattr(params, name) for name in CONTEXT_SETTINGS}
+    if llama_cpp.llama_model_is_recurrent(model_of(llm)):
+        # without attention it has no effect
+        settings["flash_attn_type"] = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
     model, lora = _digests(llm)
     settings |= {
         "model": model,
         "lora": lora,
-        "lora_scale": llm.lora_scale if llm.lora_path else None,
-        "kv_overrides": _kv_overrides(llm),
-        "swa_full": params.swa_full if llama_cpp.llama_model_n_swa(llm._model.model) else None,
+        "lora_scale": found[1] if (found := lora_of(llm)) else None,
         # of attention; n_seq_max and kv_unified change nothing else
         "streams": streams_of(llm) if kind is not Kind.SNAPSHOTS else None,
-        "long_context": _is_long(llm),
-        "n_ctx": llama_cpp.llama_n_ctx_seq(llm.ctx) if _is_longrope(llm) else None,
+        **settings_of_model(
+            llm.metadata,
+            llm.kv_overrides or {},
+            llama_cpp.llama_n_ctx_seq(pointer_of(llm)),
+            params.rope_scaling_type,
+        ),
         # llama.cpp promises nothing about states across its versions
         "llama_cpp": llama_cpp_build(),
         "state_version": llama_cpp.LLAMA_STATE_SEQ_VERSION,
@@ -95,48 +100,13 @@ def llama_cpp_build() -> str:
     """
     # where the loader finds the symbol of libggml-base through the library that depends on it: not on Windows
     with contextlib.suppress(AttributeError, UnicodeDecodeError):
-        ask = llama_cpp.llama_cpp._lib.ggml_commit
+        ask = library().ggml_commit
         ask.restype, ask.argtypes = ctypes.c_char_p, []
         # packages are built from sources with files of their own: "-dirty" says nothing
         commit = (ask() or b"").decode("ascii").removesuffix("-dirty")
         if re.fullmatch("[0-9a-f]{7,40}", commit):
             return commit
     return f"llama-cpp-python {llama_cpp.__version__}"
-
-
-def _kv_overrides(llm: llama_cpp.Llama) -> str | None:
-    """The overrides that can change a state: those of the tokenizer only change which tokens are evaluated."""
-    overrides = llm.kv_overrides or {}
-    kept = {name: value for name, value in overrides.items() if not name.startswith("tokenizer.")}
-    return json.dumps(kept, sort_keys=True) if kept else None
-
-
-def _rope_scaling(llm: llama_cpp.Llama, name: str) -> object:
-    """What the model says about RoPE scaling; overrides come first, as in llama.cpp."""
-    key = f"{llm.metadata.get('general.architecture', '')}.rope.scaling.{name}"
-    return (llm.kv_overrides or {}).get(key, llm.metadata.get(key))
-
-
-def _is_long(llm: llama_cpp.Llama) -> bool:
-    """Whether llama.cpp uses the factors for long contexts, if the model has any (``llama_model::get_rope_factors``).
-
-    Without a length in the model it compares with the length of its training.
-    """
-    original = _rope_scaling(llm, "original_context_length")
-    trained = llama_cpp.llama_model_n_ctx_train(llm._model.model) if original is None else int(str(original))
-    return bool(llama_cpp.llama_n_ctx_seq(llm.ctx) > trained)
-
-
-def _is_longrope(llm: llama_cpp.Llama) -> bool:
-    """Whether the model says that its RoPE factors depend on the length of the context.
-
-    Then pages are shared by contexts of one length only, and do not depend on how llama.cpp chooses the factors.
-    """
-    scaling = _rope_scaling(llm, "type")
-    if scaling is None:
-        return _rope_scaling(llm, "original_context_length") is not None
-    is_asked_for = llm.context_params.rope_scaling_type == llama_cpp.LLAMA_ROPE_SCALING_TYPE_LONGROPE
-    return scaling == "longrope" or bool(is_asked_for)
 
 
 def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
@@ -150,24 +120,25 @@ def _digests(llm: llama_cpp.Llama) -> tuple[str, str | None]:
         model = "+".join(
             _digest_of_loaded(part, partial(model_is_from, llm, is_first=part == parts[0])) for part in parts
         )
-        lora = _digest_of_loaded(llm.lora_path, partial(adapter_is_from, llm)) if llm.lora_path else None
+        adapter = lora_of(llm)
+        lora = _digest_of_loaded(adapter[0], partial(adapter_is_from, llm)) if adapter else None
         known = _KNOWN[llm] = model, lora
     return known
 
 
-def _digest_of_loaded(path: str, is_loaded: Callable[[Path], Loaded]) -> str:
+def _digest_of_loaded(path: str, is_loaded: Callable[[Path], bool | None]) -> str:
     """The digest of a file, if it is the one that was loaded."""
     try:
         real = Path(path).resolve(strict=True)
         before = file_identity(real.stat())
         found = is_loaded(real)  # before gigabytes are read in vain
-        is_same = found is Loaded.SAME or (found is Loaded.UNKNOWN and not changed_since_start(path))
+        is_same = not changed_since_start(path) if found is None else found
         digest = file_digest(real) if is_same else ""
         is_same = is_same and file_identity(real.stat()) == before
     except OSError as error:
         raise ContextError(f"cannot read the model file {path} for its fingerprint: {error}") from error
     if not is_same:
-        if found is Loaded.UNKNOWN:
+        if found is None:
             raise ContextError(
                 f"{path} changed after this process began, and llama.cpp does not say whether it was loaded before. "
                 "Restart the process"

@@ -17,51 +17,53 @@ from typing import Any, TypeAlias
 import llama_cpp
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer
+from prefixstore.buffers import BufferPool, PooledBuffer, released_on_error
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.format.keys import Tokens
 from prefixstore.format.record import Buffer
-from prefixstore.llama.residents import END, SCRATCH, SEQUENCE, Residents
-from prefixstore.llama.size_limit import size_limit
-from prefixstore.llama.state.shape import StateShape, shape_of, shape_of_sequence
-from prefixstore.llama.state.view import StateView
+from prefixstore.llama.binding import model_of, pointer_of, set_end
+from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, Window
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.shape import StateShape
+from prefixstore.llama.state.view import zeros
 from prefixstore.stats import Kind
 
 __all__ = [
+    "END",
+    "PARTIAL",
+    "SCRATCH",
+    "SEQUENCE",
+    "WHOLE",
     "Acquire",
     "ContextMemory",
+    "SnapshotMemory",
     "Unfinished",
-    "is_closed",
     "kind_of",
     "page_tokens_for",
-    "pointer_of",
-    "u8_p",
+    "size_limit",
 ]
 
+SEQUENCE = 0  # the sequence in which Llama computes
+SCRATCH = 1
+END = -1
+
+# what is copied of a state: all of it, or its recurrent part and its window
+WHOLE = 0
+PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+
 SHORT_PAGE = 64
+
+# Bounds that hold for every model. For each channel of the residual stream and each layer: values of K and V of a token
+# (8 in DeepSeek-V2 without MLA), and bytes of a recurrent part (some 2,000 in Falcon-H1). Bytes of a token's cells, and
+# of all heads.
+KV_VALUES = 16
+RECURRENT_BYTES = 8192
+MOST_CELL_BYTES = 128
+HEAD_BYTES = 1 << 16
 
 Acquire: TypeAlias = Callable[[int], "PooledBuffer | None"]
 """Supplies a buffer of so many bytes, or None if there is none."""
 
 u8_p = ctypes.POINTER(ctypes.c_uint8)
-
-
-def pointer_of(llm: llama_cpp.Llama | None) -> int:
-    """The ``llama_context`` of a ``Llama``, read past the attribute that a store watches.
-
-    Raises
-    ------
-    ContextError
-        If the ``Llama`` is closed or gone.
-    """
-    if llm is None or is_closed(llm):
-        raise ContextError("the Llama is closed; load it again, and open a store for the new one")
-    return int(vars(llm._ctx)["ctx"])
-
-
-def is_closed(llm: llama_cpp.Llama) -> bool:
-    """Whether the model or the context of a ``Llama`` is freed, so that no function of llama.cpp may be called."""
-    return llm._model.model is None or vars(llm._ctx).get("ctx") is None
 
 
 def kind_of(llm: llama_cpp.Llama) -> Kind:
@@ -70,15 +72,18 @@ def kind_of(llm: llama_cpp.Llama) -> Kind:
     Raises
     ------
     ContextError
-        If the ``Llama`` is closed.
+        If the ``Llama`` is closed, or its model is no decoder: llama-cpp-python cannot generate text with it, with or
+        without a store. Its own error would be an assertion, and with an encoder beside a decoder, llama.cpp aborts.
     """
     pointer = pointer_of(llm)
-    model = llm._model.model
-    if llama_cpp.llama_model_has_encoder(model):
-        return Kind.ENCODER
-    if not llama_cpp.llama_get_memory(pointer):
-        return Kind.NO_MEMORY
-    if llama_cpp.llama_model_is_recurrent(model):
+    model = model_of(llm)
+    if llama_cpp.llama_model_has_encoder(model) or not llama_cpp.llama_get_memory(pointer):
+        name = llm.metadata.get("general.architecture", "this model")
+        raise ContextError(
+            f"llama-cpp-python generates no text with {name}: it is not a decoder, or keeps no state between tokens. "
+            "There is nothing to store; use it without a store, for embeddings for example"
+        )
+    if llama_cpp.llama_model_is_recurrent(model) or llm.metadata.get("general.architecture") in OWN_FORMAT:
         return Kind.SNAPSHOTS
     if streams_of(llm) > 1:
         # to copy a part of one stream into another one ends the process
@@ -101,8 +106,21 @@ def page_tokens_for(llm: llama_cpp.Llama, wanted: int) -> int:
     """
     if kind_of(llm) is Kind.PAGES_AND_SNAPSHOTS:
         return min(wanted, SHORT_PAGE)
-    window = int(llama_cpp.llama_model_n_swa(llm._model.model))
+    window = int(llama_cpp.llama_model_n_swa(model_of(llm)))
     return min(wanted, window) if window else wanted
+
+
+def size_limit(llm: llama_cpp.Llama) -> tuple[int, int]:
+    """A loose upper bound of the size of a state: bytes that any may have, and bytes for each of its tokens.
+
+    A record says how many bytes its payload unpacks to. Until a context has seen a state of its own, this keeps
+    a forged record from claiming more than the context could ever hold.
+    """
+    model, params = model_of(llm), llm.context_params
+    channels = llama_cpp.llama_model_n_layer(model) * llama_cpp.llama_model_n_embd(model)
+    is_recurrent = llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model)
+    value_bytes = 4 if llama_cpp.GGML_TYPE_F32 in (params.type_k, params.type_v) else 2
+    return HEAD_BYTES + RECURRENT_BYTES * channels * is_recurrent, MOST_CELL_BYTES + KV_VALUES * value_bytes * channels
 
 
 @dataclass(slots=True)
@@ -116,7 +134,8 @@ class Unfinished:
     scratch
         Sequence 1 may hold copies or samples: it is emptied.
     unverified
-        The context may hold something that was not verified, or only a part of a state: it is cleared with its data.
+        The context may hold something that was not verified, only a part of a state, or not the tokens that its
+        ``Llama`` names: it is cleared with its data.
     """
 
     lent: bool = False
@@ -131,7 +150,6 @@ class Unfinished:
 
 # of the Llama, since the store may be gone before it
 _unfinished: weakref.WeakKeyDictionary[llama_cpp.Llama, Unfinished] = weakref.WeakKeyDictionary()
-_residents: weakref.WeakKeyDictionary[llama_cpp.Llama, Residents] = weakref.WeakKeyDictionary()
 
 
 class ContextMemory(ABC):
@@ -139,39 +157,31 @@ class ContextMemory(ABC):
 
     Attributes
     ----------
-    window
-        Length of the model's sliding window in tokens; 0 if it has none.
+    unfinished
+        What an interrupted change has left to undo.
+    seen
+        What tokens see in the layers of the window; None without one.
     overwrites_window
         Whether rows that have left the window are overwritten (``swa_full=False``).
     shape
         The shape of its states; None until llama.cpp has written one, or accepted a one-token sample.
     shape_is_own
         Whether `shape` comes from a page that llama.cpp has written here.
-    unverified
-        Whether a restore is not finished: bytes may be in the context that are not verified, or not those of the
-        tokens that its Llama names. `discard` is the way back.
-    residents
-        Other sequences that wait in the context.
+    scratch
+        Buffers for states that are cut or joined. Not those of the write queue: the holder may wait for space in it.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = weakref.ref(llm)
         self.unfinished = _unfinished.setdefault(llm, Unfinished())
-        self.residents = _residents.setdefault(llm, Residents())
-        self.window = int(llama_cpp.llama_model_n_swa(llm._model.model))
-        self.overwrites_window = bool(self.window) and not llm.context_params.swa_full
+        window = int(llama_cpp.llama_model_n_swa(model_of(llm)))
+        self.overwrites_window = bool(window) and not llm.context_params.swa_full
+        is_chunked = llm.metadata.get("general.architecture") == CHUNKED
+        self.seen = Window(window, is_chunked=is_chunked) if window else None
         self.shape: StateShape | None = None
         self.shape_is_own = False
+        self.scratch = BufferPool(limit=None)
         self._size_limit = size_limit(llm)
-
-    @property
-    def unverified(self) -> bool:
-        """Whether the context may hold something that was not verified; see `Unfinished`."""
-        return self.unfinished.unverified
-
-    @unverified.setter
-    def unverified(self, value: bool) -> None:
-        self.unfinished.unverified = value
 
     @abstractmethod
     def holds(self, n: int) -> bool:
@@ -181,7 +191,8 @@ class ContextMemory(ABC):
         """The most bytes that a state of so many tokens can have in this context."""
         if self.shape is not None and self.shape.recurrent is None:
             return self.shape.size(n_tokens)
-        return self._size_limit.of(n_tokens)
+        fixed, per_token = self._size_limit
+        return fixed + n_tokens * per_token
 
     def end(self) -> int:
         """The position after the last that the context holds."""
@@ -192,9 +203,7 @@ class ContextMemory(ABC):
         """Remove everything from sequence 0; whether it is empty."""
         ctx, mem = self._pointers()
         others = range(SCRATCH, max(llama_cpp.llama_n_seq_max(ctx), SCRATCH + 1))
-        if not self.residents.has_tags and all(
-            llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others
-        ):
+        if all(llama_cpp.llama_memory_seq_pos_max(mem, sequence) == -1 for sequence in others):
             # a shift of positions that llama.cpp has not carried out yet goes with it
             llama_cpp.llama_memory_clear(mem, False)
         else:
@@ -211,11 +220,44 @@ class ContextMemory(ABC):
         llm = self._llm()
         assert llm is not None  # it has a context
         # first the count: whatever happens next, the context never seems to hold more than it does
-        llm.n_tokens = 0
-        llm._requires_eval = True
+        set_end(llm, 0)
         llama_cpp.llama_memory_clear(mem, True)
-        self.residents.lost()
-        self.unverified = False
+        self.unfinished.unverified = False
+
+    def put(self, state: memoryview, n: int) -> bool:
+        """Replace what the context holds by a whole state of `n` tokens; in a block of `Context.loading`.
+
+        False if it did not work, and the context is empty.
+        """
+        ctx, mem = self._pointers()
+        llama_cpp.llama_memory_clear(mem, False)
+        if self._read(ctx, state, SEQUENCE) and self.holds(n):
+            return True
+        self.discard()
+        return False
+
+    def copy(self, flags: int, acquire: Acquire) -> PooledBuffer | None:
+        """Copy the state, `WHOLE` or `PARTIAL`, into a buffer from `acquire`; None if there is no buffer."""
+        ctx, _ = self._pointers()
+        size = llama_cpp.llama_state_seq_get_size_ext(ctx, SEQUENCE, flags)
+        buffer = acquire(size)
+        if buffer is not None:
+            with released_on_error(buffer):
+                self._write(ctx, buffer.address, size, SEQUENCE, flags)
+        return buffer
+
+    @staticmethod
+    def _read(ctx: Any, state: Buffer, sequence: int) -> bool:
+        """Have llama.cpp read a state into a sequence; whether it accepted it."""
+        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
+        return bool(llama_cpp.llama_state_seq_set_data(ctx, source, len(state), sequence) == len(state))
+
+    @staticmethod
+    def _write(ctx: Any, address: int, size: int, sequence: int, flags: int = WHOLE) -> None:
+        """Have llama.cpp write the state of a sequence, of so many bytes."""
+        target = ctypes.cast(address, u8_p)
+        if llama_cpp.llama_state_seq_get_data_ext(ctx, target, size, sequence, flags) != size:
+            raise ContextError("llama.cpp did not write the state of the context")
 
     def is_shared(self) -> bool:
         """Whether the sequence that the store needs for its copies is in use."""
@@ -248,90 +290,24 @@ class ContextMemory(ABC):
         """Whether a page has the shape that this context gives its pages, and the positions from `start` on."""
         if self.shape is None:
             try:
-                shape = shape_of_sequence(state)
+                shape = parse_sequence(state).shape
             except CorruptError:
                 return False
-            if not shape.fits(state, start, n_tokens) or not self._accepts(shape.example(start)):
+            first = [np.full(1, start, "<i4")] * len(shape.sections)
+            if not shape.fits(state, start, n_tokens) or not self._accepts(zeros(shape, first)[0]):
                 return False
             self.shape = shape
         return self.shape.fits(state, start, n_tokens)
 
-    def fits_whole(self, state: Buffer, parsed: StateView, n: int) -> bool:
-        """Whether a state of `n` tokens, as ``llama_state_get_data`` wrote it, has the shape of this context's."""
-        found = shape_of(parsed)
-        if self.shape is None and (
-            self._accepts(found.example(0)) if found.recurrent is None else self.accepts_whole(state, n)
-        ):
-            self.shape = found
-        return found == self.shape
-
-    def accepts_whole(self, state: Buffer, n: int) -> bool:
-        """Whether llama.cpp accepts a whole state of `n` tokens, which is not kept; false if the context is in use."""
-        ctx, mem = self._pointers()
-        if llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) != -1:
-            return False
-        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
-        with self._noted("unverified"):
-            taken = llama_cpp.llama_state_set_data(ctx, source, len(state))
-            ends_at_n = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE) == n - 1
-            llama_cpp.llama_memory_clear(mem, True)
-            self.residents.lost()
-        return bool(taken == len(state) and ends_at_n)
-
-    def _accepts(self, page: bytes) -> bool:
+    def _accepts(self, page: bytearray) -> bool:
         """Whether llama.cpp accepts a page, which is not kept."""
         ctx, mem = self._pointers()
         if llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH) != -1:
             return False
-        source = (ctypes.c_uint8 * len(page)).from_buffer_copy(page)
         with self._noted("scratch"):
-            is_taken = self._load_beside(ctx, source, len(page))
+            is_accepted = self._read(ctx, page, SCRATCH)
             llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
-        return is_taken
-
-    def _load_beside(self, ctx: Any, source: Any, size: int) -> bool:
-        """Load a state as sequence 1; false if llama.cpp refuses it. It may do so for want of cells: residents go."""
-        while llama_cpp.llama_state_seq_set_data(ctx, source, size, SCRATCH) != size:
-            if not self.drop_oldest():
-                return False
-        return True
-
-    # -- residents ----------------------------------------------------------------------------------------------------
-
-    def park(self, name: str, tokens: Tokens) -> bool:
-        """Park the first tokens of sequence 0 under a name; false if no sequence is free."""
-        return self.residents.add(self._pointers()[1], name, tokens)
-
-    def longest_resident(self, tokens: Tokens, preferred: str) -> tuple[str, int]:
-        """As `Residents.longest`."""
-        return self.residents.longest(self._pointers()[1], tokens, preferred)
-
-    def bring(self, name: str, n: int, *, keep: bool) -> bool:
-        """As `Residents.bring`."""
-        return self.residents.bring(self._pointers()[1], name, n, keep=keep)
-
-    def make_room(self, live: Tokens, need: int) -> None:
-        """Drop residents until there is space for so many more cells beside them and these live tokens.
-
-        Where that is not certain, llama.cpp says it: then `drop_oldest`.
-        """
-        if self.residents.has_tags:
-            ctx, mem = self._pointers()
-            self.residents.make_room(mem, live, need, llama_cpp.llama_n_ctx(ctx))
-
-    def drop_oldest(self) -> bool:
-        """Free the cells of the resident parked longest ago; false if there is none."""
-        return self.residents.has_tags and self.residents.drop_oldest(self._pointers()[1])
-
-    def sweep(self) -> None:
-        """Free the cells of residents that were forgotten. Raises `ContextError` if the ``Llama`` is closed."""
-        if self.residents.has_tags:
-            self.residents.sweep(self._pointers()[1])
-
-    def drop_residents(self) -> None:
-        """Free the cells of all residents, since other code may access them now. Raises `ContextError`, as `sweep`."""
-        self.residents.forget_all()
-        self.sweep()
+        return is_accepted
 
     @contextmanager
     def _noted(self, name: str) -> Iterator[None]:
@@ -348,3 +324,18 @@ class ContextMemory(ABC):
     def _pointers(self) -> tuple[Any, Any]:
         ctx = pointer_of(self._llm())
         return ctx, llama_cpp.llama_get_memory(ctx)
+
+
+class SnapshotMemory(ContextMemory):
+    """Memory that cannot step back: recurrent, alone or beside attention. Its state is valid at one position.
+
+    Tags (see `paged_memory`) do not work on it: with ``n_seq_max == 1`` its recurrent half knows no sequence 1.
+    """
+
+    def is_shared(self) -> bool:
+        """False: nothing is copied through another sequence."""
+        return False
+
+    def holds(self, n: int) -> bool:
+        """Whether the context can continue from position `n`: it must be exactly there."""
+        return n == 0 or self.end() == n

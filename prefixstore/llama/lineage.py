@@ -32,11 +32,6 @@ class Unknown(str, Enum):
     SHIFTED = "shifted"
     """Tokens were dropped from its middle, and the others moved."""
 
-    @property
-    def is_deliberate(self) -> bool:
-        """Whether a caller put something into the context, which the next prompt may be meant to continue."""
-        return self in (Unknown.LOADED_STATE, Unknown.CHANGED)
-
 
 class Lineage:
     """The tokens of a context and the keys of their pages.
@@ -62,7 +57,7 @@ class Lineage:
         How many tokens are known.
     unscored
         Positions below this one were restored: their rows of ``llm.scores`` were not computed. While the context is
-        unknown, it may have fewer.
+        unknown, this may be more than it holds.
     gone
         Keys of pages that the context no longer holds completely.
     generation
@@ -108,17 +103,13 @@ class Lineage:
         self._tokens[self.n : end] = tokens
         self.n = end
 
-    def replace(self, tokens: Sequence[int] | Tokens) -> None:
-        """Note that the context holds exactly these tokens."""
+    def replace(self, tokens: Sequence[int] | Tokens, *, unscored: int = 0) -> None:
+        """Note that the context holds exactly these tokens, and that the logits of the first ones were not computed."""
         self.rewind(0)
         self.extend(tokens)
+        self.unscored = unscored
         self.in_flight = False
         self.unknown = None
-
-    def restored(self, tokens: Tokens) -> None:
-        """Note that the context holds exactly these tokens, and that their logits were never computed."""
-        self.replace(tokens)
-        self.unscored = len(tokens)
 
     def lose(self, reason: Unknown) -> None:
         """Note that it is no longer known what the context holds."""
@@ -177,16 +168,12 @@ class Lineage:
         are_equal = self._tokens[new].tobytes() == llm.input_ids[new].tobytes()
         return are_equal and llm.n_tokens == n and memory.end() == n
 
-    def page_bytes(self, start: int, end: int) -> bytes:
-        """The token bytes of a page."""
-        return self._tokens[start:end].tobytes()
-
     def keys(self) -> list[bytes]:
         """The keys of all full pages."""
         for i in range(len(self._keys), self.n // self.page_tokens):
             start = i * self.page_tokens
             parent = self._keys[-1] if self._keys else self.namespace
-            self._keys.append(page_key(parent, self.page_bytes(start, start + self.page_tokens)))
+            self._keys.append(page_key(parent, self._tokens[start : start + self.page_tokens].tobytes()))
         return self._keys
 
     def parent(self, i: int) -> bytes:

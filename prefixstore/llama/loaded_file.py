@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import mmap
 import os
 import re
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes import POINTER, c_char_p, c_size_t, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,86 +19,49 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-__all__ = ["Loaded", "adapter_is_from", "changed_since_start", "model_is_from"]
+from prefixstore.llama.binding import adapter_of, library, model_of
+from prefixstore.models.file import read_gguf
+
+__all__ = ["adapter_is_from", "changed_since_start", "model_is_from"]
 
 SAMPLE = 4096
 # Buffers whose bytes can be read, and are those of the file. Others are repacked for a kind of processor.
 READABLE = re.compile(r"CPU|CPU_Mapped|\w+_Host|(CUDA|ROCm|MUSA|Vulkan|SYCL|MTL)\d+(_Mapped|_Private)?|Metal(_Mapped)?")
 IMPORTED = time.time()
 
+# methods of C++: llama_model::get_tensor(const char *), llama_adapter_lora::get_weight(ggml_tensor *)
+GET_TENSOR = "_ZNK11llama_model10get_tensorEPKc"
+GET_WEIGHT = "_ZN18llama_adapter_lora10get_weightEP11ggml_tensor"
 # name: what it returns, what it takes
 C_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "gguf_free": (None, [c_void_p]),
-    "gguf_get_n_kv": (c_int64, [c_void_p]),
-    "gguf_get_key": (c_char_p, [c_void_p, c_int64]),
-    "gguf_get_kv_type": (c_int, [c_void_p, c_int64]),
-    "gguf_get_val_str": (c_char_p, [c_void_p, c_int64]),
-    "gguf_get_val_data": (c_void_p, [c_void_p, c_int64]),
-    "gguf_get_data_offset": (c_size_t, [c_void_p]),
-    "gguf_get_n_tensors": (c_int64, [c_void_p]),
-    "gguf_get_tensor_name": (c_char_p, [c_void_p, c_int64]),
-    "gguf_get_tensor_offset": (c_size_t, [c_void_p, c_int64]),
-    "gguf_get_tensor_size": (c_size_t, [c_void_p, c_int64]),
     "ggml_get_name": (c_char_p, [c_void_p]),
     "ggml_get_data": (c_void_p, [c_void_p]),
     "ggml_nbytes": (c_size_t, [c_void_p]),
     "ggml_backend_buffer_name": (c_char_p, [c_void_p]),
     "ggml_backend_tensor_get": (None, [c_void_p, c_void_p, c_size_t, c_size_t]),
-    "llama_model_meta_val_str": (c_int32, [c_void_p, c_char_p, c_void_p, c_size_t]),
-    "llama_adapter_meta_val_str": (c_int32, [c_void_p, c_char_p, c_void_p, c_size_t]),
-    # methods of C++: llama_model::get_tensor(const char *), llama_adapter_lora::get_weight(ggml_tensor *)
-    "_ZNK11llama_model10get_tensorEPKc": (c_void_p, [c_void_p, c_char_p]),
-    "_ZN18llama_adapter_lora10get_weightEP11ggml_tensor": (POINTER(c_void_p * 2), [c_void_p, c_void_p]),
+    GET_TENSOR: (c_void_p, [c_void_p, c_char_p]),
+    GET_WEIGHT: (POINTER(c_void_p * 2), [c_void_p, c_void_p]),
 }
-# numbers of the types in GGUF
-NUMBERS: dict[int, type[ctypes._SimpleCData[Any]]] = {
-    0: ctypes.c_uint8,
-    1: ctypes.c_int8,
-    2: ctypes.c_uint16,
-    3: ctypes.c_int16,
-    4: ctypes.c_uint32,
-    5: ctypes.c_int32,
-    6: ctypes.c_float,
-    7: ctypes.c_bool,
-    10: ctypes.c_uint64,
-    11: ctypes.c_int64,
-    12: ctypes.c_double,
-}
-STRING = 8
-
-
-class Loaded(enum.Enum):
-    """What a comparison of a file with what is in memory has shown."""
-
-    SAME = "same"
-    OTHER = "other"
-    UNKNOWN = "unknown"
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = (("no_alloc", c_bool), ("ctx", c_void_p))
 
 
 @functools.cache
 def _functions() -> dict[str, Any] | None:
     """The functions of llama.cpp that are needed; None if this build does not export them."""
-    library = llama_cpp.llama_cpp._lib
+    symbols = library()
     try:
-        found = {name: library[name] for name in C_FUNCTIONS} | {"gguf_init_from_file": library["gguf_init_from_file"]}
+        found = {name: symbols[name] for name in C_FUNCTIONS}
     except (AttributeError, TypeError):
         return None
     for name, (result, arguments) in C_FUNCTIONS.items():
         found[name].restype, found[name].argtypes = result, arguments
-    found["gguf_init_from_file"].restype = c_void_p
-    found["gguf_init_from_file"].argtypes = [c_char_p, _Parameters]
     return found
 
 
-def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> Loaded:
-    """Whether the model in memory was loaded from this file.
+def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> bool | None:
+    """Whether the model in memory was loaded from this file; None if that cannot be known.
 
-    Where llama.cpp has mapped the file, the mapping of a tensor says so. Otherwise the metadata is compared, and of
-    every tensor that can be read three samples.
+    The metadata is compared. Of each tensor that llama.cpp has mapped, the mapping says the rest; of the others that
+    can be read, three samples do.
 
     Parameters
     ----------
@@ -111,43 +74,31 @@ def model_is_from(llm: llama_cpp.Llama, path: Path, *, is_first: bool) -> Loaded
 
     Raises
     ------
-    OSError
+    ContextError, OSError
         If the file cannot be read.
     """
-    call = _functions()
+    call, model = _functions(), model_of(llm)
     if call is None:
-        return Loaded.UNKNOWN
-    model = llm._model.model
-
-    find = partial(call["_ZNK11llama_model10get_tensorEPKc"], model)
-    with _gguf(call, path) as file:
-        if file is None:
-            return Loaded.OTHER
-        if is_first and not _has_metadata(call, file, "llama_model_meta_val_str", model):
-            return Loaded.OTHER
-        return _compare(call, file, path, find, SAMPLE)
+        return None
+    value_of = partial(llama_cpp.llama_model_meta_val_str, model) if is_first else None
+    return _is_from(path, call, value_of, partial(call[GET_TENSOR], model))
 
 
-def adapter_is_from(llm: llama_cpp.Llama, path: Path) -> Loaded:
+def adapter_is_from(llm: llama_cpp.Llama, path: Path) -> bool | None:
     """Whether the LoRA adapter in memory was loaded from this file: as `model_is_from`."""
     call = _functions()
-    model, adapter = llm._model.model, llm._lora_adapter
+    model, adapter = model_of(llm), adapter_of(llm)
     if call is None or adapter is None:
-        return Loaded.UNKNOWN
+        return None
 
     def find(name: bytes) -> int | None:
         base, _, half = name.rpartition(b".lora_")
-        tensor = call["_ZNK11llama_model10get_tensorEPKc"](model, base)
-        if not tensor or half not in (b"a", b"b"):
-            return None
-        weight = call["_ZN18llama_adapter_lora10get_weightEP11ggml_tensor"](adapter, tensor)
-        return weight.contents[0 if half == b"a" else 1] if weight else None
+        tensor = call[GET_TENSOR](model, base)
+        weight = call[GET_WEIGHT](adapter, tensor) if tensor and half in (b"a", b"b") else None
+        return weight.contents[half == b"b"] if weight else None
 
-    # an adapter is small: all of it is compared
-    with _gguf(call, path) as file:
-        if file is None or not _has_metadata(call, file, "llama_adapter_meta_val_str", adapter):
-            return Loaded.OTHER
-        return _compare(call, file, path, find, None)
+    # it is small: all of it is compared
+    return _is_from(path, call, partial(llama_cpp.llama_adapter_meta_val_str, adapter), find, sys.maxsize)
 
 
 def changed_since_start(path: str) -> bool:
@@ -161,96 +112,68 @@ def changed_since_start(path: str) -> bool:
     return max(Path(path).stat().st_ctime, Path(path).lstat().st_ctime) >= started - 1
 
 
-@contextmanager
-def _gguf(call: dict[str, Any], path: Path) -> Iterator[int | None]:
-    """The header of a file; None if it is not a GGUF file."""
-    path.open("rb").close()  # says why a file cannot be read
-    file = call["gguf_init_from_file"](os.fsencode(path), _Parameters(no_alloc=True, ctx=None))
-    try:
-        yield file
-    finally:
-        if file:
-            call["gguf_free"](file)
-
-
-def _has_metadata(call: dict[str, Any], file: int, meta: str, loaded: Any) -> bool:
-    """Whether what is loaded has all metadata of the file. llama.cpp keeps no lists."""
-    for i in range(call["gguf_get_n_kv"](file)):
-        key, kind = call["gguf_get_key"](file, i), call["gguf_get_kv_type"](file, i)
-        if kind == STRING:
-            value = call["gguf_get_val_str"](file, i)
-        elif kind in NUMBERS:
-            number = NUMBERS[kind].from_address(call["gguf_get_val_data"](file, i)).value
-            text = str(number).lower() if isinstance(number, (bool, int)) else f"{number:f}"
-            value = text.encode()
-        else:
-            continue
-        buffer = ctypes.create_string_buffer(len(value) + 1)
-        if call[meta](loaded, key, buffer, len(buffer)) != len(value) or buffer.value != value:
-            return False
-    return True
-
-
-def _compare(call: dict[str, Any], file: int, path: Path, find: Any, sample_bytes: int | None) -> Loaded:
-    """Compare the tensors of a file with those in memory, which `find` finds by name: samples, or all of each."""
-    result = Loaded.UNKNOWN
-    start = call["gguf_get_data_offset"](file)
-    with path.open("rb", buffering=0) as content:
-        mappings = _Mappings(content.fileno())
-        for i in range(call["gguf_get_n_tensors"](file)):
-            name, size = call["gguf_get_tensor_name"](file, i), call["gguf_get_tensor_size"](file, i)
-            tensor = find(name)
-            if tensor and call["ggml_get_name"](tensor) != name:
-                return Loaded.UNKNOWN  # an unknown kind of build
+def _is_from(
+    path: Path,
+    call: dict[str, Any],
+    value_of: Callable[[bytes, Any, int], int] | None,
+    find: Callable[[bytes], int | None],
+    sample_bytes: int = SAMPLE,
+) -> bool | None:
+    """Compare a file with what is loaded: `value_of` writes a value of its metadata, `find` finds a tensor by name."""
+    metadata, tensors = read_gguf(path)
+    if value_of is not None and not all(_has(value_of, name, value) for name, value in metadata.items()):
+        return False
+    is_same = None
+    with path.open("rb", buffering=0) as content, mmap.mmap(content.fileno(), 1, access=mmap.ACCESS_READ) as here:
+        # some file systems (overlay, Btrfs) show other numbers for mappings than for files
+        address, mapped = np.frombuffer(here, np.uint8).ctypes.data, _mapped_files()
+        own_file = _file_at(mapped, address)
+        for name, start in tensors.items():
+            tensor = find(name.encode())
+            if tensor and call["ggml_get_name"](tensor) != name.encode():
+                return None  # an unknown kind of build
             # the second field of a ggml_tensor; it has no function
-            buffer = c_void_p.from_address(tensor + 8).value if tensor else None
-            if not tensor or not buffer or not size:
+            holder = c_void_p.from_address(tensor + 8).value if tensor else None
+            if not holder or not READABLE.fullmatch(
+                call["ggml_backend_buffer_name"](holder).decode("ascii", "replace")
+            ):
                 continue
-            if call["ggml_nbytes"](tensor) != size:
-                return Loaded.OTHER
-            if not READABLE.fullmatch(call["ggml_backend_buffer_name"](buffer).decode("ascii", "replace")):
+            there = _file_at(mapped, call["ggml_get_data"](tensor))
+            if there is not None and own_file is not None:
+                # others may have been copied to a GPU
+                if there != own_file:
+                    return False
+                is_same = True
                 continue
-            is_mapped = mappings.is_of_file(call["ggml_get_data"](tensor))
-            if is_mapped is False:
-                return Loaded.OTHER
-            result = Loaded.SAME
-            if is_mapped:
-                continue
-            n = min(sample_bytes or size, size)
-            sample = ctypes.create_string_buffer(n)
-            for at in {0, (size - n) // 2, size - n}:
-                call["ggml_backend_tensor_get"](tensor, sample, at, n)
-                content.seek(start + call["gguf_get_tensor_offset"](file, i) + at)
-                if content.read(n) != sample.raw:
-                    return Loaded.OTHER
-    return result
+            size = call["ggml_nbytes"](tensor)
+            sample = ctypes.create_string_buffer(min(sample_bytes, size))
+            for at in {0, (size - len(sample)) // 2, size - len(sample)}:
+                call["ggml_backend_tensor_get"](tensor, sample, at, len(sample))
+                content.seek(start + at)
+                if content.read(len(sample)) != sample.raw:
+                    return False
+            is_same = True
+    return is_same
 
 
-class _Mappings:
-    """The files that are mapped into this process, compared with one file.
+def _mapped_files() -> list[tuple[int, int, str]]:
+    """What is mapped into this process: addresses, and device and inode of the file. Only known on Linux."""
+    found: list[tuple[int, int, str]] = []
+    with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            span, _, _, device, inode, *_ = line.split(maxsplit=5)
+            if inode != "0":
+                first, last = (int(limit, 16) for limit in span.split("-"))
+                found.append((first, last, f"{device} {inode}"))
+    return found
 
-    The file is mapped too: some file systems (overlay, Btrfs) show other numbers for mappings than for files.
-    """
 
-    def __init__(self, descriptor: int) -> None:
-        self._files: list[tuple[int, int, tuple[str, str]]] = []
-        with mmap.mmap(descriptor, 1, access=mmap.ACCESS_READ) as mapped:
-            bytes_of_it = np.frombuffer(mapped, np.uint8)
-            address = bytes_of_it.ctypes.data
-            del bytes_of_it  # it would keep the mapping open
-            # elsewhere than on Linux nothing says what is mapped
-            with suppress(OSError), Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    span, _, _, device, inode, *_ = line.split(maxsplit=5)
-                    if inode != "0":
-                        first, last = (int(limit, 16) for limit in span.split("-"))
-                        self._files.append((first, last, (device, inode)))
-            self._own = self._file_at(address)
+def _file_at(mapped: list[tuple[int, int, str]], address: int) -> str | None:
+    return next((file for first, last, file in mapped if first <= address < last), None)
 
-    def _file_at(self, address: int) -> tuple[str, str] | None:
-        return next((file for first, last, file in self._files if first <= address < last), None)
 
-    def is_of_file(self, address: int) -> bool | None:
-        """Whether an address is in a mapping of the file; None if it is in no mapping of a file."""
-        there = self._file_at(address)
-        return None if there is None or self._own is None else there == self._own
+def _has(value_of: Callable[[bytes, Any, int], int], name: str, value: object) -> bool:
+    text = f"{value:f}" if isinstance(value, float) else str(value)
+    wanted = (text.lower() if isinstance(value, bool) else text).encode()
+    buffer = ctypes.create_string_buffer(len(wanted) + 1)
+    return value_of(name.encode(), buffer, len(buffer)) == len(wanted) and buffer.value == wanted

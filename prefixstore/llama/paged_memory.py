@@ -11,23 +11,19 @@ given to sequence 0. Tags change, tensors do not.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any
 
 import llama_cpp
-import numpy as np
 
 from prefixstore.buffers import PooledBuffer, released_on_error
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.llama.kv_memory import Acquire, ContextMemory, u8_p
-from prefixstore.llama.residents import END, SCRATCH, SEQUENCE
-from prefixstore.llama.state.shape import StateShape, complete_cells, shape_of_sequence
-from prefixstore.llama.state.view import U32
+from prefixstore.llama.kv_memory import END, SCRATCH, SEQUENCE, WHOLE, Acquire, ContextMemory
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.llama.state.shape import U32, StateShape, complete_cells
 
-__all__ = ["Missing", "MissingPage", "PagedMemory"]
+__all__ = ["Missing", "PagedMemory"]
 
 
 class Missing(Enum):
@@ -39,15 +35,6 @@ class Missing(Enum):
     """There is no buffer for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class MissingPage:
-    """A page that could not be taken: its first position, its boundary, and the reason."""
-
-    start: int
-    end: int
-    reason: Missing
-
-
 class PagedMemory(ContextMemory):
     """Memory that can be cut into pages."""
 
@@ -56,7 +43,7 @@ class PagedMemory(ContextMemory):
         _, mem = self._pointers()
         first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
         last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
-        needed_from = max(0, n - self.window) if self.overwrites_window else 0
+        needed_from = self.seen.first(n) if self.seen is not None else 0
         return n == 0 or (0 <= first <= needed_from and last >= n - 1)
 
     def cut(self, n: int) -> None:
@@ -69,7 +56,7 @@ class PagedMemory(ContextMemory):
     def shift(self, keep: int, drop: int) -> None:
         """Drop `drop` tokens after the first `keep`, and move the others to the positions after these.
 
-        Only for contexts of which `llama.moving_window` says that they can: others end the process.
+        Only for contexts of which `sessions.moving_window` says that they can: others end the process.
         """
         _, mem = self._pointers()
         if not llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, keep, keep + drop):
@@ -83,8 +70,7 @@ class PagedMemory(ContextMemory):
         been copied: `discard` them.
         """
         ctx, mem = self._pointers()
-        source = ctypes.cast(np.frombuffer(state, np.uint8).ctypes.data, u8_p)
-        if not self._load_beside(ctx, source, len(state)):
+        if not self._read(ctx, state, SCRATCH):
             return False
         llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, END, END)
         return True
@@ -94,7 +80,7 @@ class PagedMemory(ContextMemory):
         ranges: Sequence[tuple[int, int]],
         acquire: Acquire,
         accept: Callable[[int, int, PooledBuffer], object],
-    ) -> MissingPage | None:
+    ) -> Missing | None:
         """Copy pages out of the context, up to the first that cannot be taken.
 
         Parameters
@@ -108,65 +94,51 @@ class PagedMemory(ContextMemory):
 
         Returns
         -------
-        MissingPage or None
-            The first page that could not be taken; None if all were.
+        Missing or None
+            Why the first page that was not accepted could not be taken; None if all were.
         """
         ctx, mem = self._pointers()
         self.settle()
         if self.is_shared():
             raise ContextError("sequence 1 of the context is in use; the store needs it")
-        if self.shape is not None and self.shape.is_plain and llama_cpp.llama_n_seq_max(ctx) == 1:
+        # what can be written beside the other cells
+        plain = self.shape if self.shape is not None and self.shape.is_plain else None
+        if llama_cpp.llama_n_seq_max(ctx) > 1:
+            plain = None
+        with self._lent(mem) if plain is None else contextlib.nullcontext():
             for start, end in ranges:
-                taken = self._copy_beside(ctx, mem, start, end, self.shape, acquire)
+                if plain is None:
+                    taken = self._copy_alone(mem, start, end, acquire)
+                else:
+                    taken = self._copy_beside(ctx, mem, start, end, plain, acquire)
                 if isinstance(taken, Missing):
-                    return MissingPage(start, end, taken)
+                    return taken
                 if not self.shape_is_own:
-                    self.shape_is_own = self.shape.fits(taken.view, start, end - start)
+                    self._learn_shape(taken.view, start, end)
                 accept(start, end, taken)
-            return None
-        with self._noted("lent"):
-            llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
-            missing = self._take_one_by_one(ctx, mem, ranges, acquire, accept)
-            self._give_back(mem)
-        return missing
-
-    def _take_one_by_one(
-        self,
-        ctx: Any,
-        mem: Any,
-        ranges: Sequence[tuple[int, int]],
-        acquire: Acquire,
-        accept: Callable[[int, int, PooledBuffer], object],
-    ) -> MissingPage | None:
-        """Copy pages while sequence 1 holds all cells, and sequence 0 those of one page."""
-        for start, end in ranges:
-            llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
-            llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
-            taken = self._copy(ctx, mem, start, end, acquire)
-            if isinstance(taken, Missing):
-                return MissingPage(start, end, taken)
-            if self.shape is None:
-                with contextlib.suppress(CorruptError):
-                    self.shape, self.shape_is_own = shape_of_sequence(taken.view), True
-            accept(start, end, taken)
         return None
 
-    @staticmethod
-    def _copy(ctx: Any, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
-        """The page that sequence 0 holds alone."""
-        first = llama_cpp.llama_memory_seq_pos_min(mem, SEQUENCE)
-        last = llama_cpp.llama_memory_seq_pos_max(mem, SEQUENCE)
-        if (first, last) != (start, end - 1):
+    def _learn_shape(self, page: memoryview, start: int, end: int) -> None:
+        if self.shape is None:
+            with contextlib.suppress(CorruptError):
+                self.shape = parse_sequence(page).shape
+        self.shape_is_own = self.shape is not None and self.shape.fits(page, start, end - start)
+
+    @contextlib.contextmanager
+    def _lent(self, mem: Any) -> Iterator[None]:
+        """A block in which sequence 1 has all cells, so that sequence 0 can have those of one page."""
+        with self._noted("lent"):
+            llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, END, END)
+            yield
+            self._give_back(mem)
+
+    def _copy_alone(self, mem: Any, start: int, end: int, acquire: Acquire) -> PooledBuffer | Missing:
+        """The page written as sequence 0, which has no other cells."""
+        llama_cpp.llama_memory_seq_rm(mem, SEQUENCE, END, END)
+        llama_cpp.llama_memory_seq_cp(mem, SCRATCH, SEQUENCE, start, end)
+        if not _is_range(mem, SEQUENCE, start, end):
             return Missing.INCOMPLETE
-        size = llama_cpp.llama_state_seq_get_size(ctx, SEQUENCE)
-        buffer = acquire(size)
-        if buffer is None:
-            return Missing.QUEUE_FULL
-        with released_on_error(buffer):
-            target = ctypes.cast(buffer.address, u8_p)
-            if llama_cpp.llama_state_seq_get_data(ctx, target, size, SEQUENCE) != size:
-                raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
-        return buffer
+        return self.copy(WHOLE, acquire) or Missing.QUEUE_FULL
 
     def _copy_beside(
         self, ctx: Any, mem: Any, start: int, end: int, shape: StateShape, acquire: Acquire
@@ -176,18 +148,19 @@ class PagedMemory(ContextMemory):
         size, missing = shape.size(n), n * U32.size
         with self._noted("scratch"):
             llama_cpp.llama_memory_seq_cp(mem, SEQUENCE, SCRATCH, start, end)
-            first = llama_cpp.llama_memory_seq_pos_min(mem, SCRATCH)
-            last = llama_cpp.llama_memory_seq_pos_max(mem, SCRATCH)
-            is_complete = (first, last) == (start, end - 1)
+            is_complete = _is_range(mem, SCRATCH, start, end)
             buffer = acquire(size) if is_complete else None
             with released_on_error(buffer):
                 if buffer is not None:
-                    target = ctypes.cast(buffer.address + missing, u8_p)
-                    written = llama_cpp.llama_state_seq_get_data(ctx, target, size - missing, SCRATCH)
-                    if written != size - missing:
-                        raise ContextError(f"llama.cpp did not write the state of tokens {start} to {end}")
-                    complete_cells(buffer.view, n)
+                    self._write(ctx, buffer.address + missing, size - missing, SCRATCH)
+                    complete_cells(buffer.view, n, shape.sections[0].extra_bytes)
                 llama_cpp.llama_memory_seq_rm(mem, SCRATCH, END, END)
         if buffer is None:
             return Missing.QUEUE_FULL if is_complete else Missing.INCOMPLETE
         return buffer
+
+
+def _is_range(mem: Any, sequence: int, start: int, end: int) -> bool:
+    """Whether a sequence has cells from `start` up to `end`, and no others."""
+    first = llama_cpp.llama_memory_seq_pos_min(mem, sequence)
+    return bool((first, llama_cpp.llama_memory_seq_pos_max(mem, sequence)) == (start, end - 1))

@@ -15,16 +15,18 @@ from functools import partial
 
 import numpy as np
 
-from prefixstore.buffers import PooledBuffer, released_on_error
+from prefixstore.buffers import PooledBuffer
+from prefixstore.engine.index import Path
 from prefixstore.errors import CorruptError
-from prefixstore.format.keys import SNAPSHOT, Tokens, page_key
-from prefixstore.llama.context import Context, live_prefix_length
-from prefixstore.llama.kv_memory import Acquire
-from prefixstore.llama.snapshot_memory import PARTIAL, WHOLE, SnapshotMemory
-from prefixstore.llama.snapshot_restore import resume
+from prefixstore.format.keys import Tokens, as_tokens
+from prefixstore.llama.binding import needs_evaluation, token_kinds
+from prefixstore.llama.capture import Capture
+from prefixstore.llama.context import Context
+from prefixstore.llama.kv_memory import PARTIAL, WHOLE, SnapshotMemory
+from prefixstore.llama.state.form import Form
 from prefixstore.llama.state.parse import parse_sequence
-from prefixstore.llama.state.view import Assembly, StateView
-from prefixstore.llama.turns import TokenKinds, snapshot_stops
+from prefixstore.llama.strategy import Strategy
+from prefixstore.models.boundaries import explicit_boundaries, prompt_boundaries
 from prefixstore.stats import Kind
 
 __all__ = ["SnapshotStrategy"]
@@ -34,48 +36,47 @@ log = logging.getLogger("prefixstore")
 # While a prompt is evaluated, its rows are copied once a quarter of them is new; the rest at the end of the turn. So
 # the cost of copying is in proportion to what was computed.
 WORTH_COPYING = 4
+# A stop takes about as long as the computation of so many tokens in a batch.
+MIN_GAP = 64
 
 
-class SnapshotStrategy:
+class SnapshotStrategy(Strategy[SnapshotMemory]):
     """Stores a context whose memory cannot step back: snapshots, and the pages before them.
-
-    Parameters
-    ----------
-    context
-        The context.
 
     Attributes
     ----------
     cuts_rows
         Whether rows of attention are cut out of a state. If not, a snapshot is the whole state, as without attention.
+    form
+        What goes into pages, and what into snapshots; None until a state of this context was cut.
     waiting
         Recurrent parts whose rows are still to be copied, by position.
     """
 
     def __init__(self, context: Context[SnapshotMemory]) -> None:
-        self.context = context
+        super().__init__(context)
         self.cuts_rows = context.kind.has_pages
+        self.form: Form | None = None
         self.waiting: dict[int, PooledBuffer] = {}
         # the generation of the lineage that they belong to
         self._generation = context.lineage.generation
-        self._token_kinds = TokenKinds(context.llm)
+        self._token_kind = token_kinds(context.llm)
+        # positions in the last prompt
+        self._valued: list[int] = []
 
     @property
     def kind(self) -> Kind:
-        """What is stored of the context."""
         return self.context.kind if self.cuts_rows else Kind.SNAPSHOTS
 
     # -- restore ------------------------------------------------------------------------------------------------------
 
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
-        """Restore the deepest snapshot of a prompt; see `Strategy`. Raises `StorageError`."""
         live = self.live_prefix(tokens)
-        return resume(self.context, tokens, limit, live, always=always, multiple_of=multiple_of)
+        return self._resume(self.place, self.form, tokens, limit, live, always=always, multiple_of=multiple_of)
 
-    def stored(self, tokens: Tokens, limit: int) -> int:
-        """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+    def path(self, tokens: Tokens, limit: int) -> Path:
         engine, lineage = self.context.engine, self.context.lineage
-        return engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit).n_tokens
+        return engine.match_snapshot(lineage.namespace, tokens, lineage.page_tokens, limit)
 
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from.
@@ -86,21 +87,33 @@ class SnapshotStrategy:
         self.context.catch_up()
         llm = self.context.llm
         n = llm.n_tokens
-        is_usable = live_prefix_length(llm, tokens) == n and not (n == len(tokens) and llm._requires_eval)
+        is_usable = self.context.live_prefix(tokens) == n and not (n == len(tokens) and needs_evaluation(llm))
         return n if is_usable else 0
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
-        """Positions at which to stop while these tokens are evaluated."""
-        parameters = self.context.parameters
-        return snapshot_stops(
-            self.context.lineage.tokens,
-            tokens,
-            self._token_kinds.kind,
-            interval=parameters.snapshot_interval,
-            keep=parameters.max_snapshots,
+        context, parameters = self.context, self.context.parameters
+        lineage, interval = context.lineage, parameters.snapshot_interval
+        end = lineage.n + len(tokens)
+        if len(tokens) == 1:
+            return [end] if end % interval == 0 and end >= parameters.min_tokens else []
+        prompt = np.concatenate([lineage.tokens, as_tokens(tokens)])
+        found = partial(
+            prompt_boundaries,
+            prompt,
+            self._token_kind,
             min_tokens=parameters.min_tokens,
+            min_gap=min(MIN_GAP, interval),
+            explicit=explicit_boundaries(prompt),
+        )
+        # these stay when snapshots are thinned, also those that a restored prompt has already
+        self._valued = found(most=parameters.max_snapshots // 2 + 1)[:-1]
+        return found(
+            start=lineage.n,
+            most=parameters.max_snapshots,
+            shared=[context.engine.match(lineage.namespace, prompt, lineage.page_tokens).n_tokens],
+            interval=interval,
         )
 
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
@@ -108,14 +121,13 @@ class SnapshotStrategy:
         return self.context.lineage.n in stops
 
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Take a snapshot at the current position; with `tail`, copy the rows of those that wait. See `Strategy`."""
+        """Take a snapshot at the current position; with `tail`, copy the rows of those that wait."""
         context, lineage = self.context, self.context.lineage
-        if not context.catch_up():
-            return 0
         self._drop_outdated()
         captured = 0
         started = time.perf_counter()
-        if lineage.n >= context.parameters.min_tokens and not self._is_stored(lineage.n):
+        is_new = lineage.n >= context.parameters.min_tokens and lineage.n not in self.waiting
+        if is_new and self._capture(wait=wait).needs(lineage.tokens):
             captured += self._take(wait=wait)
         if tail:
             captured += self._copy_rows(wait=wait)
@@ -126,10 +138,10 @@ class SnapshotStrategy:
         """Copy the rows of the prompt's snapshots, if they are a large part of all that must be copied."""
         if not self.waiting:
             return
-        lineage = self.context.lineage
-        missing = self._missing()
-        first = missing[0] if missing else lineage.n // lineage.page_tokens
-        if (lineage.n - first * lineage.page_tokens) * WORTH_COPYING >= lineage.n:
+        lineage, step = self.context.lineage, self.context.lineage.page_tokens
+        missing = self.context.engine.missing(lineage.namespace, lineage.keys(), lineage.tokens, step)
+        first = missing[0] if missing else lineage.n // step
+        if (lineage.n - first * step) * WORTH_COPYING >= lineage.n:
             self.before_leaving()
 
     def before_leaving(self) -> None:
@@ -140,145 +152,83 @@ class SnapshotStrategy:
             self._copy_rows(wait=False)
             self.context.engine.counters.time("capture", time.perf_counter() - started)
 
-    def _is_stored(self, n: int) -> bool:
-        parent, start = self._last_boundary(n)
-        return self.context.engine.needs_no_capture(
-            page_key(parent, self.context.lineage.page_bytes(start, n), SNAPSHOT)
-        )
-
-    def _missing(self) -> list[int]:
-        """Which full pages are not stored. Raises `CorruptError`."""
-        lineage = self.context.lineage
-        return self.context.engine.missing(lineage.namespace, lineage.keys(), lineage.tokens, lineage.page_tokens)
-
-    def _last_boundary(self, n: int) -> tuple[bytes, int]:
-        """Key and boundary of the last full page before position `n`."""
-        lineage = self.context.lineage
-        i = n // lineage.page_tokens
-        return lineage.parent(i), i * lineage.page_tokens
+    def _capture(self, *, wait: bool) -> Capture:
+        context = self.context
+        form, rate, parameters = self.form or Form(), context.rate.compute_us, context.parameters
+        return Capture(context.engine, self.place, form, rate, parameters, wait=wait, valued=self._valued)
 
     def _take(self, *, wait: bool) -> int:
         """Take a snapshot; how many pages and snapshots will be written."""
         context, memory = self.context, self.context.memory
-        n = context.lineage.n
-        if not memory.holds(n):
+        tokens = context.lineage.tokens
+        if not memory.holds(len(tokens)):
             return 0  # the context was cleared behind the store's back
-        if not self.cuts_rows:
-            captured = self._submit_empty_pages()
-            captured += self._submit_snapshot(n, memory.copy(WHOLE, partial(context.engine.acquire, wait=wait)))
-            self._thin()
-            return captured
         captured = 0
+        if not self.cuts_rows:
+            capture = self._capture(wait=wait)
+            captured = capture.pages(tokens, None).n
+            buffer = memory.copy(WHOLE, partial(context.engine.acquire, wait=wait))
+            if buffer is None:
+                context.engine.counters.count("dropped:queue_full")
+                return captured
+            return captured + capture.snapshot_in(tokens, buffer).n
         waiting = sum(len(buffer.view) for buffer in self.waiting.values())
         if waiting * 2 > context.engine.queue_bytes:
             captured = self._copy_rows(wait=wait)
         taken = memory.copy(PARTIAL, memory.scratch.acquire)
         if taken is not None:
-            self.waiting[n] = taken
+            self.waiting[len(tokens)] = taken
         return captured
 
     def _drop_outdated(self) -> None:
         """Drop the snapshots that wait, if the context has moved to other tokens since."""
         generation = self.context.lineage.generation
         if self._generation != generation:
-            if self.waiting:
-                self.context.engine.counters.count("dropped:moved_on", len(self.waiting))
-            self._release()
+            self._release("dropped:moved_on")
             self._generation = generation
 
-    def _release(self) -> None:
+    def _release(self, dropped: str | None = None) -> None:
+        """Release the snapshots that wait, and count them as dropped for this reason."""
+        if dropped is not None and self.waiting:
+            self.context.engine.counters.count(dropped, len(self.waiting))
         while self.waiting:
             self.waiting.popitem()[1].release()
-
-    # -- rows of attention --------------------------------------------------------------------------------------------
 
     def _copy_rows(self, *, wait: bool) -> int:
         """Submit the pages that are missing, and all snapshots that wait, from one copy of the state; how many."""
         if not self.waiting:
             return 0
         captured = 0
-        context, scratch = self.context, self.context.memory.scratch
-        missing = self._missing()
-        whole = context.memory.copy(WHOLE, scratch.acquire)
+        context, memory = self.context, self.context.memory
+        counters, tokens = context.engine.counters, context.lineage.tokens
+        whole = memory.copy(WHOLE, memory.scratch.acquire)
         assert whole is not None  # this pool is unbounded
         try:
             rows = parse_sequence(whole.view)
-            if not _is_plain(rows, context.lineage.n):
+            self.form = form = self.form or Form.ends(rows, memory.seen)
+            if not form.is_complete(rows, len(tokens)):
                 raise CorruptError("its positions are not those of one sequence")
-            acquire = partial(context.engine.acquire, wait=wait)
-            captured, is_complete = self._submit_pages(rows, missing, acquire)
-            if is_complete:
-                for n, taken in sorted(self.waiting.items()):
-                    captured += self._submit_snapshot(n, self._with_rows(rows, n, taken, acquire))
+            capture = self._capture(wait=wait)
+            done = capture.pages(tokens, rows)
+            captured = done.n
+            if done.reason is not None:
+                self._release(f"dropped:{done.reason}")
+            for n, taken in sorted(self.waiting.items()):
+                boundary = n - n % context.lineage.page_tokens
+                snapshot = form.snapshot(rows, boundary, n, parse_sequence(taken.view))
+                done = capture.snapshot(tokens[:n], snapshot)
+                captured += done.n
+                if done.reason is not None:
+                    counters.count(f"dropped:{done.reason}")
             self._release()
         except CorruptError as error:
-            # a state of another llama.cpp, or with two kinds of attention: it is not stored, and later ones are whole
-            log.warning("snapshots are stored as whole states, since a state of this context cannot be cut: %s", error)
-            context.engine.counters.count("dropped:uncut", len(self.waiting))
-            self._release()
-            self.cuts_rows = False
+            log.warning(
+                "the layout of this model's states is not known (%s): each is stored whole, and is of use only to "
+                "prompts that continue it",
+                error,
+            )
+            self._release("dropped:uncut")
+            self.cuts_rows, self.form = False, None
         finally:
             whole.release()
-        self._thin()
         return captured
-
-    def _with_rows(self, rows: StateView, n: int, taken: PooledBuffer, acquire: Acquire) -> PooledBuffer | None:
-        """A snapshot: the rows since the last boundary, and the recurrent part."""
-        recurrent = parse_sequence(taken.view).recurrent
-        if recurrent is None or recurrent.position != n - 1:
-            raise CorruptError("the recurrent part is not that of the position where it was taken")
-        return _joined(rows.cut(self._last_boundary(n)[1], n), acquire, recurrent.data)
-
-    # -- to the write queue -------------------------------------------------------------------------------------------
-
-    def _submit_pages(self, rows: StateView, missing: Sequence[int], acquire: Acquire) -> tuple[int, bool]:
-        """Submit these pages; how many, and whether the queue had space for all of them."""
-        context, captured = self.context, 0
-        step = context.lineage.page_tokens
-        for i in missing:
-            buffer = _joined(rows.cut(i * step, (i + 1) * step), acquire)
-            if buffer is None:
-                context.engine.counters.count("dropped:queue_full", len(self.waiting))
-                return captured, False
-            captured += context.submit(i * step, (i + 1) * step, buffer)
-        return captured, True
-
-    def _submit_empty_pages(self) -> int:
-        context, captured = self.context, 0
-        step = context.lineage.page_tokens
-        for i in self._missing():
-            buffer = context.engine.acquire(0, wait=True)
-            assert buffer is not None
-            captured += context.submit(i * step, (i + 1) * step, buffer)
-        return captured
-
-    def _submit_snapshot(self, n: int, buffer: PooledBuffer | None) -> bool:
-        if buffer is None:
-            self.context.engine.counters.count("dropped:queue_full")
-            return False
-        return self.context.submit(self._last_boundary(n)[1], n, buffer, SNAPSHOT)
-
-    def _thin(self) -> None:
-        engine, lineage, parameters = self.context.engine, self.context.lineage, self.context.parameters
-        keep, interval = parameters.max_snapshots, parameters.snapshot_interval
-        if engine.thin(lineage.namespace, lineage.tokens, lineage.page_tokens, keep, interval):
-            engine.nudge()
-
-
-def _is_plain(state: StateView, n: int) -> bool:
-    """Whether a state has one kind of attention, with all rows of `n` tokens, and a recurrent part after them."""
-    return (
-        len(state.sections) == 1
-        and state.recurrent is not None
-        and state.recurrent.position == n - 1
-        and np.array_equal(state.sections[0].positions, np.arange(n))
-    )
-
-
-def _joined(rows: StateView, acquire: Acquire, recurrent: memoryview | bytes = b"") -> PooledBuffer | None:
-    assembly = Assembly(rows, rows.positions, recurrent=recurrent)
-    buffer = acquire(assembly.size)
-    if buffer is not None:
-        with released_on_error(buffer):
-            assembly.write(buffer.view, [rows])
-    return buffer

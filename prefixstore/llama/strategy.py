@@ -1,47 +1,66 @@
-"""How a context is stored: the protocol, and which of its two implementations a context needs."""
+"""How a context is stored: what all kinds of memory have in common."""
 
 from __future__ import annotations
 
+import logging
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from typing import Generic
 
-import llama_cpp
-
-from prefixstore.engine.engine import Engine
+from prefixstore.engine.index import Page, Path
+from prefixstore.engine.miss import miss_reason
 from prefixstore.format.keys import Tokens
-from prefixstore.llama.context import Context
-from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.kv_memory import ContextMemory, kind_of, page_tokens_for
-from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.llama.pages import PageStrategy
-from prefixstore.llama.snapshot_memory import SnapshotMemory
-from prefixstore.llama.snapshots import SnapshotStrategy
-from prefixstore.parameters import Parameters
+from prefixstore.llama.capture import Place
+from prefixstore.llama.context import Context, M_co
+from prefixstore.llama.restore import Restore, of_sequence
+from prefixstore.llama.state.form import Form
 from prefixstore.stats import Kind
 
-__all__ = ["Strategy", "strategy_for"]
+__all__ = ["ATTEMPTS", "Strategy"]
+
+log = logging.getLogger("prefixstore")
+
+# if a snapshot is damaged, or one of its pages, try the previous one
+ATTEMPTS = 3
 
 
-class Strategy(Protocol):
-    """Captures a context into the engine, and restores it from there."""
+class Strategy(ABC, Generic[M_co]):
+    """Captures a context into the engine, and restores it from there.
+
+    Parameters
+    ----------
+    context
+        The context.
+    """
+
+    def __init__(self, context: Context[M_co]) -> None:
+        self.context = context
 
     @property
-    def context(self) -> Context[ContextMemory]:
-        """The context."""
+    def place(self) -> Place:
+        """Where its pages are."""
+        return Place(self.context.namespace, self.context.lineage.page_tokens)
 
     @property
     def kind(self) -> Kind:
         """The kind of state stored."""
+        return self.context.kind
+
+    # -- capture ------------------------------------------------------------------------------------------------------
 
     def stops(self, tokens: Sequence[int]) -> list[int]:
         """Positions at which to stop while these tokens are evaluated."""
+        del tokens
+        return []
 
+    @abstractmethod
     def is_due(self, before: int, stops: Sequence[int]) -> bool:
         """Whether to capture after a batch that began at position `before`."""
 
+    @abstractmethod
     def capture(self, *, tail: bool, wait: bool = False) -> int:
-        """Capture what is not stored; returns the number of pages and snapshots that will be written.
+        """Capture what is not stored of a known context; returns the number of pages and snapshots to be written.
 
         Parameters
         ----------
@@ -54,9 +73,13 @@ class Strategy(Protocol):
     def prompt_evaluated(self) -> None:
         """Called after a prompt was evaluated."""
 
+    @abstractmethod
     def before_leaving(self) -> None:
         """Called before the context moves to other tokens."""
 
+    # -- restore ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
     def restore(self, tokens: Tokens, limit: int, *, always: bool = False, multiple_of: int = 1) -> bool:
         """Restore the longest stored prefix of a prompt.
 
@@ -74,26 +97,120 @@ class Strategy(Protocol):
         Returns
         -------
         bool
-            True if the context now holds at least as much of the prompt as the store can supply.
+            True if something was restored, or if the context already held as much of the prompt as the store can
+            supply.
+
+        Raises
+        ------
+        StorageError
+            If the location cannot be asked.
         """
+
+    @abstractmethod
+    def path(self, tokens: Tokens, limit: int) -> Path:
+        """What the store can supply of the first `limit` tokens of a prompt. Raises `StorageError`."""
 
     def stored(self, tokens: Tokens, limit: int) -> int:
         """How many of the first `limit` tokens of a prompt the store can supply. Raises `StorageError`."""
+        return min(self.path(tokens, limit).n_tokens, limit)
 
+    def place_of(self, tokens: Tokens) -> tuple[Place, Kind]:
+        """Where the most of a prompt is stored, and as what. Raises `StorageError`."""
+        del tokens
+        return self.place, self.kind
+
+    @abstractmethod
     def live_prefix(self, tokens: Tokens) -> int:
         """How much of a prompt the context holds and can continue from."""
 
+    def _without_restore(
+        self, place: Place, tokens: Tokens, limit: int, n_matched: int, n: int, used: Sequence[Page], live: int
+    ) -> bool | None:
+        """What a lookup returns that restores nothing; None if something is to be restored.
 
-def strategy_for(llm: llama_cpp.Llama, engine: Engine, parameters: Parameters) -> Strategy:
-    """The strategy for a ``Llama``, in the namespace of its context.
+        Of the prompt, `n_matched` tokens are stored there; `n` of them are of use, and in the pages `used`; `live` are
+        in the context.
+        """
+        context = self.context
+        engine, key, least = context.engine, place.namespace.key, context.parameters.min_tokens
+        if n < least:
+            context.note_use(place, (), len(tokens))
+            step = place.page_tokens
+            reason = miss_reason(engine, key, tokens[:limit], step, n_matched=n_matched, min_tokens=least)
+            context.count_miss(reason)
+            return False
+        if n <= live:
+            context.note_use(place, used, len(tokens))
+            engine.counters.count(context.lookup("live_hits"), namespace=context.lineage.namespace)
+            return True
+        return None
 
-    Raises
-    ------
-    ContextError
-        If a file of the model cannot be read, or is not the one that was loaded.
-    """
-    parameters = replace(parameters, page_tokens=page_tokens_for(llm, parameters.page_tokens))
-    namespace = namespace_of(llm, page_tokens=parameters.page_tokens, salt=parameters.salt, label=parameters.label)
-    if kind_of(llm).has_snapshots:
-        return SnapshotStrategy(Context(llm, engine, namespace, parameters, SnapshotMemory(llm)))
-    return PageStrategy(Context(llm, engine, namespace, parameters, PagedMemory(llm)))
+    def _restore_of(self, form: Form | None) -> Restore:
+        """A `Restore` for states of this form; with None, the form is read from a snapshot and its pages."""
+        context, memory = self.context, self.context.memory
+        largest = None if form is not None else lambda page: memory.largest(page.end)
+        form = form or Form(window=memory.seen)
+        return Restore(context.engine, form, context.rate, memory.scratch, largest=largest)
+
+    def _resume(
+        self, place: Place, form: Form | None, tokens: Tokens, limit: int, live: int, *, always: bool, multiple_of: int
+    ) -> bool:
+        """Restore the deepest snapshot of a prompt, unless the context is as far already; see `restore`.
+
+        Parameters
+        ----------
+        place
+            Where the snapshots are.
+        form
+            Of their states, if it is known.
+        tokens, limit
+            As for `restore`.
+        live
+            How much of the prompt the context holds and can continue from.
+        always, multiple_of
+            As for `restore`.
+        """
+        context, restore = self.context, self._restore_of(form)
+        for i in range(ATTEMPTS):
+            found = restore.find(place, tokens, limit, multiple_of)
+            n, pages = found.n_tokens, found.read
+            if i and n < context.parameters.min_tokens:
+                break
+            settled = self._without_restore(place, tokens, limit, n, n, found.pages, live)
+            if settled is not None:
+                return settled
+            rate = context.rate_of(pages)
+            if not always and not rate.is_worth(n - live, len(pages)):
+                context.count_miss("slow")
+                return False
+            started = time.perf_counter()
+            with restore.joined(tokens, found, of_sequence, live=live, waits=always) as joined:
+                if joined.is_late:
+                    rate.late(pages, time.perf_counter() - started)
+                    # an earlier one would be another wait
+                    break
+                is_loaded = joined.data is not None and self._put(tokens[:n], joined.data)
+            if is_loaded:
+                seconds = time.perf_counter() - started
+                rate.restored(len(pages), seconds)
+                # a snapshot's compute_us is the cost of losing it, not that of its tokens
+                context.count_restore(n - live, seconds, found.pages[:-1])
+                context.note_use(place, found.pages, len(tokens))
+                return True
+            limit, live = n - 1, min(live, context.llm.n_tokens)
+        context.count_miss("unreadable")
+        return False
+
+    def _put(self, prompt: Tokens, state: memoryview) -> bool:
+        """Replace what the context holds by a state of this prompt; whether llama.cpp accepted it."""
+        context = self.context
+        with context.loading():
+            is_loaded = context.memory.put(state, len(prompt))
+            if is_loaded:
+                context.set_live(prompt)
+        if not is_loaded:
+            log.warning("llama.cpp refused a snapshot of %s tokens", f"{len(prompt):,}")
+            context.engine.counters.count("unreadable:refused")
+            # a context that was emptied names no tokens any more
+            context.catch_up()
+        return is_loaded

@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from prefixstore.backends import agreed_bytes, is_persistent, open_backend
+from prefixstore.backends import agreed_bytes, is_persistent
 from prefixstore.backends.base import Backend, Used, View
 from prefixstore.engine.budget import Budget, Evicted
 from prefixstore.engine.delete import Choice, Removed, beginning_with, of_namespaces, subtree, unused_since
@@ -21,6 +21,7 @@ from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
 from prefixstore.engine.invariants import Violation
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError, InvalidParameterError, StorageError
 from prefixstore.format.autocodec import FixedCodec
@@ -138,11 +139,11 @@ class Archive:
             )
         if not create and not read_only and is_persistent(location):
             # opening for writing would create a store at a mistyped path
-            open_backend(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
+            open_pages(location, max_bytes=DEFAULT_BYTES, read_only=True).close()
         if max_bytes is not None:
             max_bytes = parse_bytes(max_bytes, "max_bytes")
         size = max_bytes or agreed_bytes(location) or DEFAULT_BYTES
-        backend = open_backend(location, max_bytes=size, read_only=read_only)
+        backend = open_pages(location, max_bytes=size, read_only=read_only)
         try:
             with backend.view() as view:
                 used, noted = view.used.bytes, noted_policy(view)
@@ -153,7 +154,7 @@ class Archive:
             # even deleting needs some free space
             backend.close()
             size = used + (used >> 3)
-            backend = open_backend(location, max_bytes=size, read_only=read_only)
+            backend = open_pages(location, max_bytes=size, read_only=read_only)
         self.backend: Backend = backend
         self.policy = policy or (noted if noted in POLICIES else "lru")
         self.max_bytes = size

@@ -76,20 +76,22 @@ def verify(llm: Llama, store: PrefixStore, archive: Archive, n: int, *, seed: in
     seed
         Of the random choice.
     """
-    from prefixstore.llama.prompt import logits_after  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.binding import last_logits  # noqa: PLC0415 - the extra "llama"
 
-    namespace = store.namespace.key
-    store.detach()
+    namespace = store.hook_of(llm).context.namespace.key
+    store.detach(llm)
     for page in sample_leaves(archive, namespace, n, seed):
         stored = b"".join(one.tokens for one in archive.path(page))
         tokens = np.frombuffer(stored, "<i4")[: llm.n_ctx() - 1].tolist()
         llm.reset()
         with store.engine.counters.counting(Purpose.MAINTENANCE):
             restored = store.restore(tokens, llm, always=True)
-        warm = logits_after(llm, tokens[restored:])
+        llm.eval(tokens[restored:])
+        warm = last_logits(llm)
         llm.reset()
         llm.eval(tokens[:-1])
-        cold = logits_after(llm, tokens[-1:])
+        llm.eval(tokens[-1:])
+        cold = last_logits(llm)
         difference = float(np.abs(warm - cold).max())
         distance = float(cold.max() - cold.min())
         share = difference / distance if distance else float(difference > 0)

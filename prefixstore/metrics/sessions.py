@@ -1,4 +1,4 @@
-"""Prometheus metrics of the sessions of a store, and of the context that they share."""
+"""Prometheus metrics of the sessions of a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefixstore.stats import Counters
 
 __all__ = ["COUNTS", "GAUGES", "SOURCES", "samples"]
 
-SOURCES = ("cold", "live", "parked", "store")
+SOURCES = ("cold", "live", "store")
 # by the name of the counter: what `Counters` calls it
 COUNTS = {
     "session_forks": ("session_forks", "Sessions that were forked."),
@@ -22,8 +22,6 @@ COUNTS = {
 GAUGES = {
     "sessions": "Sessions in this process.",
     "sessions_waiting": "Admissions that wait for the Llama, or hold it.",
-    "resident_sessions": "Idle sessions whose rows are parked in the context.",
-    "session_cells": "Cells of the context: of the live session, or of parked ones.",
 }
 
 
@@ -47,9 +45,5 @@ def samples(engine: Engine) -> Iterator[Sample]:
     for name, (count, _) in COUNTS.items():
         yield Sample(name, counters[count])
     if counted is not None:
-        total = sum(counted.live_cells.values())
         yield Sample("sessions", counted.sessions)
         yield Sample("sessions_waiting", counted.waiting)
-        yield Sample("resident_sessions", counted.residents)
-        yield Sample("session_cells", counted.parked_cells, ("parked",))
-        yield Sample("session_cells", total - counted.parked_cells, ("live",))

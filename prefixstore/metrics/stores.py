@@ -54,7 +54,7 @@ GROUPS = {
     "misses": (
         "miss",
         "Lookups that reused nothing from the store, by reason.",
-        ("not_found", "short", "slow", "unreadable", "unavailable", "error"),
+        ("not_found", "diverged", "evicted", "short", "slow", "unreadable", "unavailable", "error"),
     ),
     "dropped_pages": (
         "dropped",
@@ -97,7 +97,6 @@ LABELS = {
     "used_bytes": ("tier",),
     "budget_bytes": ("tier",),
     "pending_pages": ("form",),
-    "session_cells": ("place",),
 }
 
 

@@ -13,7 +13,7 @@ from prefixstore.backends.base import Facts, View
 from prefixstore.engine.policy_memory import noted_policy
 from prefixstore.errors import CorruptError
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.gguf import CACHE_TYPES
+from prefixstore.models.file import CACHE_TYPE_NAMES
 from prefixstore.report.eviction import estimates, evicted_of
 from prefixstore.report.history import kept_of
 from prefixstore.report.labels import Words, labels_of, visible
@@ -30,8 +30,6 @@ HOUR, DAY = 3600, 86_400
 AGES = (30 * DAY, 7 * DAY, DAY, 6 * HOUR, HOUR)
 # digits of a key
 DIGITS = 12
-# of keys and values, by the numbers in settings
-TYPES = {number: name for name, number in CACHE_TYPES.items()}
 
 
 def content_of(
@@ -152,11 +150,12 @@ def _space(key: bytes, settings: bytes | None, title: str | None) -> dict[str, s
     model = str(found.get("model") or "")[:DIGITS]
     # a title has them
     types = [found[name] for name in ("type_k", "type_v") if name in found and title is None]
+    names = [CACHE_TYPE_NAMES.get(one, str(one)) if isinstance(one, int) else str(one) for one in types]
     return {
         "key": key.hex()[:DIGITS],
         "model": visible(title or str(found.get("label") or model or "unknown model")),
         "digest": visible(model),
-        "types": visible("/".join(TYPES.get(one, str(one)) if isinstance(one, int) else str(one) for one in types)),
+        "types": visible("/".join(names)),
         "tenant": visible(str(found.get("salt") or "")),
     }
 

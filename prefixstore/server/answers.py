@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["AnswerTail", "Usage"]
 
@@ -34,6 +34,14 @@ class Usage:
     computed_tokens: int
     generated_tokens: int = 0
     computed_seconds: float | None = None
+
+    def after(self, n_ahead: int) -> Usage:
+        """The same, with tokens that were computed ahead of the request, and are cached ones for it."""
+        return replace(
+            self,
+            cached_tokens=max(self.cached_tokens - n_ahead, 0),
+            computed_tokens=self.computed_tokens + n_ahead,
+        )
 
 
 class AnswerTail:

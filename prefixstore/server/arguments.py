@@ -13,7 +13,8 @@ from pathlib import Path
 
 __all__ = ["Arguments", "config_files", "option_name", "parse_arguments"]
 
-# Options with one value that change no state, and some that name the model: its content is in the namespace.
+# Options with one value that change no state, and some that name the model: its content is in the namespace. A draft
+# proposes tokens, and the rows of the model are those of the tokens that it has taken.
 VALUED = """
 -t --threads -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll -Cb --cpu-mask-batch -Crb
 --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch -n --predict --n-predict -b --batch-size -ub
@@ -34,6 +35,19 @@ VALUED = """
 --chat-template-kwargs -to --timeout --sse-ping-interval --threads-http --media-path
 --reasoning-format -rea --reasoning --reasoning-effort --reasoning-budget --reasoning-budget-message --chat-template
 --chat-template-file -sps --slot-prompt-similarity --sleep-idle-seconds --log-prompts-dir
+--spec-type --spec-draft-hf -hfd -hfrd --hf-repo-draft --spec-draft-model -md --model-draft --spec-draft-type-k -ctkd
+--cache-type-k-draft --spec-draft-type-v -ctvd --cache-type-v-draft --spec-draft-threads -td --threads-draft
+--spec-draft-threads-batch -tbd --threads-batch-draft --spec-draft-cpu-mask -Cd --cpu-mask-draft
+--spec-draft-cpu-range -Crd --cpu-range-draft --spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio
+--prio-draft --spec-draft-poll --poll-draft --spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft
+--spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch --prio-batch-draft
+--spec-draft-poll-batch --poll-batch-draft --spec-draft-override-tensor -otd --override-tensor-draft
+--spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft --spec-draft-n-max --spec-draft-n-min
+--spec-draft-p-split --draft-p-split --spec-draft-p-min --draft-p-min --spec-draft-device -devd --device-draft
+--spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft --spec-ngram-mod-n-min --spec-ngram-mod-n-max
+--spec-ngram-mod-n-match --spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits
+--spec-ngram-map-k-size-n --spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n
+--spec-ngram-map-k4v-size-m --spec-ngram-map-k4v-min-hits -lcs --lookup-cache-static -lcd --lookup-cache-dynamic
 """.split()  # noqa: SIM905 - to be read beside the help of llama-server
 
 # Options without a value that change no state.
@@ -47,6 +61,8 @@ FLAGS = """
 --no-ui-mcp-proxy --no-webui-mcp-proxy -ag --agent -no-ag --no-agent --ui --webui --no-ui --no-webui --cache-prompt
 --no-cache-prompt --metrics --props --slots --no-slots --jinja --no-jinja --reasoning-preserve --no-reasoning-preserve
 --skip-chat-parsing --no-skip-chat-parsing --prefill-assistant --no-prefill-assistant
+--spec-default --spec-draft-cpu-moe -cmoed --cpu-moe-draft --spec-draft-backend-sampling
+--no-spec-draft-backend-sampling
 """.split()  # noqa: SIM905 - as above
 
 # Options that are understood, by all of their names: the setting, and how many values it has.
@@ -78,7 +94,6 @@ KNOWN: dict[str, tuple[str, int]] = {
     "--override-kv": ("override_kv", 1),
     "--context-shift": ("context_shift", 0),
     "--cache-reuse": ("cache_reuse", 1),
-    "--spec-type": ("spec_type", 1),
     "--slot-save-path": ("slots_dir", 1),
 }
 
@@ -86,14 +101,6 @@ KNOWN: dict[str, tuple[str, int]] = {
 REFUSED = (
     ("--lora", "lora"),
     ("--control-vector", "control_vector"),
-    ("--spec-draft-model", "draft"),
-    ("--spec-draft-hf", "draft"),
-    ("--spec-default", "draft"),
-    ("--model-draft", "draft"),
-    ("--hf-repo-draft", "draft"),
-    ("-md", "draft"),
-    ("-hfd", "draft"),
-    ("-hfrd", "draft"),
     ("--fim-qwen-", "preset"),
     ("--gpt-oss-", "preset"),
     ("--vision-gemma-", "preset"),
@@ -123,7 +130,6 @@ VARIABLES = {
     "LLAMA_ARG_YARN_BETA_FAST": "yarn_beta_fast",
     "LLAMA_ARG_CONTEXT_SHIFT": "context_shift",
     "LLAMA_ARG_CACHE_REUSE": "cache_reuse",
-    "LLAMA_ARG_SPEC_TYPE": "spec_type",
 }
 ORDER = {name: i for i, name in enumerate(VARIABLES)}
 FLAG_SETTINGS = ("kv_unified", "swa_full", "context_shift")
@@ -140,8 +146,11 @@ API_PREFIX UI_CONFIG UI_CONFIG_FILE UI_MCP_PROXY TOOLS TOOLS_RUNTIME MCP_SERVERS
 API_KEY_FILE SSL_KEY_FILE SSL_CERT_FILE CHAT_TEMPLATE_KWARGS TIMEOUT SSE_PING_INTERVAL THREADS_HTTP CACHE_PROMPT
 ENDPOINT_METRICS ENDPOINT_PROPS ENDPOINT_SLOTS JINJA THINK REASONING REASONING_EFFORT THINK_BUDGET
 THINK_BUDGET_MESSAGE REASONING_PRESERVE CHAT_TEMPLATE CHAT_TEMPLATE_FILE SKIP_CHAT_PARSING PREFILL_ASSISTANT
+SPEC_TYPE SPEC_DRAFT_MODEL SPEC_DRAFT_HF_REPO SPEC_DRAFT_CACHE_TYPE_K SPEC_DRAFT_CACHE_TYPE_V SPEC_DRAFT_CPU_MOE
+SPEC_DRAFT_N_CPU_MOE SPEC_DRAFT_N_MAX SPEC_DRAFT_N_MIN SPEC_DRAFT_P_SPLIT SPEC_DRAFT_P_MIN
+SPEC_DRAFT_BACKEND_SAMPLING N_GPU_LAYERS_DRAFT
 """.split()  # noqa: SIM905 - as above
-REFUSED_VARIABLES = {"SPEC_DRAFT_MODEL": "draft", "SPEC_DRAFT_HF_REPO": "draft"} | {
+REFUSED_VARIABLES = {
     "EMBEDDINGS": "embeddings",
     "RERANKING": "embeddings",
     "MODELS_DIR": "router",

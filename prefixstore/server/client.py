@@ -141,6 +141,18 @@ class LlamaServer:
                 raise
             return NO_PROPS
 
+    def proxy_status(self) -> dict[str, Any]:
+        """What ``prefixstore serve`` says of itself, if the URL is one of it. Raises `ServerError`."""
+        try:
+            answer = self._ask("GET", "/prefixstore/status")
+        except ServerTooOldError:
+            answer = None  # there is no such page
+        if not isinstance(answer, dict) or "passed_through" not in answer:
+            raise ServerTooOldError(
+                f"{self.url} is no prefixstore serve in front of llama-server; pass the URL at which that listens"
+            )
+        return answer
+
     def slots(self, *, quiet: bool = False) -> tuple[Slot, ...]:
         """All slots. Raises `ServerError`; `ServerRefusedError` if it was started with ``--no-slots``."""
         try:
@@ -274,6 +286,7 @@ class LlamaServer:
                 n_tokens,
                 int(answer["n_ctx"]),
                 None if n_tokens is None or per_token is None else n_tokens * per_token,
+                bool(answer.get("speculative")),
             )
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             raise ServerTooOldError(f"{self.url}/slots has answered in a form that is not known") from None

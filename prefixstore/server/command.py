@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prefixstore.errors import InvalidParameterError, ServerError
-from prefixstore.server.arguments import config_files, option_name
+from prefixstore.server.arguments import config_files, option_name, parse_arguments
+from prefixstore.server.model_settings import gains_from_full_window
 
-__all__ = ["ServerCommand", "api_keys_of", "check_program", "drafts", "number_of"]
+__all__ = ["ServerCommand", "api_keys_of", "check_program", "number_of"]
 
 # Options that would work against the proxy, and what to do instead.
 REFUSED = {
@@ -41,16 +42,6 @@ REFUSED_VARIABLES = {
     "LLAMA_ARG_MODELS_PRESET": "--models-preset",
 }
 OFF = {"", "0", "false", "off", "disabled"}
-DRAFTS = {
-    "-md",
-    "--model-draft",
-    "--spec-draft-model",
-    "-hfd",
-    "-hfrd",
-    "--hf-repo-draft",
-    "--spec-draft-hf",
-    "--spec-default",
-}
 CACHE_OPTIONS, CACHE_VARIABLE = ("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM"
 KEY_OPTIONS = ("--api-key", "--api-key-file")
 KEY_VARIABLES = ("LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE")
@@ -103,6 +94,8 @@ class ServerCommand:
                 f"--cache-ram {cache_ram:g}: tenants would see each other's prompts in the server's cache; leave it out"
             )
         self._cache_ram, self._separated = cache_ram, separated
+        model = next(reversed(values_of(argv, ("-m", "--model"))), environ.get("LLAMA_ARG_MODEL"))
+        self._full_window = gains_from_full_window(parse_arguments(argv[1:], environ), model)
 
     def prepare(self) -> None:
         """Create what the server needs in the directory, and the directory if it was removed.
@@ -159,6 +152,8 @@ class ServerCommand:
         """All arguments, for a server that listens on `socket`."""
         ours = ["--host", str(self.socket), "--slots", "--slot-save-path", str(self.slots_dir)]
         ours += ["--no-cache-idle-slots", "--no-context-shift", "--api-key-file", str(self._key_file)]
+        if self._full_window:
+            ours.append("--swa-full")
         if self._cache_ram is None:
             # the store has a RAM tier of its own, and its budget is known
             ours += ["--cache-ram", "0"]
@@ -212,15 +207,3 @@ def _names_key(path: Path) -> bool:
         return API_KEY.search(path.read_text(errors="replace")) is not None
     except OSError:
         return False
-
-
-def drafts(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the server drafts tokens: a slot then has more state than its file."""
-    kinds = values_of(argv, ("--spec-type",)) or [environ.get("LLAMA_ARG_SPEC_TYPE", "none")]
-    from_environment = any(
-        environ.get(name)
-        for name in ("LLAMA_ARG_SPEC_DRAFT_MODEL", "LLAMA_ARG_SPEC_DRAFT_HF_REPO", "LLAMA_ARG_HFD_REPO")
-    )
-    return (
-        kinds[-1] not in ("none", "") or from_environment or any(option_name(argument) in DRAFTS for argument in argv)
-    )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import llama_cpp
 
-from prefixstore.llama.context import is_multimodal
+from prefixstore.llama.binding import is_multimodal
 from prefixstore.stats import Counters
 
 __all__ = ["CompletionWatch", "Metrics", "PromptOrigin", "Request", "current_request"]

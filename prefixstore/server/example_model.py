@@ -22,11 +22,13 @@ from prefixstore.errors import ContextError, CorruptError, InvalidParameterError
 from prefixstore.format.keys import Tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Buffer
+from prefixstore.llama.capture import Place, memory_of
 from prefixstore.llama.fingerprint import namespace_of
 from prefixstore.llama.kv_memory import kind_of, page_tokens_for
-from prefixstore.llama.state.parse import parse_slot
-from prefixstore.llama.state.shape import StateShape, shape_of
-from prefixstore.llama.state.view import PAIR, SEQUENCE_MAGIC, StateView, assemble
+from prefixstore.llama.state.form import Form
+from prefixstore.llama.state.parse import parse_memory
+from prefixstore.llama.state.shape import PAIR
+from prefixstore.llama.state.view import StateView
 from prefixstore.parameters import Parameters
 from prefixstore.server.model_settings import YARN_DEFAULTS, yarn_factor
 from prefixstore.stats import Kind
@@ -44,14 +46,10 @@ class ModelStates:
     ----------
     namespace
         That of a ``Llama`` with the same settings, if the settings are known.
-    kind
-        What is stored.
     page_tokens
         Length of a page.
-    shape
-        The shape of its states.
-    recurrent_bytes
-        Length of its recurrent part.
+    form
+        What goes into pages, and what into snapshots.
     streams
         How many streams its states name.
     n_vocab
@@ -59,12 +57,15 @@ class ModelStates:
     """
 
     namespace: Namespace
-    kind: Kind
     page_tokens: int
-    shape: StateShape
-    recurrent_bytes: int
+    form: Form
     streams: int
     n_vocab: int
+
+    @property
+    def place(self) -> Place:
+        """Where they are."""
+        return Place(self.namespace, self.page_tokens)
 
     def text_of(self, tokens: Tokens) -> Tokens:
         """The tokens before the first image or sound."""
@@ -72,28 +73,15 @@ class ModelStates:
         return tokens[: other[0]] if len(other) else tokens
 
 
-def parse_state(state: Buffer) -> tuple[StateView, int]:
+def parse_state(state: Buffer) -> StateView:
     """Parse what ``llama_state_seq_get_data`` wrote for any sequence, as if it were sequence 0 of one stream.
-
-    Returns
-    -------
-    StateView
-        The state.
-    int
-        How many streams it names.
 
     Raises
     ------
     CorruptError
         If a byte is not accounted for.
     """
-    whole = np.frombuffer(state, np.uint8).data
-    if len(whole) < PAIR.size:
-        raise CorruptError("a state is too short")
-    magic, sequence = PAIR.unpack(whole[: PAIR.size])
-    if magic != SEQUENCE_MAGIC:
-        raise CorruptError("these bytes are not the state of a sequence")
-    return parse_slot(whole[PAIR.size :], sequence=sequence)
+    return parse_memory(memory_of(state), sequence=PAIR.unpack(memoryview(state)[: PAIR.size])[1])
 
 
 def states_of(model: Any, parameters: Parameters, settings: object = None) -> ModelStates:
@@ -131,7 +119,7 @@ def states_of(model: Any, parameters: Parameters, settings: object = None) -> Mo
     if llama_cpp.llama_model_n_swa(model.llama_model) and _value(settings, "swa_full") is False:
         # the scheduler steps back to where the rows of a window are gone, and is not told
         raise ContextError("rows that leave the sliding window are overwritten (swa_full=False)")
-    parsed, streams = _evaluate(model, 0)
+    parsed = _evaluate(model, 0)
     if parsed.sections:
         # what `auto` has become: without flash attention V is transposed
         transposed, _ = PAIR.unpack(parsed.sections[0].head)
@@ -140,8 +128,8 @@ def states_of(model: Any, parameters: Parameters, settings: object = None) -> Mo
     namespace = namespace_of(llama, page_tokens=page_tokens, salt=parameters.salt, label=parameters.label)
     if settings is None:
         namespace = Namespace({**namespace.settings, "probe": _digest(model, parsed, kind)})
-    recurrent_bytes = len(parsed.recurrent.data) if parsed.recurrent is not None else 0
-    return ModelStates(namespace, kind, page_tokens, shape_of(parsed), recurrent_bytes, streams, model.n_vocab)
+    form = Form.ends(parsed) if parsed.recurrent is not None else Form.rows(parsed.shape)
+    return ModelStates(namespace, page_tokens, form, parsed.streams, model.n_vocab)
 
 
 class _ModelAsLlama:
@@ -193,15 +181,19 @@ def _digest(model: Any, parsed: StateView, kind: Kind) -> str:
     states = [parsed]
     has_positions = llama_cpp.llama_model_rope_type(model.llama_model) != llama_cpp.LLAMA_ROPE_TYPE_NONE
     if kind is Kind.PAGES and has_positions:
-        states.append(_evaluate(model, max(model.n_ctx_train - PROBE_TOKENS, 0))[0])
+        states.append(_evaluate(model, max(model.n_ctx_train - PROBE_TOKENS, 0)))
     hasher = hashlib.sha256()
     for state in states:
-        recurrent = state.recurrent.data if state.recurrent is not None else b""
-        hasher.update(assemble([state], recurrent=recurrent))
+        # as it would be in one stream
+        hasher.update(repr(state.shape).encode())
+        for section in state.sections:
+            for tensor in section.tensors:
+                hasher.update(tensor.rows.tobytes())
+        hasher.update(state.recurrent.data if state.recurrent is not None else b"")
     return hasher.hexdigest()
 
 
-def _evaluate(model: Any, start: int) -> tuple[StateView, int]:
+def _evaluate(model: Any, start: int) -> StateView:
     """The state after a few tokens at positions from `start` on; the memory is empty afterwards."""
     if any(llama_cpp.llama_memory_seq_pos_max(model.mem, i) != -1 for i in range(model.n_seq_max)):
         raise MisuseError("the model is in use; make the sequence cache before its first request")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixstore.server.slot_pool import PoolSlot, Tokens
+from prefixstore.format.keys import Tokens
+from prefixstore.server.slot_pool import PoolSlot
 
 __all__ = ["HeldSlot"]
 
@@ -18,11 +19,15 @@ class HeldSlot:
     slot
         The slot.
     tokens
-        The prompt; empty if it is unknown.
+        The prompt; empty if it is unknown. Of a chat that continues in its slot, what is known of the slot.
     owner
         Its tenant.
+    n_continued
+        How many tokens the chat had that it continues, for which the store was not asked; 0 if it was.
     n_restored
         How many tokens were restored for it.
+    n_ahead
+        How many tokens were computed ahead of the request itself.
     restored_seconds, lookup_seconds
         Time that this took; None if nothing was to be restored, or the store was not asked.
     saved_seconds
@@ -36,7 +41,9 @@ class HeldSlot:
     slot: PoolSlot
     tokens: Tokens
     owner: str | None
+    n_continued: int = 0
     n_restored: int = 0
+    n_ahead: int = 0
     restored_seconds: float | None = None
     saved_seconds: float = 0.0
     lookup_seconds: float | None = None

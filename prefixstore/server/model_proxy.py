@@ -104,7 +104,6 @@ class StoreProxy(LlamaProxy):
             if self._store is None:
                 self._store = PrefixStore(self._location, llm, **self._store_options)
             else:
-                self._store.detach()
                 self._store.attach(llm)
         except PrefixStoreError as error:
             if self._store is None:
@@ -122,11 +121,11 @@ class StoreProxy(LlamaProxy):
     def _leave(self) -> None:
         """Capture what the current model still has, and detach the store."""
         store, llm = self._store, self._current_model
-        if store is None or llm is None or store.llm is not llm:
+        if store is None or llm is None or not store.is_attached(llm):
             return
         try:
             # captures what an aborted completion has left
             llm.reset()
         except (PrefixStoreError, RuntimeError) as error:
             log.warning("what the last completion has left is not stored: %s", error)
-        store.detach()
+        store.detach(llm)

@@ -12,8 +12,16 @@ from typing import TypeAlias
 import numpy as np
 
 from prefixstore.errors import ContextError, ServerTooOldError
-from prefixstore.llama.gguf import CACHE_TYPES, Metadata, read_metadata
-from prefixstore.llama.model_file import file_digest, file_identity, model_parts
+from prefixstore.llama.state.form import CHUNKED, OWN_FORMAT, Window
+from prefixstore.models.file import (
+    CACHE_TYPES,
+    Metadata,
+    file_digest,
+    file_identity,
+    model_parts,
+    read_metadata,
+    settings_of_model,
+)
 from prefixstore.server.arguments import Arguments
 from prefixstore.server.records import Props
 from prefixstore.server.slot_file import STATE_VERSION
@@ -26,6 +34,7 @@ __all__ = [
     "ModelSettings",
     "Setting",
     "commit_of",
+    "gains_from_full_window",
     "model_settings",
     "yarn_factor",
 ]
@@ -47,6 +56,19 @@ OWN_YARN = ("grok", "mistral3")
 # Numbers that C and Python read in the same way: 10_000 is 10 for one of them, 10000 for the other.
 INTEGER = re.compile(r"[-+]?[0-9]+")
 DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+# Those that generate no text: llama.cpp gives them no memory (`llama_model::create_memory`), or they have an encoder,
+# which llama-server does not run.
+NO_DECODERS = frozenset(
+    """
+bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe neo-bert eurobert modern-bert gemma-embedding wavtokenizer-dec
+dream llada llada-moe rnd1 t5 t5encoder
+""".split()  # noqa: SIM905 - to be read beside the source of llama.cpp
+)
+# llama.cpp's own lengths of windows, where a model does not name one, and of the chunks of Llama 4, whatever it names
+DEFAULT_WINDOWS = {"exaone-moe": 128, "exaone4": 4096, "gemma2": 4096, "smallthinker": 4096}
+CHUNK = 8192
+# what only models with recurrent layers have in their metadata
+RECURRENT_KEYS = ("ssm", "shortconv", "kda", "wkv")
 # contexts are as long as a multiple of this
 CONTEXT_STEP = 256
 
@@ -60,14 +82,17 @@ class ModelSettings:
     settings
         As in the namespace of a ``Llama``.
     window
-        Tokens in the model's sliding window, if it has one; 0 if that is not known.
+        What tokens see in the layers that do not see all; None if the model has none.
     files
         What the files of the model were.
+    is_decoder
+        Whether it is a model that generates text from its own state.
     """
 
     settings: dict[str, Setting]
-    window: int
+    window: Window | None
     files: Mapping[str, Sequence[int]]
+    is_decoder: bool = True
 
 
 def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSettings:
@@ -90,9 +115,8 @@ def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSetti
     overrides = _overrides(given.get("override_kv", ""))
     model = {**metadata, **overrides}
     architecture = str(model.get("general.architecture", ""))
-    kept = {name: value for name, value in overrides.items() if not name.startswith("tokenizer.")}
     scaling = ROPE_SCALINGS[given["rope_scaling"]] if "rope_scaling" in given else -1
-    long_context, n_ctx = _context(arguments, props, model, architecture)
+    n_ctx = _n_ctx(arguments, props, int(model.get(f"{architecture}.context_length", 0)))
     settings: dict[str, Setting] = {
         "type_k": CACHE_TYPES[given.get("type_k", "f16")],
         "type_v": CACHE_TYPES[given.get("type_v", "f16")],
@@ -107,17 +131,47 @@ def model_settings(arguments: Arguments, props: Props, path: Path) -> ModelSetti
         "model": "+".join(file_digest(part) for part in parts),
         "lora": None,
         "lora_scale": None,
-        "kv_overrides": json.dumps(kept, sort_keys=True) if kept else None,
-        "long_context": long_context,
-        "n_ctx": n_ctx,
+        **settings_of_model(metadata, overrides, n_ctx),
         "llama_cpp": commit_of(props),
         "state_version": STATE_VERSION,
         "label": None,
     }
     if arguments.unknown:
         settings["arguments"] = json.dumps(arguments.unknown)
-    window = model.get(f"{architecture}.attention.sliding_window", 0)
-    return ModelSettings(settings, int(window) if isinstance(window, int) else 0, files)
+    return ModelSettings(settings, _window(model, architecture), files, architecture not in NO_DECODERS)
+
+
+def gains_from_full_window(arguments: Arguments, path: str | None) -> bool:
+    """Whether llama-server can use what is restored only with ``--swa-full``, and it costs little or nothing.
+
+    Without it, the server wants rows from before the window. There are none if the context is no longer than the
+    window: then all rows are kept in any case. And it takes memory that cannot step back for memory without these rows,
+    where only a few layers have a window.
+    """
+    if path is None or arguments.is_on("swa_full"):
+        return False
+    try:
+        model = read_metadata(model_parts(path)[0])
+        n_ctx = _asked_for(arguments, _int(arguments.settings.get("n_parallel", "1")))
+    except (ContextError, ValueError):
+        return False
+    architecture = str(model.get("general.architecture", ""))
+    window = _window(model, architecture)
+    is_stuck = architecture in OWN_FORMAT or any(
+        key.startswith(f"{architecture}.{name}.") for key in model for name in RECURRENT_KEYS
+    )
+    return window is not None and (is_stuck or 0 < n_ctx <= window.size)
+
+
+def _window(model: Metadata, architecture: str) -> Window | None:
+    """The window of a model, as llama.cpp reads it; it is used only if the states show that there is one."""
+    given = model.get(f"{architecture}.attention.sliding_window")
+    if given == 0 or (given is not None and not isinstance(given, int)):
+        return None
+    if architecture == CHUNKED:
+        return Window(CHUNK, is_chunked=True)
+    size = given or DEFAULT_WINDOWS.get(architecture, 0)
+    return Window(int(size)) if size else None
 
 
 def commit_of(props: Props) -> str:
@@ -184,21 +238,9 @@ def _invalid(item: str) -> float:
     raise ValueError(item)
 
 
-def _context(arguments: Arguments, props: Props, model: Metadata, architecture: str) -> tuple[bool, int | None]:
-    """Whether llama.cpp uses the factors for long contexts; the length of a context, if RoPE depends on it.
-
-    The server does not show a longer context than the model was trained with: then the arguments tell.
-    """
-    prefix = f"{architecture}.rope.scaling"
-    trained = int(model.get(f"{architecture}.context_length", 0))
-    original = model.get(f"{prefix}.original_context_length")
-    n_ctx = props.n_ctx
-    if n_ctx >= trained:
-        n_ctx = max(n_ctx, _asked_for(arguments, props.n_slots))
-    kind = model.get(f"{prefix}.type")
-    is_longrope = original is not None if kind is None else kind == "longrope"
-    long_context = n_ctx > (trained if original is None else int(original))
-    return long_context, n_ctx if is_longrope else None
+def _n_ctx(arguments: Arguments, props: Props, trained: int) -> int:
+    """Tokens in one sequence. The server shows no more than the model was trained with: then the arguments tell."""
+    return props.n_ctx if props.n_ctx < trained else max(props.n_ctx, _asked_for(arguments, props.n_slots))
 
 
 def _asked_for(arguments: Arguments, n_slots: int) -> int:

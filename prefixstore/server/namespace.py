@@ -21,10 +21,9 @@ from prefixstore.errors import (
     ServerRefusedError,
 )
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.gguf import model_names, read_metadata
-from prefixstore.llama.model_file import file_identity
-from prefixstore.llama.state.parse import parse_sequence
-from prefixstore.llama.state.view import PAIR, U32
+from prefixstore.llama.state.form import Window
+from prefixstore.llama.state.shape import PAIR, U32, StateShape
+from prefixstore.models.file import file_identity, model_names, read_metadata
 from prefixstore.server.arguments import Arguments, config_files, parse_arguments
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.model_settings import FLASH_AUTO, FLASH_OFF, FLASH_ON, Setting, commit_of, model_settings
@@ -41,7 +40,7 @@ from prefixstore.server.records import Props
 from prefixstore.server.slot_file import STATE_VERSION, SlotLayout
 from prefixstore.stats import Kind
 
-__all__ = ["ServerIdentity", "kind_of_layout", "slots_dir_of"]
+__all__ = ["ServerIdentity", "has_window", "kind_of_layout", "slots_dir_of"]
 
 # pages of Python's Llama with hybrid memory are no longer than this; see `llama.kv_memory.page_tokens_for`
 SHORT_PAGE = 64
@@ -51,9 +50,9 @@ GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dri/renderD*", "dxg", "accel*")
 
 def kind_of_layout(layout: SlotLayout) -> Kind:
     """The kind of state that is stored of a server with this layout, as for a ``Llama``."""
-    if layout.shape.recurrent is None:
+    if layout.shape is not None and layout.shape.recurrent is None:
         return Kind.PAGES
-    return Kind.PAGES_AND_SNAPSHOTS if layout.shape.sections else Kind.SNAPSHOTS
+    return Kind.PAGES_AND_SNAPSHOTS if layout.shape is not None and layout.shape.sections else Kind.SNAPSHOTS
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,18 @@ class ServerIdentity:
     props
         What the server has said about itself.
     window
-        Tokens in the model's sliding window, if it has one; 0 if that is not known.
+        What tokens see in the layers that do not see all; None if the model has none, or that is not known.
     swa_full
         Whether rows outside of the window are kept.
     reason
-        Why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"draft"``, ``"context_shift"``,
-        ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"arguments"`` (they are
-        not understood); None if something may be.
+        Why nothing may be stored of this server: ``"lora"``, ``"control_vector"``, ``"context_shift"``,
+        ``"cache_reuse"``, ``"config_file"``, ``"preset"``, ``"embeddings"``, ``"router"``, ``"no_decoder"`` (the model
+        generates no text), ``"arguments"`` (they are not understood); None if something may be.
     """
 
     settings: Mapping[str, Setting]
     props: Props
-    window: int = 0
+    window: Window | None = None
     swa_full: bool = False
     reason: str | None = None
     # named: only the slot file tells anything of the states
@@ -148,7 +147,9 @@ class ServerIdentity:
             except (ValueError, KeyError, ZeroDivisionError):
                 reason = "arguments"
             else:
-                return cls(found.settings, props, found.window, arguments.is_on("swa_full"), files=found.files)
+                if found.is_decoder:
+                    return cls(found.settings, props, found.window, arguments.is_on("swa_full"), files=found.files)
+                reason = "no_decoder"
         return cls({"llama_cpp": commit_of(props)}, props, reason=reason)
 
     @classmethod
@@ -197,7 +198,7 @@ class ServerIdentity:
         kind = kind_of_layout(layout)
         if kind is Kind.PAGES_AND_SNAPSHOTS:
             return min(wanted, SHORT_PAGE)
-        return min(wanted, self.window) if _has_window(layout) and self.window else wanted
+        return min(wanted, self.window.size) if self.window is not None and has_window(layout, self.window) else wanted
 
     def namespace(self, layout: SlotLayout, *, page_tokens: int, salt: str | None) -> Namespace:
         """The namespace of pages.
@@ -221,13 +222,18 @@ class ServerIdentity:
         if self.is_named:
             settings["layout"] = hashlib.sha256(repr(layout.shape).encode()).hexdigest()
             return Namespace(settings)
-        if kind is not Kind.SNAPSHOTS:
-            self._check_types(layout)
-        if settings["flash_attn_type"] == FLASH_AUTO:
-            # without attention it has no effect: as a Llama has it by default
+        if layout.shape is not None and layout.shape.sections:
+            self._check_types(layout.shape)
+        if kind is Kind.SNAPSHOTS and layout.shape is not None:
+            # without attention it has no effect
+            settings["flash_attn_type"] = FLASH_OFF
+        elif settings["flash_attn_type"] == FLASH_AUTO:
+            # of a layout that is not understood: as a Llama has it by default
             settings["flash_attn_type"] = FLASH_OFF if kind is Kind.SNAPSHOTS else _resolved(layout)
-        settings["swa_full"] = self.swa_full if _has_window(layout) else None
         settings["streams"] = None if kind is Kind.SNAPSHOTS else 1
+        if layout.shape is None:
+            # what it has of each slot is written as it is
+            settings["streams"] = self.props.n_slots
         return Namespace(settings)
 
     def names(self, namespace: Namespace) -> dict[str, str | None]:
@@ -257,12 +263,11 @@ class ServerIdentity:
         if not is_same:
             raise ServerRefusedError(f"{server.url} was restarted, or its model replaced: open the store again")
 
-    def _check_types(self, layout: SlotLayout) -> None:
-        section = parse_sequence(layout.shape.example(0)).sections[0]
-        (_, n_layers) = PAIR.unpack(section.head)
-        tensors = section.tensors
-        types = {name: {U32.unpack_from(one.head)[0] for one in some} for name, some in _by_name(tensors, n_layers)}
-        for name, found in types.items():
+    def _check_types(self, shape: StateShape) -> None:
+        section = shape.sections[0]
+        _, n_layers = PAIR.unpack(section.head)
+        types = [U32.unpack_from(head)[0] for head, _, _ in section.tensors]
+        for name, found in (("type_k", {*types[:n_layers]}), ("type_v", {*types[n_layers:]})):
             if found and found != {self.settings[name]}:
                 raise ServerRefusedError(
                     f"the states of the server have the ggml types {sorted(found)} as {name}, and its arguments say "
@@ -281,12 +286,9 @@ def slots_dir_of(url: str) -> Path | None:
     return path_of(pid, given) if given else None
 
 
-def _by_name(tensors: Sequence[object], n_layers: int) -> list[tuple[str, Sequence]]:  # type: ignore[type-arg]
-    return [("type_k", tensors[:n_layers]), ("type_v", tensors[n_layers:])]
-
-
-def _has_window(layout: SlotLayout) -> bool:
-    return len(layout.shape.sections) > 1
+def has_window(layout: SlotLayout, window: Window | None) -> bool:
+    """Whether the last section before a recurrent part is that of a window: models name one that they do not have."""
+    return window is not None and layout.shape is not None and layout.shape.n_before > 1
 
 
 def _file_identity(path: str) -> list[int] | None:
@@ -303,8 +305,6 @@ def _reason(arguments: Arguments, environ: Mapping[str, str]) -> str | None:
         return "context_shift"
     if settings.get("cache_reuse", "0") != "0":
         return "cache_reuse"
-    if settings.get("spec_type", "none") != "none":
-        return "draft"
     return "config_file" if config_files(environ) else None
 
 
@@ -314,7 +314,7 @@ def _resolved(layout: SlotLayout) -> int:
     llama.cpp lays out V before it finds out whether a device has flash attention: V that is not transposed says that
     it is on only where no other device than the processor is there.
     """
-    if any(U32.unpack_from(section.head)[0] for section in layout.shape.sections):
+    if layout.shape is None or any(U32.unpack_from(section.head)[0] for section in layout.shape.sections):
         return FLASH_OFF
     return FLASH_AUTO if _may_have_gpu() else FLASH_ON
 

@@ -15,6 +15,7 @@ from prefixstore.server.exchange import Exchange
 from prefixstore.server.report_page import CONTENT, HTML, PAGE, LiveReport, page_of
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slots import SlotStore
+from prefixstore.server.store_check import differences
 from prefixstore.server.tenants import api_key_of
 from prefixstore.server.upstream import Reply, Upstream, UpstreamError
 
@@ -147,7 +148,12 @@ class OwnEndpoints:
 
     async def _status(self) -> dict[str, Any]:
         session = self._session
-        status: dict[str, Any] = {"ready": session.is_ready, "passed_through": session.reason, "slots": []}
+        status: dict[str, Any] = {
+            "ready": session.is_ready,
+            "passed_through": session.reason,
+            "why": session.why,
+            "slots": [],
+        }
         if session.manager is not None:
             pool = session.manager.pool
             status["slots"] = [
@@ -175,6 +181,6 @@ class OwnEndpoints:
 def _told(store: SlotStore) -> dict[str, Any] | None:
     """What a store has done, and what its location holds; None if it has been closed meanwhile."""
     try:
-        return asdict(store.store.stats()) | {"kind": store.kind.value}
+        return asdict(store.store.stats()) | {"kind": store.kind.value, "other_settings": differences(store)}
     except ClosedError:
         return None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
 from prefixstore.server.conversions import chat_of_messages, chat_of_responses
-from prefixstore.server.request_fields import unknown_field
+from prefixstore.server.request_fields import OWN_FIELD, unknown_field
+from prefixstore.server.turns import Turns
 
-__all__ = ["ENDPOINTS", "SLOTLESS", "UNKNOWN_FIELD", "Ask", "parse", "pinned"]
+__all__ = ["ENDPOINTS", "MESSAGES", "SLOTLESS", "UNKNOWN_FIELD", "Ask", "parse", "pinned"]
 
 TEXT = frozenset({"/completion", "/completions", "/v1/completions"})
 CHAT = frozenset({"/chat/completions", "/v1/chat/completions"})
@@ -39,6 +41,7 @@ SLOTLESS = frozenset(
         "/tools",
     }
 )
+# Content of messages that is no text.
 MEDIA = frozenset({"image", "image_url", "input_image", "input_audio", "audio", "audio_url", "video", "video_url"})
 MEDIA |= {"input_video", "file", "input_file", "document"}
 # Objects and lists of one request: reading more of them would hold up all others for longer than any prompt is worth.
@@ -63,6 +66,10 @@ class Ask:
         Text, or tokens and texts, as ``/tokenize`` takes them; None if it is a chat.
     chat
         A chat as ``/apply-template`` takes it, as JSON; None if it is a prompt.
+    turns
+        The messages of the chat, to know the next request of it; None if it is a prompt.
+    media
+        A number below 0 that stands for its images and sound, if it has any.
     id_slot
         The slot that the client wants; None if it leaves that to the server.
     can_pin
@@ -74,6 +81,11 @@ class Ask:
     can_add
         Whether the server reads what is added to it: a JSON object that was read here, of an interface of which it
         takes all fields.
+    streams
+        Whether the answer is to be sent as it is made.
+    boundaries
+        Lengths of the parts of its prompt that other prompts will share, in tokens, as the client says; None if what it
+        says is not understood.
     may_fail_late
         Whether the server may refuse it after it has computed some of it: one of its prompts, or what cannot be told.
     """
@@ -81,11 +93,15 @@ class Ask:
     reason: str | None = None
     prompt: str | list[Any] | None = None
     chat: bytes | None = None
+    turns: Turns | None = None
+    media: int | None = None
     id_slot: int | None = None
     can_pin: bool = True
     taints: bool = False
     field: str | None = None
     can_add: bool = True
+    streams: bool = False
+    boundaries: tuple[int, ...] | None = ()
     may_fail_late: bool = False
 
     def has_left_nothing(self, status: int) -> bool:
@@ -113,7 +129,9 @@ def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
     except (ValueError, RecursionError):
         # what is nested deeply may be read, and not be written
         return UNREAD
-    ask = replace(ask, may_fail_late=path in TEXT and _may_be_several(request.get("prompt")))
+    may_fail_late = path in TEXT and _may_be_several(request.get("prompt"))
+    told, streams = _boundaries(request.get(OWN_FIELD)), request.get("stream") is True
+    ask = replace(ask, may_fail_late=may_fail_late, boundaries=told, streams=streams)
     if field is None or ask.reason == INVALID.reason:
         return ask
     return replace(ask, reason=ask.reason or UNKNOWN_FIELD, taints=True, field=field)
@@ -123,6 +141,15 @@ def parse(path: str, body: bytes, allowed: Collection[str] = ()) -> Ask:
 INVALID = Ask("invalid", can_pin=False, taints=True, can_add=False)
 # The server reads what is not read here: numbers of any length, any depth, a byte order mark, what follows a zero byte.
 UNREAD = replace(INVALID, may_fail_late=True)
+
+
+def _boundaries(told: object) -> tuple[int, ...] | None:
+    if told is None:
+        return ()
+    listed = told.get("boundaries", []) if isinstance(told, dict) and told.keys() <= {"boundaries"} else None
+    if not isinstance(listed, list) or not all(type(n) is int and n > 0 for n in listed):
+        return None
+    return tuple(listed)
 
 
 def _unknown_of_prompt(path: str, request: dict[str, Any]) -> str | None:
@@ -138,9 +165,9 @@ def _n_parts(body: bytes) -> int:
 def _of_messages(request: dict[str, Any]) -> Ask:
     # llama-server drops id_slot, lora and cache_prompt of these
     if _has_media(request.get("messages")):
-        return Ask("media", can_pin=False, taints=True, can_add=False)
+        return Ask("media", can_pin=False, can_add=False)
     chat = chat_of_messages(request)
-    return INVALID if chat is None else Ask(chat=_dump(chat), can_pin=False, can_add=False)
+    return INVALID if chat is None else Ask(chat=_dump(chat), turns=Turns.of(chat), can_pin=False, can_add=False)
 
 
 def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
@@ -154,14 +181,15 @@ def _of_others(path: str, request: dict[str, Any], body: bytes) -> Ask:
     reason, can_pin, taints = _why_not(path, request, prompts)
     if reason is not None:
         # what else it says may leave rows that are not those of its tokens
-        taints = taints or bool(request.get("lora")) or _has_media(prompts)
+        taints = taints or bool(request.get("lora"))
         return Ask(reason, id_slot=wanted, can_pin=can_pin, taints=taints)
     if path in TEXT:
         return _of_prompt(prompts, wanted)
     if path in CHAT:
-        return Ask(chat=body, id_slot=wanted)
+        turns, media = Turns.of(request), _taken_out(request)
+        return Ask(chat=_dump(request) if media else body, turns=turns, media=_number(media), id_slot=wanted)
     chat = chat_of_responses(request)
-    return INVALID if chat is None else Ask(chat=_dump(chat), id_slot=wanted)
+    return INVALID if chat is None else Ask(chat=_dump(chat), turns=Turns.of(chat), id_slot=wanted)
 
 
 def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str | None, bool, bool]:
@@ -170,7 +198,7 @@ def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str |
     reasons = (
         ("infill", path == INFILL, False),
         ("lora", bool(request.get("lora")), True),
-        ("media", _has_media(prompts), True),
+        ("media", path in RESPONSES and _has_media(prompts), False),
         ("several_answers", is_many, False),
         ("several_prompts", is_batch, False),
         ("cache_prompt", request.get("cache_prompt") is False, False),
@@ -183,7 +211,9 @@ def _why_not(path: str, request: dict[str, Any], prompts: object) -> tuple[str |
 
 def _of_prompt(prompt: object, wanted: int | None) -> Ask:
     if isinstance(prompt, dict):
-        prompt = prompt.get("prompt_string")
+        text, media = prompt.get("prompt_string"), prompt.get("multimodal_data")
+        ask = _of_prompt(text, wanted) if not isinstance(text, dict) else INVALID
+        return replace(ask, media=_number(media)) if media else ask
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         return _of_prompt(prompt[0], wanted)
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(_is_piece(piece) for piece in prompt)):
@@ -215,6 +245,22 @@ def _has_media(value: object) -> bool:
         "multimodal_data" in part or (isinstance(part.get("type"), str) and part["type"] in MEDIA)
         for part in _dicts(value)
     )
+
+
+def _taken_out(chat: dict[str, Any]) -> list[Any]:
+    """The images and sound of a chat, with something short in their places: its template does not depend on them."""
+    found: list[Any] = []
+    for part in _dicts(chat.get("messages")):
+        name = part.get("type")
+        if isinstance(name, str) and name in MEDIA and name in part:
+            found.append(part[name])
+            part[name] = {"data" if name == "input_audio" else "url": "AA=="}
+    return found
+
+
+def _number(media: object) -> int | None:
+    """A number that stands for images and sound: another one for others, most likely."""
+    return -1 - (zlib.crc32(_dump(media)) >> 1) if media else None
 
 
 def _dicts(value: object) -> Iterator[dict[str, Any]]:

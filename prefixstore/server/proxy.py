@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
+from prefixstore.format.keys import Tokens
 from prefixstore.metrics import RequestMetrics
 from prefixstore.server.admission import Admission
 from prefixstore.server.answers import AnswerTail, Usage
@@ -19,10 +20,11 @@ from prefixstore.server.exchange import BodyTooLargeError, Exchange
 from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.outbox import ClientGoneError
 from prefixstore.server.own_endpoints import OwnEndpoints
-from prefixstore.server.prompts import ENDPOINTS, SLOTLESS, UNKNOWN_FIELD, Ask, parse, pinned
+from prefixstore.server.prefill import Prefill
+from prefixstore.server.prompts import ENDPOINTS, MESSAGES, SLOTLESS, UNKNOWN_FIELD, Ask, parse, pinned
 from prefixstore.server.session import ServerSession
 from prefixstore.server.slot_manager import WORTH_A_LOOKUP, SlotManager
-from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Tokens
+from prefixstore.server.slot_pool import PoolClosedError, PoolFullError, Request
 from prefixstore.server.tenants import NoTenantError, TenantSource
 from prefixstore.server.upstream import (
     TargetError,
@@ -38,6 +40,8 @@ __all__ = ["Lifetime", "Proxy", "ProxyOptions"]
 log = logging.getLogger("prefixstore.server")
 
 RETRY_SECONDS = 2
+# a comment in a stream
+PING = b":\n\n"
 # with a longer one, llama-server closes the connection
 MAX_TARGET = 8000
 # With more fields in a head, or longer ones, it closes the connection, mostly before its answer is read.
@@ -123,6 +127,7 @@ class Proxy:
         self._observer, self._options = observer, options
         self._bodies = BodyBudget(options.max_bodies)
         self._told_fields: set[str] = set()
+        self._prefill = Prefill(upstream, session)
 
     async def __call__(
         self,
@@ -320,7 +325,14 @@ class Proxy:
         answer = await self._upstream.send(exchange.method, exchange.target, headers, content)
         try:
             began(answer.status)
-            await exchange.begin(answer.status, end_to_end(answer.headers))
+            before = after = b""
+            if not exchange.has_begun:
+                await exchange.begin(answer.status, end_to_end(answer.headers))
+            elif answer.status != HTTPStatus.OK:
+                # in a stream that has begun, an error is an event
+                before, after = b"event: error\ndata: " if exchange.path in MESSAGES else b"data: ", PING[1:]
+            if before:
+                await exchange.write(before)
             is_first = True
             async for chunk in answer.chunks():
                 if is_first:
@@ -329,7 +341,7 @@ class Proxy:
                 if tail is not None:
                     tail.feed(chunk)
                 await exchange.write(chunk)
-            await exchange.write(b"", more=False)
+            await exchange.write(after, more=False)
         finally:
             # a cancelled request must reach the server as a closed connection
             answer.close()
@@ -347,7 +359,10 @@ class Proxy:
         tenants, path = self._options.tenants, exchange.path
         owner = None if tenants is None else tenants.salt(exchange.headers)
         ask = await aside(len(body), lambda: parse(path, body, self._options.allowed_fields))
-        if not await self._session.look():
+        if ask.boundaries is None:
+            message = 'prefixstore must be {"boundaries": [N, ...]}: lengths in tokens'
+            await exchange.refuse(400, "invalid_request_error", message)
+        elif not await self._session.look():
             await self._unavailable(exchange, "the server is starting")
         elif tenants is None and self._session.reason is not None:
             # without the store, the server itself knows best which slot has the prompt
@@ -360,8 +375,8 @@ class Proxy:
     async def _with_store(self, exchange: Exchange, ask: Ask, body: bytes, owner: str | None) -> None:
         path, manager = exchange.path, self._manager
         reason, tokens, held = self._session.reason or ask.reason, None, None
-        if reason is None and ask.id_slot is None:
-            held = manager.continued(path, body, owner)
+        if reason is None and ask.id_slot is None and not ask.boundaries:
+            held = manager.continued(path, ask.turns, owner)
         can_choose, is_separated = ask.can_pin or len(manager.pool.slots) == 1, self._options.tenants is not None
         if held is None and (reason is None or (reason == UNKNOWN_FIELD and can_choose)):
             tokens = await self._tokens(exchange, ask, owner)
@@ -441,7 +456,7 @@ class Proxy:
     async def _with_slot(
         self, exchange: Exchange, ask: Ask, body: bytes, held: HeldSlot, *, is_counted: bool, taints: bool
     ) -> None:
-        manager, given = self._manager, body
+        manager = self._manager
         answer = _Answer()
         status = 0
         try:
@@ -456,17 +471,37 @@ class Proxy:
                 body = pinned(body, **fields)
             if not ask.can_pin:
                 await manager.empty_tainted()
+            if is_counted and not taints and not held.must_compute:
+                await self._compute_ahead(exchange, ask, held)
             status = await self._forward(exchange, body, answer.began, answer.tail, lambda: manager.answering(held))
         finally:
             is_ok = answer.status == HTTPStatus.OK
             usage = answer.tail.usage() if is_ok else None
-            if is_ok and is_counted and manager.pool.is_current(held.slot):
-                manager.pool.remember(held.slot, exchange.path, given)
+            if usage is not None and is_counted and ask.turns is not None and manager.pool.is_current(held.slot):
+                held.slot.request = Request(exchange.path, ask.turns, usage.cached_tokens + usage.computed_tokens)
+            if usage is not None and usage.cached_tokens < held.n_continued - WORTH_A_LOOKUP:
+                # the slot did not hold what was continued, and the store may
+                held.reason = "not_asked"
             began = answer.status in (None, HTTPStatus.OK) or (taints and not ask.has_left_nothing(answer.status))
             manager.release(held, usage, began=began, taints=taints)
+            if usage is not None:
+                self._session.computed(usage)
+                usage = usage.after(held.n_ahead)
             self._session.note(usage, held, is_counted=is_counted)
         if is_counted and status == HTTPStatus.OK:
             self._observe(exchange.path, held, usage)
+
+    async def _compute_ahead(self, exchange: Exchange, ask: Ask, held: HeldSlot) -> None:
+        async def ping(head: Sequence[tuple[bytes, bytes]]) -> None:
+            """Tell the client of a stream that it is alive, as the server alone would do."""
+            if ask.streams:
+                if not exchange.has_begun:
+                    await exchange.begin(HTTPStatus.OK, end_to_end(head))
+                await exchange.write(PING)
+
+        origin = [(name, value) for name, value in exchange.raw_headers if name == b"origin"]
+        headers = [*self._upstream.credentials(exchange.raw_headers), *origin]
+        await self._prefill.run(held, ask.boundaries or (), headers, ping)
 
     def _observe(self, path: str, held: HeldSlot, usage: Usage | None) -> None:
         usage = usage or Usage(held.n_restored, len(held.tokens) - held.n_restored)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 __all__ = ["Rates"]
 
@@ -10,6 +11,11 @@ WEIGHT = 0.3
 # fewer tokens say nothing about the rate of a prefill
 SMALLEST_PREFILL = 32
 SMALLEST_FILE = 1 << 16
+# as many are computed as fast as one
+FEW_TOKENS = 8
+# a stop in a prompt divides batches, and the server computes the last tokens before it in one of their own
+BATCHES_OF_A_STOP = 2
+COPIES_REMEMBERED = 16
 # Work on a slot is done instead of computing tokens unless it takes longer than this many times as long. After so many
 # restores that were left out for that reason, one is tried: the last one may have been slow by chance. If it is slow
 # again, the next one is tried after twice as many.
@@ -32,12 +38,16 @@ class Rates:
         For a byte saved, from a slot into the store.
     token_bytes
         Bytes of a token in a slot file.
+    batch_seconds
+        For a batch of few tokens.
     """
 
     token_seconds: float = 1e-3
     restore_seconds: float = 2e-9
     save_seconds: float = 3e-9
     token_bytes: float = 4096.0
+    batch_seconds: float = 0.0
+    _copies: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=COPIES_REMEMBERED))
     _measured: frozenset[str] = frozenset()
     _left_out: int = 0
     _retry_after: int = RETRY_EVERY
@@ -46,6 +56,8 @@ class Rates:
         """Note that so many tokens of a prompt were computed."""
         if n_tokens >= SMALLEST_PREFILL:
             self._note("token_seconds", seconds / n_tokens)
+        elif 0 < n_tokens <= FEW_TOKENS:
+            self._note("batch_seconds", seconds)
 
     def restored(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
         """Note that a slot was filled."""
@@ -55,6 +67,7 @@ class Rates:
 
     def saved(self, n_tokens: int, n_bytes: int, seconds: float) -> None:
         """Note that a slot was saved."""
+        self._copies.append((n_tokens, seconds))
         if n_bytes >= SMALLEST_FILE:
             self._note("save_seconds", seconds / n_bytes)
             self._note("token_bytes", n_bytes / max(n_tokens, 1))
@@ -70,6 +83,14 @@ class Rates:
     def saving(self, n_tokens: int) -> float:
         """Seconds that saving a slot with so many tokens takes."""
         return self.save_seconds * self.token_bytes * n_tokens
+
+    def stopping(self, n_tokens: int) -> float:
+        """Seconds that it takes at most to stop after so many tokens of a prompt, and to copy the slot.
+
+        A file of twice as many tokens takes at most twice as long, and of recurrent memory no longer.
+        """
+        copying = (seconds * max(n_tokens / max(n, 1), 1.0) for n, seconds in self._copies)
+        return min(copying, default=0.0) + BATCHES_OF_A_STOP * self.batch_seconds
 
     def is_faster(self, seconds: float, n_tokens: int) -> bool:
         """Whether work that takes so many seconds is faster than computing so many tokens."""

@@ -79,6 +79,8 @@ class Slot:
         Tokens that fit into it.
     n_bytes
         Bytes of state that its tokens take, if the bytes of a token are known; see `LlamaServer.bytes_per_token`.
+    is_drafting
+        Whether tokens are drafted for it: by another model, by layers of its own, or from its prompt.
     """
 
     id: int
@@ -86,6 +88,7 @@ class Slot:
     n_tokens: int | None
     n_ctx: int
     n_bytes: int | None = None
+    is_drafting: bool = False
 
     @property
     def is_processing(self) -> bool:

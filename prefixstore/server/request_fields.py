@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["KNOWN_FIELDS", "unknown_field"]
+__all__ = ["KNOWN_FIELDS", "OWN_FIELD", "unknown_field"]
 
 # llama-server's own, from server-schema.cpp and server-common.cpp.
 OF_LLAMA_SERVER = """
@@ -51,7 +51,9 @@ slot_id smoothing_curve smoothing_factor spaces_between_special_tokens stop_sequ
 structured_outputs temperature_last tfs tfs_z think thinking_budget thinking_token_budget title top_a transforms
 truncation_length typ_p typical usage use_beam_search
 """
-KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split())
+# Of this proxy: llama-server ignores it.
+OWN_FIELD = "prefixstore"
+KNOWN_FIELDS = frozenset((OF_LLAMA_SERVER + OF_INTERFACES + OF_CLIENTS).split()) | {OWN_FIELD}
 # What clients always send, and what a server that has guidance would take for none.
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {"guidance_scale": (0, 1), "negative_prompt": ("",)}
 # These have rules of their own.

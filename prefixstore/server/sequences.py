@@ -18,25 +18,25 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.buffers import PooledBuffer, released_on_error
-from prefixstore.engine.index import Page, Path
-from prefixstore.engine.missing import missing_ranges
-from prefixstore.engine.pending import PendingPage
+from prefixstore.buffers import BufferPool
+from prefixstore.engine.compute_rate import ComputeRate
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.miss import Guard, miss_reason
 from prefixstore.errors import ContextError, CorruptError
-from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, TokenSequence, as_tokens, page_key, page_keys
+from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.guard import Guard
+from prefixstore.format.record import Buffer
+from prefixstore.llama.capture import Capture, memory_of
+from prefixstore.llama.restore import Found, Positions, Restore
 from prefixstore.llama.state.parse import parse_sequence
-from prefixstore.llama.state.shape import shape_of
+from prefixstore.llama.state.shape import StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 from prefixstore.server.example_model import ModelStates, parse_state, states_of
 from prefixstore.store import PrefixStore
@@ -44,9 +44,6 @@ from prefixstore.store import PrefixStore
 __all__ = ["Load", "Match", "StoredSequences", "sequence_cache"]
 
 log = logging.getLogger("prefixstore")
-
-# of a snapshot beside its rows: what a recurrent part may have
-RECURRENT_SLACK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -133,6 +130,7 @@ class StoredSequences:
         self._states = states
         self._match_type = match_type
         self._load_type = load_type
+        self._rate, self._buffers = ComputeRate(store.parameters.max_delay), BufferPool(limit=None)
         # a prompt that waits for its turn is looked up again and again, and is counted once
         self._asked: list[int] | None = None
 
@@ -150,14 +148,19 @@ class StoredSequences:
             return None
         with Guard(engine.counters, "miss:error", "miss:unavailable", states.namespace.key):
             is_new, self._asked = self._asked != tokens, list(tokens)
-            n = self._path(states, self._restorable(states, tokens)).n_tokens
+            prompt = as_tokens(tokens)
+            # not its last token, and nothing from an image on
+            n = self._find(states, states.text_of(prompt)[: max(len(prompt) - 1, 0)]).n_tokens
             if n >= max(self._store.min_tokens, 1):
                 if is_new:
                     engine.counters.asked(states.namespace.key, len(tokens), n, "store")
                 return self._match_type(tokens=tuple(tokens[:n]), has_prompt_logits=False)
             if is_new:
                 engine.touch(states.namespace.key, (), len(tokens))
-                reason = "short" if n else "not_found"
+                least = self._store.min_tokens
+                reason = miss_reason(
+                    engine, states.namespace.key, as_tokens(tokens), states.page_tokens, n_matched=n, min_tokens=least
+                )
                 engine.counters.count(f"miss:{reason}", namespace=states.namespace.key)
                 engine.counters.asked(states.namespace.key, len(tokens), 0, reason)
         return None
@@ -170,20 +173,20 @@ class StoredSequences:
         started = time.perf_counter()
         with Guard(engine.counters, "miss:error", "miss:unavailable", states.namespace.key):
             tokens = as_tokens(match.tokens)
-            path = self._path(states, tokens)
-            state = self._joined(states, path) if path.n_tokens == len(tokens) else None
+            found = self._find(states, tokens)
+            state = self._joined(states, tokens, found) if found.n_tokens == len(tokens) else None
             if state is None:
                 engine.counters.count("miss:unreadable", namespace=states.namespace.key)
                 return None
-            engine.touch(states.namespace.key, path.pages, len(tokens))
+            engine.touch(states.namespace.key, found.pages, len(tokens))
             engine.nudge()
             seconds = time.perf_counter() - started
             engine.counters.restored(len(tokens), seconds, namespace=states.namespace.key)
-            return self._load_type(tokens=tokens.tolist(), state_bytes=np.frombuffer(state, np.uint8))
+            return self._load_type(tokens=tokens.tolist(), state_bytes=state)
         return None
 
     def save(self, tokens: Sequence[int], state_bytes: npt.NDArray[np.uint8], prompt_logits: object) -> None:
-        """Store the pages of a prompt that are missing. `prompt_logits` are not stored."""
+        """Store what is missing of a prompt. `prompt_logits` are not stored."""
         del prompt_logits
         store, states = self._store, self._states
         if states is None or store.read_only:
@@ -193,173 +196,67 @@ class StoredSequences:
         with Guard(engine.counters, "dropped:error"):
             prompt = as_tokens(tokens)
             text = states.text_of(prompt)
-            if len(text) < max(store.min_tokens, 1):
+            # a snapshot is valid at its end only
+            is_usable = len(text) == len(prompt) or not states.form.has_snapshots
+            if len(text) < max(store.min_tokens, 1) or not is_usable:
                 return
-            if not states.kind.has_snapshots:
-                self._save_pages(states, text, state_bytes, tail=True)
-            elif len(text) == len(prompt):
-                # a snapshot is valid at its end only
-                self._save_snapshot(states, text, state_bytes)
+            data = np.ascontiguousarray(state_bytes, np.uint8).data
+            capture = _SequenceCapture(engine, states, self._restore(states), store)
+            reason = capture.store(text, self._parsed(states, data), memory_of(data)).reason
+            if reason is not None:
+                engine.counters.count(f"dropped:{reason}")
         engine.counters.time("capture", time.perf_counter() - started)
 
-    # -- looking up ---------------------------------------------------------------------------------------------------
+    def _restore(self, states: ModelStates) -> Restore:
+        return Restore(self._store.engine, states.form, self._rate, self._buffers)
 
-    def _restorable(self, states: ModelStates, tokens: TokenSequence) -> Tokens:
-        """The part of a prompt that may be restored: not its last token, and nothing from an image on."""
-        prompt = as_tokens(tokens)
-        return states.text_of(prompt)[: max(len(prompt) - 1, 0)]
+    def _find(self, states: ModelStates, tokens: Tokens) -> Found:
+        return self._restore(states).find(states.place, tokens, len(tokens))
 
-    def _path(self, states: ModelStates, tokens: Tokens) -> Path:
-        engine, namespace = self._store.engine, states.namespace.key
-        if states.kind.has_snapshots:
-            return engine.match_snapshot(namespace, tokens, states.page_tokens, len(tokens))
-        path = engine.match(namespace, tokens, states.page_tokens)
-        return Path(path.pages[: -(-path.n_tokens // states.page_tokens)], path.n_tokens)
+    def _joined(self, states: ModelStates, tokens: Tokens, found: Found) -> npt.NDArray[np.uint8] | None:
+        """The state of what was found; None if something of it is missing."""
 
-    # -- joining ------------------------------------------------------------------------------------------------------
+        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
+            return Assembly(shape, positions, recurrent=recurrent, streams=states.streams)
 
-    def _joined(self, states: ModelStates, path: Path) -> bytearray | None:
-        """The state of a path; None if something of it is missing."""
-        n = path.n_tokens
-        pages = [page for page in path.pages if page.raw_bytes]
-        with self._store.engine.fetching(pages, look=partial(_fits, states), admit=partial(_admits, states)) as fetched:
-            pieces = [parse_sequence(state) for state in fetched]
-            if not pieces or len(pieces) < len(pages):
+        with self._restore(states).joined(tokens, found, frame) as joined:
+            if joined.data is None or joined.n_good < len(tokens):
                 return None
-            recurrent = pieces[-1].recurrent
-            if (recurrent is not None) != states.kind.has_snapshots or (recurrent and recurrent.position != n - 1):
-                raise CorruptError("the recurrent part is not that of this position")
-            positions = [np.arange(n, dtype="<i4")] * len(pieces[0].sections)
-            assembly = Assembly(
-                pieces[0], positions, recurrent=recurrent.data if recurrent else b"", streams=states.streams
-            )
-            target = bytearray(assembly.size)
-            cut = [piece.cut(page.start, min(page.end, n)) for page, piece in zip(pages, pieces, strict=True)]
-            assembly.write(memoryview(target), cut)
-            return target
+            state: npt.NDArray[np.uint8] = np.frombuffer(joined.data, np.uint8).copy()
+            return state
 
-    # -- cutting ------------------------------------------------------------------------------------------------------
-
-    def _save_pages(
-        self, states: ModelStates, tokens: Tokens, state: npt.NDArray[np.uint8], *, tail: bool
-    ) -> StateView | None:
-        """Store the missing pages; the parsed state, None if not all of them could be stored."""
-        engine, step = self._store.engine, states.page_tokens
-        keys = page_keys(states.namespace.key, tokens, step)
-        wanted = missing_ranges(engine, states.namespace.key, keys, tokens, step, tail=tail)
-        if not wanted and tail:
+    def _parsed(self, states: ModelStates, state: memoryview) -> StateView | None:
+        if states.form.shape is None:
             return None
-        parsed = self._parsed(states, state)
-        parents = [states.namespace.key, *keys]
-        for start, end in wanted:
-            with self._rows(states, parsed, tokens[:end], start) as pieces:
-                if not pieces:
-                    # rows that have left a sliding window
-                    engine.counters.count("dropped:incomplete")
-                    return None
-                buffer = self._page(pieces)
-            if buffer is None:
-                engine.counters.count("dropped:queue_full")
-                return None
-            self._submit(states, parents[start // step], start, tokens[start:end], buffer)
-        return parsed
-
-    @contextmanager
-    def _rows(
-        self, states: ModelStates, parsed: StateView, tokens: Tokens, start: int
-    ) -> Iterator[Sequence[StateView]]:
-        """All rows of the page from `start` to the end of `tokens`; none if some are neither there nor stored."""
-        end = len(tokens)
-        if parsed.holds(start, end):
-            yield [parsed.cut(start, end)]
-            return
-        # the shorter page that was stored at the end of an earlier prompt has the rows that have left the window since
-        path = self._path(states, tokens)
-        n = path.n_tokens
-        if not start < n < end or path.pages[-1].start != start or not parsed.holds(n, end):
-            yield []
-            return
-        with self._store.engine.fetching(
-            path.pages[-1:], look=partial(_fits, states), admit=partial(_admits, states)
-        ) as fetched:
-            yield [piece for state in fetched for piece in (parse_sequence(state).cut(start, n), parsed.cut(n, end))]
-
-    def _page(self, pieces: Sequence[StateView]) -> PooledBuffer | None:
-        """The state of a page, in a buffer of the queue; None if there is none."""
-        columns = zip(*(piece.positions for piece in pieces), strict=True)
-        positions = [np.concatenate(column) for column in columns]
-        # a page of recurrent memory holds only tokens
-        assembly = Assembly(pieces[0], positions) if positions else None
-        buffer = self._store.engine.acquire(assembly.size if assembly is not None else 0)
-        if buffer is not None and assembly is not None:
-            with released_on_error(buffer):
-                assembly.write(buffer.view, pieces)
-        return buffer
-
-    def _save_snapshot(self, states: ModelStates, tokens: Tokens, state: npt.NDArray[np.uint8]) -> None:
-        """Store the state after all tokens, and the pages before it."""
-        engine, step, n = self._store.engine, states.page_tokens, len(tokens)
-        keys = page_keys(states.namespace.key, tokens, step)
-        start = len(keys) * step
-        parent = keys[-1] if keys else states.namespace.key
-        if engine.needs_no_capture(page_key(parent, tokens[start:].tobytes(), SNAPSHOT)):
-            return
-        parsed = self._save_pages(states, tokens, state, tail=False)
-        if parsed is None:
-            return
-        recurrent = parsed.recurrent
-        if recurrent is None or recurrent.position != n - 1:
-            raise CorruptError("the recurrent part is not that of the end of the prompt")
-        rows = parsed.cut(start, n)
-        assembly = Assembly(rows, rows.positions, recurrent=recurrent.data)
-        buffer = engine.acquire(assembly.size)
-        if buffer is None:
-            engine.counters.count("dropped:queue_full")
-            return
-        with released_on_error(buffer):
-            assembly.write(buffer.view, [rows])
-        self._submit(states, parent, start, tokens[start:], buffer, SNAPSHOT)
-        parameters = self._store.parameters
-        if engine.thin(states.namespace.key, tokens, step, parameters.max_snapshots, parameters.snapshot_interval):
-            engine.nudge()
-
-    def _parsed(self, states: ModelStates, state: npt.NDArray[np.uint8]) -> StateView:
-        parsed, streams = parse_state(np.ascontiguousarray(state, np.uint8).data)
-        if streams != states.streams or shape_of(parsed) != states.shape:
+        parsed = parse_state(state)
+        if parsed.streams != states.streams or parsed.shape != states.form.shape:
             raise CorruptError("the state is not one of this model")
         return parsed
 
-    def _submit(
-        self,
-        states: ModelStates,
-        parent: bytes,
-        start: int,
-        tokens: Tokens,
-        buffer: PooledBuffer,
-        form: int = PAGE,
-    ) -> None:
-        engine, namespace = self._store.engine, states.namespace
-        pending = PendingPage.of(namespace.key, namespace.canonical, parent, start, tokens.tobytes(), buffer, form=form)
-        is_wanted = engine.submit(pending)
-        engine.counters.count("pages_captured" if form == PAGE else "snapshots_captured", is_wanted)
+
+class _SequenceCapture(Capture):
+    """Stores states of sequences whose rows may have left a sliding window."""
+
+    def __init__(self, engine: Engine, states: ModelStates, restore: Restore, store: PrefixStore) -> None:
+        super().__init__(engine, states.place, states.form, _unknown_cost, store.parameters, wait=False)
+        self._states, self._stored, self._engine = states, restore, engine
+
+    def _rows(self, tokens: Tokens, state: StateView | None, start: int) -> Sequence[StateView]:
+        """As in `Capture`, or with the shorter page that was stored at the end of an earlier prompt.
+
+        It has the rows that have left the window since.
+        """
+        end = len(tokens)
+        found = (
+            Found() if state is None or state.holds(start, end) else self._stored.find(self._states.place, tokens, end)
+        )
+        n, tail = found.n_tokens, found.pages[-1:]
+        if state is None or not (start < n < end and tail[0].start == start and state.holds(n, end)):
+            return super()._rows(tokens, state, start)
+        with self._engine.fetching(tail, look=self._stored.fits, admit=self._stored.admits) as fetched:
+            stored = [parse_sequence(bytes(one)).cut(start, n) for one in fetched]
+        return [*stored, state.cut(n, end)] if stored else []
 
 
-def _fits(states: ModelStates, page: Page, state: memoryview) -> bool:
-    """Whether the state of a page, or a snapshot, has the shape of this model's states."""
-    if page.form == PAGE and states.shape.recurrent is None:
-        return states.shape.fits(state, page.start, page.n_tokens)
-    try:
-        parsed = parse_sequence(state)
-    except CorruptError:
-        return False
-    found, own = shape_of(parsed), states.shape
-    if page.form == PAGE:
-        return found.sections == own.sections and parsed.recurrent is None and parsed.holds(page.start, page.end)
-    has_rows = page.n_tokens == 0 or not own.sections or found.sections == own.sections
-    return found.recurrent == own.recurrent and has_rows and parsed.holds(page.start, page.end)
-
-
-def _admits(states: ModelStates, page: Page) -> bool:
-    """Whether a page claims no more bytes than it can have."""
-    recurrent = states.recurrent_bytes + RECURRENT_SLACK if page.form == SNAPSHOT else 0
-    return page.raw_bytes <= states.shape.size(page.n_tokens) + recurrent
+def _unknown_cost(_: int) -> int:
+    return 0

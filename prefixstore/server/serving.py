@@ -14,14 +14,14 @@ from typing import Any
 
 import uvicorn
 
-from prefixstore.errors import InvalidParameterError, PrefixStoreError
+from prefixstore.errors import PrefixStoreError
 from prefixstore.metrics import RequestMetrics, StoreMetrics, new_registry, render
 from prefixstore.opening import Locations
 from prefixstore.server.admission import Admission
 from prefixstore.server.child import CHILD_URL, Child
 from prefixstore.server.client import LlamaServer
 from prefixstore.server.client_protocol import ClientProtocol
-from prefixstore.server.command import ServerCommand, check_program, drafts
+from prefixstore.server.command import ServerCommand, check_program
 from prefixstore.server.lifetime import OwnServer, RunningServer
 from prefixstore.server.listener import Listener, bound, run
 from prefixstore.server.namespace import ServerIdentity, slots_dir_of
@@ -33,10 +33,10 @@ from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import check_store
+from prefixstore.server.store_check import check_store, differences
 from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
-from prefixstore.units import format_bytes
+from prefixstore.units import counted, format_bytes
 
 __all__ = ["ServeSettings", "serve_child", "serve_running"]
 
@@ -112,9 +112,6 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
     check_store(settings.location, settings.store_options)
     with bound(settings.host, settings.port) as sockets, private_directory() as private:
         command = ServerCommand(argv, environ, private, separated=separated)
-        is_drafting = drafts(argv, environ)
-        if is_drafting and separated:
-            raise InvalidParameterError("--salt-from cannot be used with drafts: slots of drafts are not managed")
 
         def started() -> tuple[Sequence[str], Mapping[str, str], Path | None]:
             # what is given may be a script that adds options
@@ -152,7 +149,6 @@ def serve_child(settings: ServeSettings, argv: Sequence[str]) -> None:
             max_waiting=settings.max_waiting,
             store_options=settings.store_options,
             timing=settings.timing,
-            pass_reason="draft" if is_drafting else None,
         )
         run(_serve(settings, sockets, make, has_keys=command.has_keys))
 
@@ -259,12 +255,15 @@ async def _serve(settings: ServeSettings, sockets: list[socket.socket], make: Ma
 
 def _what_is_stored(session: ServerSession) -> str:
     if session.store is None or session.reason is not None:
-        return f"llama-server is ready; nothing is stored or restored: {session.reason}"
+        why = f" ({session.why})" if session.why else ""
+        return f"llama-server is ready; nothing is stored or restored: {session.reason}{why}"
     store = session.store.store
     stats = store.stats()
-    held = f"{stats.entries} pages, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
+    held = f"{counted(stats.entries, 'page')}, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
     nearer = " in the nearer one" if stats.tiers else ""
-    return f"llama-server is ready; store {store.location}: {held}{nearer}"
+    differ = differences(session.store)
+    unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}" if differ else ""
+    return f"llama-server is ready; store {store.location}: {held}{nearer}{unusable}"
 
 
 def _tell_of(stores: StoreMetrics, store: SlotStore | None) -> None:

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefixstore.errors import PrefixStoreError, ServerError, ServerRefusedError
+from prefixstore.errors import ContextError, PrefixStoreError, ServerError, ServerRefusedError
+from prefixstore.models.boundaries import TokenKind, kinds_of_vocabulary
 from prefixstore.opening import Locations
 from prefixstore.server.answers import Usage
 from prefixstore.server.client import LlamaServer
@@ -80,8 +81,6 @@ class SessionOptions:
         Parameters of the store.
     timing
         When slots are saved.
-    pass_reason
-        Why nothing is stored of this server, if that is known before.
     """
 
     location: Locations
@@ -93,7 +92,6 @@ class SessionOptions:
     max_waiting: int = 256
     store_options: dict[str, Any] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
-    pass_reason: str | None = None
 
 
 class ServerSession:
@@ -122,7 +120,7 @@ class ServerSession:
         self.store: SlotStore | None = None
         self._is_up, self._hurried = asyncio.Event(), asyncio.Event()
         self._facts: Facts | None = None
-        self._unusable = options.pass_reason
+        self._is_drafting = False
         self.when_store: Callable[[SlotStore | None], None] = lambda _: None
         self.when_ready: Callable[[], None] = lambda: None
         self.when_replaced: Callable[[], None] = lambda: None
@@ -130,17 +128,21 @@ class ServerSession:
         self._was_open = False
         self._saving: asyncio.Task[None] | None = None
         self._last_use = self._last_look = 0.0
+        self._kinds: asyncio.Future[Callable[[int], TokenKind]] | None = None
 
     @property
     def reason(self) -> str | None:
         """Why the store is not used at present; None if it is."""
         if self._lora_changed:
             return "lora"
-        if self._unusable is not None:
-            return self._unusable
         if self.store is None:
             return "store_failed"
         return self.store.reason
+
+    @property
+    def why(self) -> str:
+        """That reason in words; empty if there is nothing to add."""
+        return self.store.why if self.store is not None and self.store.reason == self.reason else ""
 
     @property
     def is_ready(self) -> bool:
@@ -160,12 +162,16 @@ class ServerSession:
         if self.store is not None and not await asyncio.to_thread(self._is_of_this_server, self.store):
             log.warning("the model of the server was replaced: reopening the store")
             await self.reopen()
-        if self.store is None and self._unusable is None:
+        if self.store is None:
             await self._open()
         self._lora_changed = False
         if self.store is not None:
+            self.store.is_drafting = self._is_drafting
             self.manager.store = self.store if self.store.reason is None else None
             self.manager.pool.can_cut = self.store.can_cut
+            if not self.store.can_cut:
+                # a large vocabulary takes a second
+                self._kinds = asyncio.ensure_future(asyncio.to_thread(_kinds_of, self.store.identity))
             self.manager.pool.when_free()
         self._is_up.set()
         self.when_ready()
@@ -231,13 +237,21 @@ class ServerSession:
                 "alone, and the server must be started without --no-slots"
             )
         listed = reply.json()
-        is_drafting = any(slot.get("speculative") for slot in listed)
-        self._unusable = "draft" if is_drafting else self.options.pass_reason
+        self._is_drafting = any(slot.get("speculative") for slot in listed)
+        if self._is_drafting and self.options.separated:
+            raise ServerError(
+                "--salt-from cannot be used with a llama-server that drafts tokens: drafts keep something of the "
+                "prompts of all, which shows in how fast others are answered; start it without --spec-type and -md"
+            )
         return [(int(slot["id"]), int(slot["n_ctx"])) for slot in listed]
 
     @property
     def _headers(self) -> Headers:
         return [(b"authorization", f"Bearer {self.options.key}".encode())] if self.options.key else []
+
+    async def kinds(self) -> Callable[[int], TokenKind]:
+        """What each token of the model does in a prompt; all are text if its file cannot be read."""
+        return await asyncio.shield(self._kinds) if self._kinds is not None else _any_kind
 
     def is_certainly_alive(self) -> bool:
         """Whether the process of the server is the same as before, as far as that is known."""
@@ -315,6 +329,7 @@ class ServerSession:
         if not reply.is_ok:
             return Facts()
         props = reply.json()
+        self.tokenizer.marker = props.get("media_marker") if isinstance(props, dict) else None
         generation = props.get("default_generation_settings") if isinstance(props, dict) else None
         if not isinstance(generation, dict):
             raise ServerError(f"{self.upstream.url}/props has answered in an unknown format: is it a llama-server?")
@@ -322,12 +337,17 @@ class ServerSession:
         names = ("build_info", "model_path", "total_slots")
         return Facts((*(props.get(name) for name in names), n_ctx), bool(props.get("is_sleeping")))
 
+    def computed(self, usage: Usage) -> None:
+        """Note how fast the server has computed."""
+        if usage.computed_seconds is not None:
+            self.rates.computed(usage.computed_tokens, usage.computed_seconds)
+            if self.store is not None:
+                self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
+
     def note(self, usage: Usage | None, held: HeldSlot, *, is_counted: bool) -> None:
         """Note what the server has done for a prompt, and count the lookup if it was one (`is_counted`)."""
         if usage is None:
             return
-        if usage.computed_seconds is not None:
-            self.rates.computed(usage.computed_tokens, usage.computed_seconds)
         if self.store is not None:
             counters, found = self.store.counters, self.store.namespace(held.owner)
             namespace = found.key if found is not None else None
@@ -343,8 +363,6 @@ class ServerSession:
                     counters.count(f"miss:{held.reason}", namespace=namespace)
                 elif usage.cached_tokens:
                     counters.count("live_hits", namespace=namespace)
-            if usage.computed_seconds is not None:
-                self.store.rate.computed(usage.computed_tokens, usage.computed_seconds)
 
     def used(self) -> None:
         """Note that the server has just been used."""
@@ -382,3 +400,17 @@ class ServerSession:
             except PrefixStoreError as error:
                 log.warning("not all pages were stored: %s", error)
         self.server.close()
+
+
+def _kinds_of(identity: ServerIdentity) -> Callable[[int], TokenKind]:
+    for path in identity.files:
+        try:
+            return kinds_of_vocabulary(path)
+        except ContextError as error:
+            log.warning("where messages and documents end in a prompt is not known: %s", error)
+            break
+    return _any_kind
+
+
+def _any_kind(_: int) -> TokenKind:
+    return TokenKind()

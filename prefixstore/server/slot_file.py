@@ -8,23 +8,24 @@
                 and rows; a cell's sequence is the slot
 
 The server checks little of it: a file that is cut in its rows ends the process, and tokens without cells do so at the
-next request. So every byte is accounted for, when a file is read and when one is written.
+next request. So every byte is accounted for, when a file is read and when one is written; only memory of an unknown
+layout is left as it is.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.errors import CorruptError
-from prefixstore.format.keys import Tokens
+from prefixstore.errors import CorruptError, UnknownVersionError
+from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.format.record import Buffer
-from prefixstore.llama.state.parse import parse_slot
-from prefixstore.llama.state.shape import StateShape, shape_of
+from prefixstore.llama.state.parse import parse_memory
+from prefixstore.llama.state.shape import MAX_POSITION, StateShape
 from prefixstore.llama.state.view import Assembly, StateView
 
 __all__ = ["SLOT_MAGIC", "STATE_VERSION", "SlotFile", "SlotLayout", "parse_slot_file", "slot_assembly"]
@@ -37,7 +38,6 @@ HEAD = struct.Struct("<III")
 PACKED = struct.Struct("<iII")
 PACKED_VERSION = 1
 NO_MEDIA = b"\0\0\0\0"
-NO_TOKENS: Tokens = np.empty(0, "<i4")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class SlotLayout:
     Attributes
     ----------
     shape
-        Of the state, as that of one sequence.
+        Of the state, as that of one sequence; None if its layout is not understood.
     streams
         How many streams each section of attention has.
     is_packed
         Whether the tokens stand between a head and an end.
     """
 
-    shape: StateShape
+    shape: StateShape | None
     streams: int
     is_packed: bool
 
@@ -66,25 +66,28 @@ class SlotFile:
     Attributes
     ----------
     tokens
-        What the slot holds.
+        What the slot holds, up to the first image.
     view
-        Its state, as views of the file; without cells if there are no tokens.
+        Its state, as views of the file, without cells if there are no tokens; None if its layout is not understood.
+    memory
+        The bytes of its state, of all that the slot holds.
     layout
         What all files of this server have in common; None if there are no tokens.
     n_bytes
         Length of the file.
     has_media
-        Whether there are images or sound among the tokens. Then nothing else is read.
+        Whether there are images or sound. Then the view has the attention of the tokens before them, and nothing more.
     """
 
     tokens: Tokens
-    view: StateView
+    view: StateView | None
+    memory: memoryview
     layout: SlotLayout | None
     n_bytes: int
     has_media: bool = False
 
 
-def parse_slot_file(data: Buffer, slot: int) -> SlotFile:
+def parse_slot_file(data: Buffer, slot: int, *, whole: bool = False) -> SlotFile:
     """Parse a slot file.
 
     Parameters
@@ -93,53 +96,79 @@ def parse_slot_file(data: Buffer, slot: int) -> SlotFile:
         The whole file.
     slot
         The slot that was saved.
+    whole
+        Whether the layout of its state is not understood: then it is left as it is.
 
     Raises
     ------
     CorruptError
         If a byte is not accounted for.
+    UnknownVersionError
+        If the server is of another version.
     """
     if len(data) < HEAD.size:
         raise CorruptError("a slot file is too short")
     magic, version, n_words = HEAD.unpack_from(data)
-    if (magic, version) != (SLOT_MAGIC, STATE_VERSION):
-        raise CorruptError(f"a slot file begins with {magic:#x}, version {version}, instead of version {STATE_VERSION}")
+    if magic != SLOT_MAGIC:
+        raise CorruptError(f"a slot file begins with {magic:#x}")
+    _check_version("slot files of", version, STATE_VERSION)
     start = HEAD.size + 4 * n_words
     if start > len(data):
         raise CorruptError("a slot file ends within its tokens")
     words = np.frombuffer(data, "<i4", n_words, HEAD.size)
     is_packed = bool(n_words >= 4 and words[0] == -1)
     found = _unpacked(words) if is_packed else words
-    if found is None:
-        return SlotFile(NO_TOKENS, StateView(None, (), None), None, len(data), has_media=True)
-    if (found < 0).any():
-        raise CorruptError("a slot file has tokens that are not tokens")
-    tokens = found.copy()
-    view, streams = parse_slot(memoryview(data)[start:], sequence=slot)
+    memory = memoryview(data)[start:]
+    tokens, has_media = _before_media(found, words[3 + len(found) :] if is_packed else NO_TOKENS)
+    if has_media and (whole or not len(tokens)):
+        return SlotFile(NO_TOKENS, None, memory, None, len(data), has_media=True)
+    if whole:
+        return SlotFile(tokens, None, memory, SlotLayout(None, 1, is_packed) if len(tokens) else None, len(data))
+    view = parse_memory(memory, sequence=slot, before=len(tokens) if has_media else MAX_POSITION)
+    layout = SlotLayout(view.shape, view.streams, is_packed) if len(tokens) else None
+    if has_media:
+        # what is recurrent has seen the images
+        return SlotFile(tokens, replace(view, recurrent=None), memory, layout, len(data), has_media=True)
     if not len(tokens):
-        return SlotFile(tokens, view, None, len(data))
+        return SlotFile(tokens, view, memory, None, len(data))
     if not all(len(section.positions) for section in view.sections) or (
         view.recurrent is not None and view.recurrent.position < 0
     ):
         raise CorruptError("a slot file has tokens, and no state of them")
-    return SlotFile(tokens, view, SlotLayout(shape_of(view), streams, is_packed), len(data))
+    return SlotFile(tokens, view, memory, layout, len(data))
 
 
-def _unpacked(words: Tokens) -> Tokens | None:
-    """The tokens between their head and their end; None if there are images or sound among them."""
+def _check_version(what: str, version: int, known: int) -> None:
+    if version != known:
+        raise UnknownVersionError(
+            f"this llama-server writes {what} version {version}, and prefixstore knows {known}: nothing is stored or "
+            "restored; use a prefixstore that is as new as the llama-server"
+        )
+
+
+def _before_media(found: Tokens, end: Tokens) -> tuple[Tokens, bool]:
+    """The tokens before the first image, and whether there is one."""
+    has_media = bool(len(end) and end[0])
+    is_none = found < 0
+    if is_none.any() != has_media:
+        raise CorruptError("a slot file has tokens that are not tokens")
+    return found[: is_none.argmax() if has_media else len(found)].copy(), has_media
+
+
+def _unpacked(words: Tokens) -> Tokens:
+    """The tokens between their head and their end, which has what images and sound there are."""
     n = int(words[2])
-    if words[1] != PACKED_VERSION or not 0 <= n <= len(words) - 4:
+    _check_version("the tokens of slot files in", int(words[1]), PACKED_VERSION)
+    if not 0 <= n <= len(words) - 4:
         raise CorruptError("the tokens of a slot file have an unknown layout")
-    if words[3 + n]:
-        return None
-    if n != len(words) - 4:
+    if not words[3 + n] and n != len(words) - 4:
         raise CorruptError("the tokens of a slot file have an unknown layout")
-    return words[3:-1]
+    return words[3 : 3 + n]
 
 
 def slot_assembly(
     layout: SlotLayout,
-    like: StateView,
+    shape: StateShape,
     positions: Sequence[npt.NDArray[np.int32]],
     tokens: Tokens,
     slot: int,
@@ -151,8 +180,8 @@ def slot_assembly(
     ----------
     layout
         Of the server's own files.
-    like
-        A state with the layout of all pieces.
+    shape
+        Of the state, as that of one sequence.
     positions
         Positions of the cells that each section will have.
     tokens
@@ -174,4 +203,4 @@ def slot_assembly(
     else:
         words = tokens.tobytes()
     head = HEAD.pack(SLOT_MAGIC, STATE_VERSION, len(words) // 4) + words
-    return Assembly(like, positions, recurrent=recurrent, head=head, streams=layout.streams, sequence=slot)
+    return Assembly(shape, positions, recurrent=recurrent, head=head, streams=layout.streams, sequence=slot)

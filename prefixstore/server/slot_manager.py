@@ -18,11 +18,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from prefixstore.format.keys import NO_TOKENS, Tokens
 from prefixstore.server.answers import Usage
 from prefixstore.server.held_slot import HeldSlot
 from prefixstore.server.rates import Rates
-from prefixstore.server.slot_pool import NOTHING, WORTH_A_SAVE, Choice, PoolSlot, SlotPool, Tokens
+from prefixstore.server.slot_pool import WORTH_A_SAVE, Choice, PoolSlot, SlotPool
 from prefixstore.server.store_like import CopyLike, StoreLike
+from prefixstore.server.turns import Turns
 
 __all__ = ["WORTH_A_LOOKUP", "SlotManager", "SlotUnusableError", "Timing"]
 
@@ -43,6 +45,8 @@ UNKNOWN_PROMPT_SECONDS = 5.0
 EMPTYING_SECONDS = 30.0
 # How long the last saves wait for slots that are still held.
 GIVEN_BACK_SECONDS = 5.0
+# How long a prompt that has stopped for a copy waits until earlier ones are stored.
+COPY_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class SlotManager:
         PoolFullError
             If too many requests wait for a slot.
         """
-        prompt = NOTHING if tokens is None else tokens
+        prompt = NO_TOKENS if tokens is None else tokens
         await self.pool.wait_for_slot(wanted)
         while wanted is None and (saving := self._saving_for(prompt, owner)) is not None:
             await asyncio.wait({saving})
@@ -215,13 +219,13 @@ class SlotManager:
             for held in held_slots:
                 self.release(held, None, began=True, taints=True)
 
-    def continued(self, path: str, body: bytes, owner: str | None) -> HeldSlot | None:
+    def continued(self, path: str, turns: Turns | None, owner: str | None) -> HeldSlot | None:
         """Hold the slot of the conversation that this request continues; None if there is none."""
-        slot = self.pool.continued(path, body, owner)
-        if slot is None:
+        slot = None if turns is None else self.pool.continued(path, turns, owner)
+        if slot is None or slot.request is None:
             return None
-        slot.request = None
-        return HeldSlot(slot, slot.tokens, owner)
+        last, slot.request = slot.request, None
+        return HeldSlot(slot, slot.tokens, owner, last.n_tokens)
 
     async def _prepare(
         self,
@@ -238,10 +242,10 @@ class SlotManager:
         if ask and len(held.tokens) >= held.slot.n_ctx:
             held.reason = "prompt_too_long"  # the server says so
         elif ask and self.store is not None and n_missing >= WORTH_A_LOOKUP:
-            n_found, n_bytes = await self._find(held)
+            n_found, n_bytes, reason = await self._find(held)
             if n_found <= choice.n_usable:
                 # every chat begins with the same few tokens: that is not yet a live prompt
-                held.reason = held.reason or ("not_found" if choice.n_live < WORTH_A_LOOKUP else None)
+                held.reason = held.reason or ((reason or "not_found") if choice.n_live < WORTH_A_LOOKUP else None)
             # another idle slot may cost less, now that it is known what the store has
             if wanted is None:
                 held.slot = self.pool.swap(held.slot, held.tokens, held.owner, n_found, n_bytes, without=without)
@@ -267,14 +271,14 @@ class SlotManager:
         computing = self.rates.computing(n_computed) if len(held.tokens) else UNKNOWN_PROMPT_SECONDS
         self._prefill_until[slot.id] = asyncio.get_running_loop().time() + 1.5 * computing
 
-    async def _find(self, held: HeldSlot) -> tuple[int, int]:
+    async def _find(self, held: HeldSlot) -> tuple[int, int, str | None]:
         began = time.perf_counter()
         found = await self._quietly("find", lambda: self._store.find(held.tokens, salt=held.owner))
         held.lookup_seconds = time.perf_counter() - began
         if found is None:
             held.reason = "unavailable"
-            return 0, 0
-        return found.n_tokens, found.n_bytes
+            return 0, 0, None
+        return found.n_tokens, found.n_bytes, found.reason
 
     async def _restore(self, held: HeldSlot) -> None:
         slot = held.slot
@@ -289,7 +293,7 @@ class SlotManager:
             held.reason = done.reason or "not_found"
             return
         # one that fails may have emptied the slot; whose it is stays until it was emptied for certain
-        slot.tokens, slot.n_unsaved, slot.request = NOTHING, 0, None
+        slot.tokens, slot.n_unsaved, slot.request = NO_TOKENS, 0, None
         if done is None:
             held.reason = "error"
             # it may hold a file that another process has changed, and that could not be erased
@@ -325,6 +329,36 @@ class SlotManager:
                 finally:
                     self.pool.release(slot)
 
+    # -- in the middle of a prompt -------------------------------------------------------------------------------------
+
+    def may_save(self, slot: PoolSlot) -> bool:
+        """Whether what a slot holds may be stored."""
+        return self.store is not None and not slot.is_tainted and not self.pool.n_foreign
+
+    async def shared(self, held: HeldSlot) -> int:
+        """How many tokens of a prompt some stored prompt begins with, whether they can be restored or not."""
+        return await self._quietly("find", lambda: self._store.shared(held.tokens, salt=held.owner)) or 0
+
+    async def keep(self, held: HeldSlot, n: int) -> bool:
+        """Have a slot copied that holds the first `n` tokens of its prompt; whether the next place is worth a try.
+
+        A prompt waits for that only as long as copies are stored about as fast as they come.
+        """
+        slot = held.slot
+        slot.tokens, slot.owner, slot.n_unsaved = held.tokens[:n], held.owner, n
+        if len(self._copies) >= MAX_COPIES:
+            await asyncio.wait(self._copies, timeout=COPY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if len(self._copies) >= MAX_COPIES or not self.may_save(slot):
+            return False
+        saving = asyncio.ensure_future(self._save(slot, held.tokens[:n]))
+        try:
+            await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            # what a thread does to the slot cannot be interrupted
+            await asyncio.wait({saving})
+            raise
+        return slot.n_unsaved == 0 and len(slot.tokens) == n
+
     # -- after the answer ----------------------------------------------------------------------------------------------
 
     def release(self, held: HeldSlot, usage: Usage | None, *, began: bool, taints: bool = False) -> None:
@@ -346,7 +380,9 @@ class SlotManager:
             slot.tokens = held.tokens
             slot.is_tainted |= taints
             slot.failures = 0
-            slot.n_unsaved += WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
+            n_new = WORTH_A_SAVE if usage is None else usage.computed_tokens + usage.generated_tokens
+            # the end of a prompt that was worth stops is worth one more
+            slot.n_unsaved += max(n_new, WORTH_A_SAVE) if held.n_ahead else n_new
             self._dirty_since.setdefault(slot.id, now)
         elif began:
             # it may have been computed in the server that was started meanwhile
@@ -428,7 +464,7 @@ class SlotManager:
         computing, saving = self.rates.computing(slot.n_unsaved), self.rates.saving(len(slot.tokens))
         return computing > self._timing.soon and (not self.pool.n_waiting or computing >= WORTH_WAITING * saving)
 
-    async def _save(self, slot: PoolSlot) -> None:
+    async def _save(self, slot: PoolSlot, expected: Tokens | None = None) -> None:
         """Copy what a slot that is held here holds; it is stored after that, while the slot is used again."""
         if self.store is None or slot.is_tainted or self.pool.n_foreign:
             return
@@ -436,7 +472,7 @@ class SlotManager:
         while len(self._copies) >= MAX_COPIES:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
         began, owner, n_unsaved = time.perf_counter(), slot.owner, slot.n_unsaved
-        copied = await self._quietly("save", lambda: self._store.copy(slot.id, salt=owner))
+        copied = await self._quietly("save", lambda: self._store.copy(slot.id, salt=owner, expected=expected))
         if self.pool.n_foreign_begun != n_foreign_begun:
             # a request has begun that may use any slot: the server may have given it this one before it was copied
             return
@@ -444,7 +480,9 @@ class SlotManager:
             if copied is None:
                 slot.failures += 1
             else:
-                slot.tokens = np.asarray(copied.tokens, np.int32)
+                if not copied.has_media:
+                    # of those with images it is known only what comes before them
+                    slot.tokens = np.asarray(copied.tokens, np.int32)
                 slot.n_unsaved = 0
                 self._dirty_since.pop(slot.id, None)
                 self.rates.saved(len(slot.tokens), copied.n_bytes, time.perf_counter() - began)

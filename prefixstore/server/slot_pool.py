@@ -12,33 +12,24 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
+from prefixstore.format.keys import NO_TOKENS, Tokens, common_prefix
 from prefixstore.server.rates import Rates
+from prefixstore.server.turns import Turns
 
 __all__ = [
-    "NOTHING",
     "WORTH_A_SAVE",
     "Choice",
     "PoolClosedError",
     "PoolFullError",
     "PoolSlot",
+    "Request",
     "SlotPool",
-    "Tokens",
-    "common_prefix",
 ]
 
-Tokens = npt.NDArray[np.int32]
-# A request that differs from the one before it in its slot by so few bytes at its end is taken for the next turn of the
-# same conversation: there is hardly more of it in the store, and asking would take longer than it may save.
-CONTINUED_BYTES = 2048
-MAX_REMEMBERED = 4 << 20
 # Fewer new tokens are saved only when the server stops.
 WORTH_A_SAVE = 32
 # A shorter common beginning is no reason to prefer a slot.
 WORTH_KEEPING = 32
-NOTHING: Tokens = np.empty(0, np.int32)
 
 
 class PoolFullError(Exception):
@@ -47,6 +38,25 @@ class PoolFullError(Exception):
 
 class PoolClosedError(Exception):
     """The slots no longer exist: the server was replaced."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A chat that a slot has answered.
+
+    Attributes
+    ----------
+    path
+        Of the request.
+    turns
+        Its messages.
+    n_tokens
+        Tokens of its prompt.
+    """
+
+    path: str
+    turns: Turns
+    n_tokens: int
 
 
 @dataclass(eq=False)
@@ -76,12 +86,12 @@ class PoolSlot:
     failures
         How many saves of it have failed since the last answer.
     request
-        Path and body of the request that it has answered last; None if that is not what it holds.
+        The chat that it has answered last; None if that is not what it holds.
     """
 
     id: int
     n_ctx: int
-    tokens: Tokens = field(default_factory=lambda: NOTHING)
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     owner: str | None = None
     n_unsaved: int = 0
     is_tainted: bool = False
@@ -90,11 +100,11 @@ class PoolSlot:
     generation: int = 0
     used: float = 0.0
     failures: int = 0
-    request: tuple[str, bytes] | None = None
+    request: Request | None = None
 
     def forget(self) -> None:
         """Note that it is empty, or that its contents are unknown."""
-        self.tokens, self.owner, self.request = NOTHING, None, None
+        self.tokens, self.owner, self.request = NO_TOKENS, None, None
         self.n_unsaved = self.failures = 0
 
     def doubt(self) -> None:
@@ -220,23 +230,20 @@ class SlotPool:
         """How many slots are in use."""
         return sum(slot.is_held for slot in self.slots)
 
-    def continued(self, path: str, body: bytes, owner: str | None) -> PoolSlot | None:
+    def continued(self, path: str, turns: Turns, owner: str | None) -> PoolSlot | None:
         """Hold the idle slot whose last request this one continues; None if there is none, or others wait."""
-        best, most = None, max(len(body) // 2, len(body) - CONTINUED_BYTES)
+        if self._waiting:
+            return None
+        best, most = None, 0
         for slot in self.slots:
-            if slot.is_held or slot.is_tainted or slot.owner != owner or slot.request is None or self._waiting:
+            last = slot.request
+            if last is None or slot.is_held or slot.is_tainted or slot.owner != owner or last.path != path:
                 continue
-            last_path, last = slot.request
-            # nor may it cut much off what the slot holds
-            if last_path == path and (n := _common_bytes(last, body)) >= max(most, len(last) - CONTINUED_BYTES):
-                best, most = slot, n
+            if len(last.turns.messages) > most and turns.follow(last.turns):
+                best, most = slot, len(last.turns.messages)
         if best is not None:
             self.hold(best)
         return best
-
-    def remember(self, slot: PoolSlot, path: str, body: bytes) -> None:
-        """Note the request that a slot has answered."""
-        slot.request = (path, body) if len(body) <= MAX_REMEMBERED else None
 
     def forget_requests(self) -> None:
         """Note that a request has used unknown slots: none is certain to hold its last response."""
@@ -365,9 +372,10 @@ class SlotPool:
         seconds = rates.computing(len(tokens) - kept) + (rates.restoring(n_bytes) if choice.restore else 0.0)
         if choice.save_first:
             seconds += rates.saving(len(slot.tokens))
-        # who comes back to what is lost here waits for a restore
+        # who comes back to what is lost here waits for a restore, or for the computing of what was not saved
         n_lost = len(slot.tokens) - (0 if choice.restore else choice.n_live)
-        seconds += 0.5 * rates.restoring(n_lost * rates.token_bytes)
+        n_unsaved = min(n_lost, slot.n_unsaved) if slot.is_dirty and not choice.save_first else 0
+        seconds += 0.5 * (rates.restoring((n_lost - n_unsaved) * rates.token_bytes) + rates.computing(n_unsaved))
         return round(seconds, 4), slot.used
 
     def _candidates(self, wanted: int | None) -> list[PoolSlot]:
@@ -448,20 +456,3 @@ class SlotPool:
                 if one.turn is not None and not one.turn.done():
                     one.turn.set_result(None)
                 n_idle -= 1
-
-
-def common_prefix(a: Tokens, b: Tokens) -> int:
-    """The length of the longest common prefix of two sequences, in tokens."""
-    n = min(len(a), len(b))
-    if n == 0:
-        return 0
-    differ = a[:n] != b[:n]
-    first = int(differ.argmax())
-    return first if differ[first] else n
-
-
-def _common_bytes(a: bytes, b: bytes) -> int:
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return int((np.frombuffer(a, np.uint8, n) != np.frombuffer(b, np.uint8, n)).argmax())

@@ -21,11 +21,14 @@ class Found:
         Bytes of state that would be read for it.
     n_pages
         Pages that hold them.
+    reason
+        Why nothing is found, as of `Restored`; None if something is, or if nothing is ever stored.
     """
 
     n_tokens: int = 0
     n_bytes: int = 0
     n_pages: int = 0
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Restored:
         By how much that was faster than computing the tokens, by the rate at which they were computed; below zero if
         it was slower, or if the rate is not known.
     reason
-        Why nothing could be used: ``"not_found"``, ``"short"``, ``"unreadable"``, or why nothing is ever stored.
+        Why nothing could be used: see `miss_reason`; ``"unreadable"``, or why nothing is ever stored.
     """
 
     n_tokens: int = 0

@@ -6,30 +6,39 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefixstore.buffers import BufferPool
+from prefixstore.engine.compute_rate import ComputeRate
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.miss import miss_reason
 from prefixstore.errors import (
     InvalidParameterError,
     ServerError,
     ServerRefusedError,
+    UnknownVersionError,
 )
-from prefixstore.format.keys import SNAPSHOT, Tokens, TokenSequence, as_tokens
+from prefixstore.format.keys import NO_TOKENS, SNAPSHOT, Tokens, TokenSequence, as_tokens
 from prefixstore.format.namespace import Namespace
-from prefixstore.llama.compute_rate import ComputeRate
+from prefixstore.format.record import Buffer
+from prefixstore.llama.capture import Capture, Captured, Place
+from prefixstore.llama.restore import Found as FoundPages
+from prefixstore.llama.restore import Frame, Positions, Restore
+from prefixstore.llama.state.form import HIDDEN_ROWS, Form
+from prefixstore.llama.state.shape import StateShape
+from prefixstore.llama.state.view import Assembly
 from prefixstore.opening import Locations
 from prefixstore.server.client import LlamaServer
-from prefixstore.server.namespace import ServerIdentity, kind_of_layout
+from prefixstore.server.namespace import ServerIdentity, has_window, kind_of_layout
 from prefixstore.server.slot_directory import wrong_directory
-from prefixstore.server.slot_file import SlotFile, SlotLayout
+from prefixstore.server.slot_file import SlotFile, SlotLayout, slot_assembly
 from prefixstore.server.slot_files import SlotFiles
-from prefixstore.server.slot_pages import Place, SlotPages
 from prefixstore.server.slot_results import Found, Restored, Stored
-from prefixstore.server.slot_snapshots import HIDDEN_ROWS, SlotSnapshots, SlotWindows
 from prefixstore.stats import Counters, Kind
 from prefixstore.store import PrefixStore
 from prefixstore.units import shown
@@ -41,12 +50,30 @@ __all__ = ["SlotCopy", "SlotStore"]
 
 log = logging.getLogger("prefixstore")
 
-NO_TOKENS: Tokens = np.empty(0, "<i4")
 ANY_TOKEN = np.zeros(1, "<i4")
 # if a page is damaged, those before it are tried, and so on
 ATTEMPTS = 3
 # of tenants, whose number nothing bounds
 MOST_PLACES = 1024
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which the slots of a server are stored.
+
+    Attributes
+    ----------
+    form
+        What goes into pages, and what into snapshots.
+    restore
+        Joins them.
+    place
+        Where they are, for the place of a tenant.
+    """
+
+    form: Form
+    restore: Restore
+    place: Callable[[Place], Place]
 
 
 class SlotStore:
@@ -72,8 +99,10 @@ class SlotStore:
     rate
         How fast the server computes; report that with ``rate.computed(n_tokens, seconds)``.
     reason
-        Why nothing is stored of this server; None if something is. That of the identity, or ``"layout"`` (its states
-        have an unknown layout), ``"window"`` (the length of its sliding window is not known).
+        Why nothing is stored of this server; None if something is. That of the identity, or ``"version"`` (its slot
+        files have a version that is not known), ``"window"`` (the length of its sliding window is not known).
+    why
+        The reason in words; empty if there is nothing to add.
 
     Raises
     ------
@@ -103,10 +132,10 @@ class SlotStore:
         if identity.slots_dir is not None and not identity.slots_dir.samefile(self.directory.path):
             # before the server writes files there that are never deleted
             raise wrong_directory(self.directory.path)
-        self.reason = identity.reason
+        self.reason, self.why = identity.reason, ""
         self._connecting = threading.Lock()
         self._layout: SlotLayout | None = None
-        self._pages: SlotPages | SlotSnapshots | SlotWindows | None = None
+        self._ways: tuple[Way, ...] = ()
         self._places: dict[str | None, Place] = {}
         self._names: dict[str, str | None] = {}
         # files are built in memory and written with one call: a full tmpfs is then an error, not a signal
@@ -151,7 +180,7 @@ class SlotStore:
     @property
     def is_connected(self) -> bool:
         """Whether the layout of the server's states is known."""
-        return self._pages is not None or self.reason is not None
+        return self._layout is not None or self.reason is not None
 
     @property
     def kind(self) -> Kind:
@@ -159,14 +188,36 @@ class SlotStore:
         return Kind.UNBOUND if self._layout is None or self.reason is not None else kind_of_layout(self._layout)
 
     @property
+    def is_drafting(self) -> bool:
+        """Whether the server drafts tokens: of its drafts nothing is stored, and they begin empty after a restore."""
+        return self._files.is_drafting
+
+    @is_drafting.setter
+    def is_drafting(self, value: bool) -> None:
+        self._files.is_drafting = value
+
+    @property
     def can_cut(self) -> bool:
         """Whether a slot can be used up to any of its tokens."""
-        return self._pages is None or isinstance(self._pages, SlotPages)
+        return not any(way.form.has_snapshots for way in self._ways)
+
+    @property
+    def shortest(self) -> int:
+        """How many tokens a slot must hold for it to be stored."""
+        form = self._ways[-1].form if self._ways else Form()
+        window = form.window if form.shape is not None and form.shape.recurrent is None else None
+        # of a window that has not been left, the server would compute all again
+        return max(self.store.min_tokens, window.size + HIDDEN_ROWS if window is not None else 1)
 
     def namespace(self, salt: str | None = None) -> Namespace | None:
         """The namespace of a tenant's pages; None as long as the layout of the server's states is not known."""
         place = self._place(salt)
         return place.namespace if place is not None else None
+
+    def namespaces(self, salt: str | None = None) -> list[Namespace]:
+        """All namespaces in which a tenant's pages are looked up; as `namespace`."""
+        place = self._place(salt)
+        return [way.place(place).namespace for way in self._ways] if place is not None else []
 
     # -- connecting ---------------------------------------------------------------------------------------------------
 
@@ -188,33 +239,49 @@ class SlotStore:
             return
         with self._connecting:
             if not self.is_connected:
-                self._learn(self._files.any_layout(self.server))
+                self._learn()
 
-    def _learn(self, layout: SlotLayout | None) -> None:
-        if layout is None:
-            self.reason = "layout"
+    def _learn(self) -> None:
+        try:
+            file = self._files.any(self.server)
+        except UnknownVersionError as error:
+            self.reason, self.why = "version", str(error)
+            self.counters.count("dropped:version")
+            log.warning("nothing is stored or restored of %s: %s", self.server.url, error)
             return
-        self.server.bytes_per_token = layout.shape.size(2) - layout.shape.size(1)
-        self._layout = layout
+        layout = file.layout
+        assert layout is not None, "a file with tokens has a layout"
+        self._ways = self._ways_of(file, layout)
         self._places.clear()
-        self._pages = self._form(layout)
+        self._layout = layout
+        if layout.shape is not None:
+            self.server.bytes_per_token = layout.shape.size(2) - layout.shape.size(1)
+        else:
+            log.warning(
+                "the states of %s have a layout that is not known: each is stored whole, and is of use only to prompts "
+                "that continue it",
+                self.server.url,
+            )
 
-    def _form(self, layout: SlotLayout) -> SlotPages | SlotSnapshots | SlotWindows:
-        """How slots of this server are stored."""
-        identity, engine, rate = self.identity, self.engine, self.rate
-        n_sections = len(layout.shape.sections)
+    def _ways_of(self, file: SlotFile, layout: SlotLayout) -> tuple[Way, ...]:
+        """How slots of this server are stored; the last way is that in which they are written."""
+        identity, engine, rate, buffers = self.identity, self.engine, self.rate, self._buffers
+        if file.view is None or layout.shape is None:
+            return (Way(Form(), Restore(engine, Form(), rate, buffers), _same),)
+        window = identity.window if has_window(layout, identity.window) else None
         if layout.shape.recurrent is not None:
-            if n_sections > 1:
-                self.reason = "layout"
-            return SlotSnapshots(engine, layout, rate)
-        if n_sections < 2 or identity.swa_full:
+            form = Form.ends(file.view, window)
+            return (Way(form, Restore(engine, form, rate, buffers, hides=True), _same),)
+        rows = Form.rows(layout.shape)
+        if window is None or identity.swa_full:
             # with --swa-full, the server would step back to where rows of the window are missing: all or none
-            return SlotPages(engine, layout, rate)
-        if not identity.window:
-            self.reason = "window"
-            return SlotPages(engine, layout, rate)
-        snapshots = SlotSnapshots(engine, layout, rate, identity.window)
-        return SlotWindows(SlotPages(engine, layout, rate, identity.window + HIDDEN_ROWS), snapshots)
+            if identity.is_named and len(layout.shape.sections) > 1:
+                self.reason = "window"
+            return (Way(rows, Restore(engine, rows, rate, buffers), _same),)
+        # pages of a Llama have all rows of the window; what the server computes has only those that are still seen
+        ends = Form.ends(file.view, window)
+        seen = Restore(engine, rows, rate, buffers, seen=window.size + HIDDEN_ROWS)
+        return (Way(rows, seen, _same), Way(ends, Restore(engine, ends, rate, buffers, hides=True), Place.of_ends))
 
     def _place(self, salt: str | None) -> Place | None:
         layout = self._layout
@@ -229,8 +296,8 @@ class SlotStore:
                 self._places = {}
             self._places[salt] = place
             self._names = self._names or self.identity.names(place.namespace)
-            for one in (place, place.of_ends()):
-                self.engine.describe(one.namespace, self._names)
+            for way in self._ways:
+                self.engine.describe(way.place(place).namespace, self._names)
         return place
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -243,11 +310,42 @@ class SlotStore:
         StorageError
             If the location cannot be asked.
         """
-        prompt, place, pages = as_tokens(tokens), self._place(salt), self._pages
-        if place is None or pages is None:
+        prompt, place = as_tokens(tokens), self._place(salt)
+        if place is None:
             return Found()
-        n, used = pages.find(place, prompt, self._limit(prompt))
-        return Found(n, sum(page.raw_bytes for page in used), len(used)) if n else Found()
+        found, _ = self._find(place, prompt, self._limit(prompt))
+        if found.n_tokens < max(self.store.min_tokens, 1):
+            return Found(reason=self._missed(place, prompt, found.n_tokens))
+        return Found(found.n_tokens, sum(page.raw_bytes for page in found.pages), len(found.read))
+
+    def _find(self, place: Place, prompt: Tokens, limit: int) -> tuple[FoundPages, Way]:
+        """The most that is stored of a prompt, and in which way."""
+        best = FoundPages(), self._ways[-1]
+        for way in self._ways:
+            # the server steps back by one token only if it finds rows there
+            at_most = min(limit, len(prompt) - 1) if way.form.has_snapshots and way.form.window is None else limit
+            found = way.restore.find(way.place(place), prompt, at_most)
+            if found.n_tokens >= best[0].n_tokens:
+                best = found, way
+        return best
+
+    def _missed(self, place: Place, prompt: Tokens, n: int) -> str:
+        namespace, tokens, least = place.namespace.key, prompt[: self._limit(prompt)], self.store.min_tokens
+        return miss_reason(self.engine, namespace, tokens, place.page_tokens, n_matched=n, min_tokens=least)
+
+    def shared(self, tokens: TokenSequence, *, salt: str | None = None) -> int:
+        """How many tokens a prompt has in common with a stored one, whether they can be restored or not.
+
+        Raises
+        ------
+        StorageError
+            If the location cannot be asked.
+        """
+        place = self._place(salt)
+        if place is None:
+            return 0
+        place = self._ways[-1].place(place)
+        return self.engine.match(place.namespace.key, as_tokens(tokens), place.page_tokens).n_tokens
 
     def deepest(self, *, salt: str | None = None) -> Tokens:
         """The longest stored prompt that fits into a slot; empty if there is none.
@@ -258,14 +356,14 @@ class SlotStore:
         if place is None:
             return NO_TOKENS
         # what can be cut ends at any page, and everything else at a snapshot
-        cut, ends = place.namespace.key, place.of_ends().namespace.key
-        has_pages = not isinstance(self._pages, SlotSnapshots)
+        ends = {way.place(place).namespace.key: way.form.has_snapshots for way in self._ways}
         self.engine.load_all()
         pages = [
             page
             for page in self.engine.pages()
             if page.end < self.identity.props.n_ctx
-            and ((has_pages and page.namespace == cut) or (page.namespace in (cut, ends) and page.form == SNAPSHOT))
+            and page.namespace in ends
+            and (page.form == SNAPSHOT or not ends[page.namespace])
         ]
         if not pages:
             return NO_TOKENS
@@ -297,32 +395,43 @@ class SlotStore:
         prompt = as_tokens(tokens)
         self._check_slot(slot)
         self.connect()
-        place, pages = self._place(salt), self._pages
-        if place is None or pages is None:
+        place = self._place(salt)
+        if place is None:
             return Restored(reason=self.reason)
         self.identity.check(self.server)
         limit, counters = self._limit(prompt), self.counters
         self.engine.token_seconds = self.rate.token_seconds
-        reason = "not_found"
+        reason: str | None = None
         for _ in range(ATTEMPTS):
-            n, used = pages.find(place, prompt, limit)
+            found, way = self._find(place, prompt, limit)
+            n, used = found.n_tokens, found.pages
             if n < max(self.store.min_tokens, 1):
                 self.engine.touch(place.namespace.key, (), len(prompt))
-                reason = "short" if n and reason == "not_found" else reason
+                reason = reason or self._missed(place, prompt, n)
                 counters.count(f"miss:{reason}", namespace=place.namespace.key)
                 return Restored(reason=reason)
-            with pages.joined(place, prompt[:n], used, slot, self._buffers) as file:
+            with way.restore.joined(prompt, found, self._frame(prompt, slot)) as file:
                 if file.data is not None and file.n_good >= max(self.store.min_tokens, 1):
                     if file.n_good < n:
                         n, used = file.n_good, used[: -(-file.n_good // place.page_tokens)]
                     self._files.load(self.server, slot, n, file.data)
                     seconds = time.perf_counter() - started
-                    self.engine.touch(place.namespace.key, used, len(prompt))
+                    self.engine.touch(way.place(place).namespace.key, used, len(prompt))
                     self.engine.nudge()
                     return Restored(n, len(file.data), seconds, self._count(place, used, n, seconds))
             reason, limit = "unreadable", file.n_good
         counters.count("miss:unreadable", namespace=place.namespace.key)
         return Restored(reason="unreadable")
+
+    def _frame(self, prompt: Tokens, slot: int) -> Frame:
+        """Makes files of this slot, of the first tokens of a prompt."""
+        layout = self._layout
+        assert layout is not None  # connected
+
+        def frame(shape: StateShape, positions: Positions, n_tokens: int, recurrent: Buffer) -> Assembly:
+            return slot_assembly(layout, shape, positions, prompt[:n_tokens], slot, recurrent)
+
+        return frame
 
     def _count(self, place: Place, used: Any, n: int, seconds: float) -> float:
         """Count a restore; the seconds that it saved."""
@@ -380,10 +489,13 @@ class SlotStore:
         if self.reason is not None:
             return SlotCopy(self, None, None, started, self.reason)
         self.identity.check(self.server)
-        with self._files.saved(self.server, slot) as (_, file):
+        is_whole = self._layout is not None and self._layout.shape is None
+        with self._files.saved(self.server, slot, whole=is_whole) as (_, file):
             reason: str | None = None
-            if file.layout is None:
-                reason = "media" if file.has_media else "empty"
+            if file.has_media and (file.layout is None or not self.can_cut):
+                reason = "media"
+            elif file.layout is None:
+                reason = "empty"
             elif file.layout != self._layout:
                 raise ServerRefusedError(
                     f"the states of {self.server.url} have changed: it was restarted with other settings; "
@@ -395,9 +507,14 @@ class SlotStore:
                 reason = "short"
             return SlotCopy(self, self._place(salt), file, started, reason)
 
-    def _store(self, place: Place, file: SlotFile) -> tuple[int, int, str | None]:
-        assert self._pages is not None  # connected
-        return self._pages.store(place, file)
+    def _store(self, place: Place, file: SlotFile) -> Captured:
+        way, n = self._ways[-1], len(file.tokens)
+        if n < self.shortest:
+            return Captured(reason="short")
+        if file.view is not None and not way.form.is_complete(file.view, n):
+            return Captured(reason="incomplete")
+        to = Capture(self.engine, way.place(place), way.form, self.rate.compute_us, self.store.parameters)
+        return to.store(file.tokens, file.view, file.memory)
 
 
 class SlotCopy:
@@ -406,9 +523,11 @@ class SlotCopy:
     Attributes
     ----------
     tokens
-        Its tokens.
+        Its tokens; those before the first image, if there are any.
     n_bytes
         Bytes of its file.
+    has_media
+        Whether it holds images or sound.
     """
 
     def __init__(
@@ -416,6 +535,7 @@ class SlotCopy:
     ) -> None:
         self.tokens = file.tokens if file is not None else NO_TOKENS
         self.n_bytes = file.n_bytes if file is not None else 0
+        self.has_media = file is not None and file.has_media
         self._store, self._place, self._file, self._reason = store, place, file, reason
         self._seconds = time.perf_counter() - started
 
@@ -433,14 +553,19 @@ class SlotCopy:
         if reason is None:
             assert file is not None  # not stored before
             assert self._place is not None  # connected
-            n_new, n_bytes, reason = self._store._store(self._place, file)  # noqa: SLF001 - two halves of one thing
+            done = self._store._store(self._place, file)  # noqa: SLF001 - two halves of one thing
+            n_new, n_bytes, reason = done.n, done.n_bytes, done.reason
         seconds = self._seconds + time.perf_counter() - started
         counters = self._store.counters
         counters.time("capture", seconds)
-        if file is not None and reason is not None and reason not in ("short", "empty"):
+        if file is not None and reason is not None and reason not in ("short", "empty", "media"):
             counters.count(f"dropped:{reason}")
         return Stored(self.tokens, n_new, n_bytes, seconds, reason)
 
 
 def _begins_with(tokens: Tokens, expected: Tokens) -> bool:
     return len(tokens) >= len(expected) and np.array_equal(tokens[: len(expected)], expected)
+
+
+def _same(place: Place) -> Place:
+    return place

@@ -1,4 +1,4 @@
-"""Checks that the store of a server can be opened, before the server starts."""
+"""Checks the store of a server: whether it can be opened, and whether it has pages for the settings of the server."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from prefixstore.config import explain_of_model
+from prefixstore.errors import PrefixStoreError
 from prefixstore.opening import Locations
+from prefixstore.server.slots import SlotStore
 from prefixstore.store import PrefixStore
 
-__all__ = ["check_store"]
+__all__ = ["check_store", "differences"]
 
 FAR = "the far location"
 
@@ -25,6 +28,16 @@ def check_store(location: Locations, options: Mapping[str, Any]) -> None:
         PrefixStore(location, **{"namespace": "server", **options}).close()
     finally:
         log.removeFilter(_is_not_of_far)
+
+
+def differences(store: SlotStore) -> list[str]:
+    """Why the server cannot use the pages of its model that are stored; empty if it can, or if there are none."""
+    try:
+        stored = store.engine.namespaces()
+        found = [explain_of_model(namespace, stored) for namespace in store.namespaces()]
+        return min(found, key=len, default=[])
+    except PrefixStoreError:
+        return []  # a fault of the cache is told elsewhere
 
 
 def _is_not_of_far(record: logging.LogRecord) -> bool:

@@ -62,7 +62,8 @@ class TenantSource:
             if not key:
                 raise NoTenantError("an API key is needed: it determines whose prompts may be reused")
             return f"api-key:{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-        values = [value.strip() for name, value in headers.items() if name.lower() == self.header]
+        # white space of HTTP only: headers are read as Latin-1, in which a letter of UTF-8 may end in other white space
+        values = [value.strip(" \t") for name, value in headers.items() if name.lower() == self.header]
         # one that a client has added to that of the gateway must not count
         if len(values) != 1 or not values[0] or len(values[0]) > MAX_HEADER:
             raise NoTenantError(

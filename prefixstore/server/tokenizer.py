@@ -8,9 +8,9 @@ from collections import OrderedDict
 
 import numpy as np
 
+from prefixstore.format.keys import Tokens
 from prefixstore.server.bodies import aside
 from prefixstore.server.prompts import Ask
-from prefixstore.server.slot_pool import Tokens
 from prefixstore.server.upstream import Headers, Upstream
 
 __all__ = ["Tokenizer"]
@@ -29,15 +29,23 @@ class Tokenizer:
     ----------
     upstream
         The server.
+
+    Attributes
+    ----------
+    marker
+        What stands for an image in a prompt of this server; None if that is not known.
     """
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
         self._known: OrderedDict[bytes, Tokens] = OrderedDict()
         self._n_tokens = 0
+        self.marker: str | None = None
 
     async def tokens(self, ask: Ask, headers: Headers, owner: str | None) -> Tokens | None:
         """The tokens that the server will use for this; None if it refuses, as it will then refuse the request itself.
+
+        Those before the first image, and then a number that stands for the rest.
 
         Parameters
         ----------
@@ -48,7 +56,9 @@ class Tokenizer:
         owner
             Its tenant: what another has asked before must not make this one faster.
         """
-        kind = b"chat" if ask.chat is not None else b"prompt"
+        if ask.media is not None and self.marker is None:
+            return None
+        kind = b"%s %d" % (b"chat" if ask.chat is not None else b"prompt", ask.media or 0)
         size = len(ask.chat or ask.prompt or b"")
         body = ask.chat if ask.chat is not None else await aside(size, lambda: _request(ask.prompt))
         salt = hashlib.sha256((owner or "").encode()).digest()
@@ -62,7 +72,9 @@ class Tokenizer:
             text = answer.get("prompt") if answer else None
             if not isinstance(text, str):
                 return None
-            body = await aside(len(text), lambda: _request(text))
+            body = await aside(len(text), lambda: _request(self._before_media(text, ask)))
+        elif ask.media is not None:
+            body = _request(self._before_media(ask.prompt, ask))
         answer = await self._post("/tokenize", body, headers)
         listed = answer.get("tokens") if answer else None
         if not isinstance(listed, list):
@@ -70,8 +82,15 @@ class Tokenizer:
         tokens = await aside(len(listed) * TOKEN_CHARACTERS, lambda: _array(listed))
         if tokens is None:
             return None
+        if ask.media is not None:
+            tokens = np.append(tokens, np.int32(ask.media))
         self._remember(key, tokens)
         return tokens
+
+    def _before_media(self, prompt: object, ask: Ask) -> object:
+        if ask.media is None or not self.marker or not isinstance(prompt, str):
+            return prompt
+        return prompt.partition(self.marker)[0]
 
     def forget(self) -> None:
         """Forget all answers: another model may answer next."""

@@ -7,7 +7,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from prefixstore.format.keys import Tokens
-from prefixstore.llama.guard import Guard
 from prefixstore.sessions.queue import Queue, Ticket
 
 if TYPE_CHECKING:
@@ -86,11 +85,11 @@ class Place:
 
     def restore(self, tokens: Tokens) -> int:
         """As the store's `restore`, for ``generate``: it records how the prompt is served."""
-        return self._store.restore(tokens)
+        return self._store.restore(tokens, self.hook.llm)
 
     def capture(self) -> None:
         """Have all pages of the context written; what fails costs pages."""
-        with Guard(self._engine.counters, "dropped:error", namespace=self.hook.namespace.key):
+        with self.hook.guard():
             # a location that fails must not keep others waiting
             self.hook.capture(wait=not self._engine.is_failing)
 

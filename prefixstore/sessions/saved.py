@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from prefixstore.engine.bookmark import Bookmark, Unset
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.miss import Guard
 from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, page_key, page_keys
-from prefixstore.llama.guard import Guard
+from prefixstore.sessions.table import Entry
 
-__all__ = ["Saved", "SavedSessions"]
-
-
-class Saved(NamedTuple):
-    """A session as it was saved: what it holds, how often it was discarded, and when it was saved."""
-
-    tokens: Tokens
-    generation: int
-    set_at: int
+__all__ = ["SavedSessions"]
 
 
 class SavedSessions:
@@ -57,52 +49,50 @@ class SavedSessions:
     def newer(self, set_at: Mapping[str, int]) -> set[str]:
         """Which of these sessions were saved after these times."""
         with self._looking_up():
-            bookmarks = self._engine.bookmarks(self._namespace) if set_at else {}
-            return {name for name, before in set_at.items() if name in bookmarks and bookmarks[name].set_at > before}
+            return set(self._newer(set_at))
         return set()
 
-    def find(self, newer_than: Mapping[str, int]) -> dict[str, Saved]:
+    def find(self, newer_than: Mapping[str, int]) -> list[Entry]:
         """Those of these sessions that were saved after these times, by another process or an earlier one."""
-        found: dict[str, Saved] = {}
+        found = []
         with self._looking_up():
-            bookmarks = self._engine.bookmarks(self._namespace)
-            for name, before in newer_than.items():
-                bookmark = bookmarks.get(name)
-                if bookmark is None or bookmark.set_at <= before:
-                    continue
+            for name, bookmark in self._newer(newer_than).items():
                 tokens = self._engine.bookmarked(self._namespace, bookmark)
                 if tokens is not None:
-                    found[name] = Saved(tokens, bookmark.generation, bookmark.set_at)
+                    keys = self.pages_of(tokens)
+                    found.append(Entry(name, tokens, bookmark.generation, keys=keys, set_at=bookmark.set_at))
         return found
+
+    def _newer(self, set_at: Mapping[str, int]) -> dict[str, Bookmark]:
+        saved = self._engine.bookmarks(self._namespace) if set_at else {}
+        return {name: saved[name] for name, before in set_at.items() if name in saved and saved[name].set_at > before}
 
     def _looking_up(self) -> Guard:
         return Guard(self._engine.counters, "resume:miss:error", "resume:miss:unavailable")
 
-    def save(self, name: str, tokens: Tokens, full_pages: tuple[bytes, ...], generation: int, set_at: int) -> None:
-        """Save a session with the commit after its pages; `full_pages` has the keys of these."""
+    def save(self, entry: Entry) -> None:
+        """Save a session with the commit after its pages; one that holds too little is not saved any more."""
+        tokens, n_full = entry.tokens, len(entry.tokens) // self._page_tokens
         if len(tokens) < max(self._min_tokens, 1):
-            self.forget(name, set_at)
+            self.forget(entry.name, entry.set_at)
             return
         bookmark = Bookmark(
-            full_pages[-1] if full_pages else self._namespace,
-            tokens[len(full_pages) * self._page_tokens :].tobytes(),
+            entry.keys[n_full - 1] if n_full else self._namespace,
+            tokens[n_full * self._page_tokens :].tobytes(),
             len(tokens),
             SNAPSHOT if self._has_snapshots else PAGE,
-            generation,
-            set_at,
+            entry.generation,
+            entry.set_at,
         )
-        self._engine.set_bookmark(self._namespace, name, bookmark)
+        self._engine.set_bookmark(self._namespace, entry.name, bookmark)
 
     def forget(self, name: str, set_at: int | None = None) -> None:
         """Remove a session, unless another process has saved it after this time."""
         self._engine.set_bookmark(self._namespace, name, None if set_at is None else Unset(set_at))
 
     def pages_of(self, tokens: Tokens) -> tuple[bytes, ...]:
-        """As `pages`, from the tokens alone."""
-        return self.pages(tokens, page_keys(self._namespace, tokens, self._page_tokens))
-
-    def pages(self, tokens: Tokens, full_pages: list[bytes]) -> tuple[bytes, ...]:
-        """The keys of all pages and snapshots that may hold a sequence, from those of its full pages."""
+        """The keys of all pages and snapshots that may hold a sequence: first those of its full pages."""
+        full_pages = page_keys(self._namespace, tokens, self._page_tokens)
         parent = full_pages[-1] if full_pages else self._namespace
         rest = tokens[len(full_pages) * self._page_tokens :].tobytes()
         forms = (PAGE, SNAPSHOT) if self._has_snapshots else (PAGE,)

@@ -14,6 +14,7 @@ from prefixstore.errors import ContextError, InvalidParameterError, NotAttachedE
 from prefixstore.format.keys import Tokens, as_tokens
 from prefixstore.sessions.place import Place
 from prefixstore.sessions.queue import Ticket
+from prefixstore.sessions.resuming import known_tokens, resume, rewind
 
 if TYPE_CHECKING:
     from llama_cpp import Llama
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "Source", "Stream"]
 
-Source: TypeAlias = Literal["cold", "live", "parked", "store"]
+Source: TypeAlias = Literal["cold", "live", "store"]
 
 
 class Session:
@@ -38,6 +39,12 @@ class Session:
         Of the session.
     generation
         How often it was discarded before.
+    lease
+        The number of this lease.
+    n_live
+        How many of its tokens the context still had when it was admitted.
+    n_restored
+        How many more were restored from the store.
     """
 
     # until the Llama is prepared for it; of the class, since a constructor may be interrupted
@@ -55,14 +62,14 @@ class Session:
     ) -> None:
         self.name = name
         self.generation = generation
-        self._lease = lease
+        self.lease = lease
         self._held = tokens
         self.place = place
         # the only reference: if the session is dropped, its place in the queue is free
         self._ticket = ticket
         ticket.end = weakref.WeakMethod(self.end_for_its_owner)
         self._end = end
-        self._n_live = self._n_restored = self._n_parked = 0
+        self.n_live = self.n_restored = 0
         self._is_ending = self._is_discarded = False
         # the thread that is in a call
         self._caller: int | None = None
@@ -74,12 +81,11 @@ class Session:
         state = "over" if self._is_over else self.source
         return f"Session({self.name!r}, generation={self.generation}, {state})"
 
-    def prepare(self, bring: Callable[[], int], *, uses_live: bool, uses_store: bool) -> None:
-        """Bring what can be reused of the session into the context: first its parked rows, by `bring`."""
+    def prepare(self, *, uses_live: bool, uses_store: bool) -> None:
+        """Bring what can be reused of the session into the context."""
         self._is_over = False
         self.place.take(reads=uses_store)
-        self._n_parked = bring()
-        self._n_live, self._n_restored = self.place.hook.resume(self._held, uses_live=uses_live, uses_store=uses_store)
+        self.n_live, self.n_restored = resume(self.place.hook, self._held, uses_live=uses_live, uses_store=uses_store)
 
     # -- what it found ------------------------------------------------------------------------------------------------
 
@@ -87,24 +93,11 @@ class Session:
     def source(self) -> Source:
         """Where its tokens came from: the first that applies.
 
-        ``"store"``: some were restored. ``"parked"``: its rows have waited in the context. ``"live"``: the context
-        still had some. ``"cold"``.
+        ``"store"``: some were restored. ``"live"``: the context still had some. ``"cold"``.
         """
-        if self._n_restored:
+        if self.n_restored:
             return "store"
-        if self._n_parked:
-            return "parked"
-        return "live" if self._n_live else "cold"
-
-    @property
-    def n_live(self) -> int:
-        """How many of its tokens the context still had when it was admitted, live or parked."""
-        return self._n_live
-
-    @property
-    def n_restored(self) -> int:
-        """How many more were restored from the store."""
-        return self._n_restored
+        return "live" if self.n_live else "cold"
 
     @property
     def last(self) -> LastPrompt | None:
@@ -112,11 +105,6 @@ class Session:
         meter = self.place.hook.context.prompt
         self._check()
         return meter.record()
-
-    @property
-    def lease(self) -> int:
-        """The number of this lease."""
-        return self._lease
 
     @property
     def is_over(self) -> bool:
@@ -134,13 +122,8 @@ class Session:
         with self.using():
             if not self.has_evaluated:
                 return self._held
-            known = self.place.hook.known_tokens()
+            known = known_tokens(self.place.hook)
             return known if known is not None else self._held[:0]
-
-    @property
-    def held_before(self) -> Tokens:
-        """What it held when it was admitted."""
-        return self._held
 
     # -- the calls of the Llama ---------------------------------------------------------------------------------------
 
@@ -200,7 +183,6 @@ class Session:
         with self.using() as llm:
             given = [*self._rewound(), *self._checked(llm, tokens).tolist()]
             self._check_room(llm.n_tokens + len(given))
-            self.place.hook.continues_prompt()
             llm.eval(given)
 
     def _checked(self, llm: Llama, tokens: Sequence[int]) -> Tokens:
@@ -225,12 +207,12 @@ class Session:
         """Have the context hold nothing but the beginning of what the session holds; the rest of that."""
         held = self._held
         if self.has_evaluated:
-            known = self.place.hook.known_tokens()
+            known = known_tokens(self.place.hook)
             if self.held_before_shift is None or known is None or len(known):
                 return []
             # a stream has emptied the context
             held = self.held_before_shift
-        rest: list[int] = held[self.place.hook.rewind(held) :].tolist()
+        rest: list[int] = held[rewind(self.place.hook, held) :].tolist()
         return rest
 
     def stream(
@@ -276,7 +258,7 @@ class Session:
         ContextError
             If rows of this context cannot be moved, with the reason.
         """
-        from prefixstore.llama.moving_window import stream  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.sessions.moving_window import stream  # noqa: PLC0415 - the extra "llama"
 
         with self.using() as llm:
             try:
@@ -300,7 +282,7 @@ class Session:
     def _before_shift(self) -> None:
         """Have all pages captured, and note what they hold."""
         self.place.capture()
-        self.held_before_shift = self.place.hook.known_tokens()
+        self.held_before_shift = known_tokens(self.place.hook)
 
     def _streamed(self, result: Any) -> Any:
         if not isinstance(result, Iterator):

@@ -21,11 +21,10 @@ from prefixstore.errors import (
     NotAttachedError,
     StaleLeaseError,
 )
-from prefixstore.format.keys import page_keys
-from prefixstore.llama.guard import Guard
 from prefixstore.sessions.background import in_thread
 from prefixstore.sessions.place import Place
 from prefixstore.sessions.queue import AsyncTicket, Ticket, queue_of
+from prefixstore.sessions.resuming import known_tokens
 from prefixstore.sessions.saved import SavedSessions
 from prefixstore.sessions.session import Session
 from prefixstore.sessions.table import Entry, SessionTable, State
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from prefixstore.llama.hook import Hook
     from prefixstore.store import PrefixStore
 
-__all__ = ["MAX_NAME_BYTES", "MAX_SESSIONS", "Reuse", "Sessions"]
+__all__ = ["MAX_NAME_BYTES", "Reuse", "Sessions"]
 
 Reuse: TypeAlias = Literal["both", "live", "store", "none"]
 
-MAX_SESSIONS = 64
 MAX_NAME_BYTES = 512
 
 
@@ -58,23 +56,14 @@ class Sessions:
         Of the store.
     max_sessions
         How many sessions are kept; above that, the least recently used idle ones are evicted.
-    max_resident
-        How many idle ones keep their rows in the context.
     """
 
-    def __init__(
-        self, store: PrefixStore, hook: Hook, engine: Engine, max_sessions: int, max_resident: int = 0
-    ) -> None:
-        from prefixstore.llama.parking import Parking  # noqa: PLC0415 - the extra "llama"
-
+    def __init__(self, store: PrefixStore, hook: Hook, engine: Engine, max_sessions: int) -> None:
         if isinstance(max_sessions, bool) or not isinstance(max_sessions, int) or max_sessions < 1:
             raise InvalidParameterError(f"max_sessions={max_sessions!r} must be an integer of at least 1")
         if hook.kind.reason is not None:
             raise ContextError(f"sessions need a context whose states can be stored: {hook.kind.reason}")
-        self.max_sessions, self.max_resident = max_sessions, max_resident
-        self._parking = Parking(hook, max_resident)
-        # the session that was left last, whose rows are live
-        self._left: str | None = None
+        self.max_sessions = max_sessions
         self._store = store
         self._hook = hook
         self._engine = engine
@@ -88,7 +77,7 @@ class Sessions:
         engine.keep_nothing()
         self._saved = SavedSessions(
             engine,
-            hook.namespace.key,
+            hook.context.namespace.key,
             hook.page_tokens,
             store.min_tokens,
             has_snapshots=hook.kind.has_snapshots,
@@ -105,8 +94,6 @@ class Sessions:
     def after_fork_in_child(self) -> None:
         """Start over: those who wait, or have the ``Llama``, are in the parent."""
         held = [entry for entry in self._table if entry.state is State.IDLE]
-        self._parking.forget_all()
-        self._left = None
         if self._place is not None:
             self._place.lose("is the parent's; admit it again in this process, after the parent has left it")
             self._place = None
@@ -249,11 +236,7 @@ class Sessions:
             try:
                 entry = self._lease(name, place)
                 session = Session(name, entry.lease, entry.generation, entry.tokens, place, ticket, self._end)
-                uses_live = reuse in ("both", "live")
-                with self._guarded():
-                    self._park_left(name)
-                bring = partial(self._parking.bring, name, entry.tokens if uses_live else entry.tokens[:0])
-                session.prepare(bring, uses_live=uses_live, uses_store=reuse in ("both", "store"))
+                session.prepare(uses_live=reuse in ("both", "live"), uses_store=reuse in ("both", "store"))
                 self._engine.counters.count(f"session:{session.source}")
             except BaseException:
                 self._give_up(ticket)
@@ -285,7 +268,7 @@ class Sessions:
             if entry is None:
                 return
             is_kept = place is None or not place.has_evaluated
-            (self._table.leave if is_kept else self._table.discard)(entry.name, entry.lease)
+            self._table.end(entry.name, entry.lease, is_kept=is_kept)
         if not is_kept:
             self._note_discarded(entry)
 
@@ -295,22 +278,6 @@ class Sessions:
         place = self._place
         if place is not None and place.is_dropped:
             self._settle(place)
-
-    def _park_left(self, name: str) -> None:
-        """Have the session that was left last wait in the context, unless it is admitted again."""
-        left, self._left = self._left, None
-        if left is None or left == name:
-            return
-        with self._lock:
-            entry = self._table.get(left)
-            tokens = entry.tokens if entry is not None else None
-        if tokens is None or not self._parking.park(left, tokens, before=name):
-            return
-        with self._lock:
-            is_gone = self._table.get(left) is not entry
-        if is_gone:
-            # evicted meanwhile
-            self._parking.forget(left)
 
     def _lease(self, name: str, place: Place) -> Entry:
         # one that was dropped
@@ -327,28 +294,24 @@ class Sessions:
         with self._lock:
             known = {name: self._table.get(name) for name in names}
             newer_than = {name: entry.set_at if entry is not None else 0 for name, entry in known.items()}
-        for name, found in self._saved.find(newer_than).items():
-            self._add(Entry(name, found.tokens, found.generation, set_at=found.set_at))
-
-    def _add(self, entry: Entry) -> None:
-        """Add a session that was saved, unless it was set here meanwhile."""
-        entry.keys = self._saved.pages_of(entry.tokens)
-        with self._lock:
-            known = self._table.get(entry.name)
-            if known is not None and (known.state is State.LEASED or known.set_at >= entry.set_at):
-                return
-            if known is not None:
-                entry.generation = max(entry.generation, known.generation)
-            evicted = self._table.add(entry)
-        self._forget(evicted)
-        with self._guarded():
-            self._engine.keep(_owner(entry.name), entry.keys)
+        for entry in self._saved.find(newer_than):
+            with self._lock:
+                there = self._table.get(entry.name)
+                if there is not None and (there.state is State.LEASED or there.set_at >= entry.set_at):
+                    # it was set here meanwhile
+                    continue
+                if there is not None:
+                    entry.generation = max(entry.generation, there.generation)
+                evicted = self._table.add(entry)
+            self._forget(evicted)
+            with self._hook.guard():
+                self._engine.keep(_owner(entry.name), entry.keys)
 
     # -- leaving ------------------------------------------------------------------------------------------------------
 
     def _end(self, session: Session, discard: bool) -> None:
         """End a lease: capture what the session has evaluated, and note what it holds."""
-        held: tuple[Tokens, list[bytes]] | None = None
+        held: Tokens | None = None
         is_kept = False
         try:
             if not discard:
@@ -357,46 +320,35 @@ class Sessions:
                 is_kept = held is not None or not session.has_evaluated
         finally:
             session.place.give_back()
-            entry = None
-            # it may have been dropped, and settled by an admission meanwhile
-            with self._lock, suppress(StaleLeaseError):
-                leave = self._table.leave if is_kept else self._table.discard
-                entry = leave(session.name, session.lease)
-            if entry is not None:
-                self._left = session.name if is_kept else None
-                if not is_kept:
-                    self._note_discarded(entry)
+            # none if it was dropped, and settled by an admission meanwhile
+            with self._lock:
+                entry = self._table.end(session.name, session.lease, is_kept=is_kept)
+            if entry is not None and not is_kept:
+                self._note_discarded(entry)
         if held is not None and entry is not None:
-            with self._guarded():
-                self._hold(entry, *held)
+            with self._hook.guard():
+                self._hold(entry, held)
                 self._note(entry)
 
-    def _captured(self, session: Session) -> tuple[Tokens, list[bytes]] | None:
-        """Have all pages of the context written; its tokens, and the keys of its full pages. None if not known."""
-        hook = self._hook
-        if not hook.is_attached:
+    def _captured(self, session: Session) -> Tokens | None:
+        """Have all pages of the context written; the tokens that they hold. None if they are not known."""
+        if not self._hook.is_attached:
             return None
         session.place.capture()
         # the Llama may be closed
-        with self._guarded(), suppress(ContextError):
-            tokens = hook.known_tokens()
+        with self._hook.guard(), suppress(ContextError):
+            tokens = known_tokens(self._hook)
             if tokens is not None and not len(tokens) and session.held_before_shift is not None:
                 # a stream has emptied the context
-                tokens = session.held_before_shift
-                return tokens, page_keys(hook.namespace.key, tokens, hook.page_tokens)
-            return (tokens, hook.keys()) if tokens is not None else None
+                return session.held_before_shift
+            return tokens
         return None
 
-    def _hold(self, entry: Entry, tokens: Tokens, full_pages: list[bytes]) -> None:
-        keys, n = self._saved.pages(tokens, full_pages), len(entry.tokens)
+    def _hold(self, entry: Entry, tokens: Tokens) -> None:
+        keys, n = self._saved.pages_of(tokens), len(entry.tokens)
+        has_tail = n % self._hook.page_tokens and n < len(tokens)
         with self._lock:
-            is_shared = self._table.is_shared(entry)
-            if (
-                is_shared
-                and n % self._hook.page_tokens
-                and n < len(tokens)
-                and np.array_equal(entry.tokens, tokens[:n])
-            ):
+            if has_tail and self._table.is_shared(entry) and np.array_equal(entry.tokens, tokens[:n]):
                 self._engine.counters.count("session_tails_copied")
             # forks share them, and callers see them
             tokens.setflags(write=False)
@@ -405,22 +357,15 @@ class Sessions:
     def _note(self, entry: Entry) -> None:
         """Have the pages of a session evicted last, and save its name; or not any more."""
         self._engine.keep(_owner(entry.name), entry.keys)
-        if entry.state is State.DISCARDED or not len(entry.tokens):
-            self._saved.forget(entry.name, entry.set_at)
-        else:
-            n_full = len(entry.tokens) // self._hook.page_tokens
-            self._saved.save(entry.name, entry.tokens, entry.keys[:n_full], entry.generation, entry.set_at)
+        self._saved.save(entry)
 
     def _note_discarded(self, entry: Entry) -> None:
         self._engine.counters.count("session_discarded")
         with self._lock:
             # what another process leaves later is newer
             entry.set_at = self._saved.now(entry.set_at)
-        with self._guarded():
+        with self._hook.guard():
             self._note(entry)
-
-    def _guarded(self) -> Guard:
-        return Guard(self._engine.counters, "dropped:error", namespace=self._hook.namespace.key)
 
     # -- forks, eviction ----------------------------------------------------------------------------------------------
 
@@ -445,7 +390,7 @@ class Sessions:
             fork.set_at = self._saved.now(0)
         self._forget(evicted)
         self._engine.counters.count("session_forks")
-        with self._guarded():
+        with self._hook.guard():
             self._note(fork)
 
     def evict(self, name: str) -> bool:
@@ -461,7 +406,7 @@ class Sessions:
         is_saved = bool(self._saved.newer({name: 0}))
         if gone is not None:
             self._forget([gone])
-        with self._guarded():
+        with self._hook.guard():
             self._saved.forget(name)
         return gone is not None or is_saved
 
@@ -474,7 +419,7 @@ class Sessions:
             leased = {entry.name for entry in self._table}
         self._forget(gone)
         saved = set(self._saved.names()) - leased
-        with self._guarded():
+        with self._hook.guard():
             for name in saved:
                 self._saved.forget(name)
         return len(saved | {entry.name for entry in gone})
@@ -482,8 +427,7 @@ class Sessions:
     def _forget(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._engine.counters.count("session_evicted")
-            self._parking.forget(entry.name)
-            with self._guarded():
+            with self._hook.guard():
                 self._engine.keep(_owner(entry.name), ())
                 # not if another process has continued it
                 self._saved.forget(entry.name, entry.set_at)
@@ -509,16 +453,9 @@ class Sessions:
         """Counts of what was done with sessions."""
         self._settle_dropped()
         count = self._engine.counters
-        parked = self._parking.cells
-        with self._lock:
-            n_sessions = len(self._table)
-            leased = self._table.leased_one()
-        name = leased.name if leased is not None else self._left
-        live = {name: self._hook.n_live} if name is not None else {}
         return SessionCounts(
             cold=count["session:cold"],
             live=count["session:live"],
-            parked=count["session:parked"],
             store=count["session:store"],
             forks=count["session_forks"],
             tails_copied=count["session_tails_copied"],
@@ -526,10 +463,7 @@ class Sessions:
             discarded=count["session_discarded"],
             stale_leases=count["session_stale_leases"],
             timeouts=count["session_timeouts"],
-            sessions=n_sessions,
-            residents=len(parked),
-            live_cells=parked | live,
-            parked_cells=sum(parked.values()),
+            sessions=len(self._table),
             waiting=len(self._queue),
         )
 

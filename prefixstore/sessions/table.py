@@ -11,14 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
-from prefixstore.errors import BusyError, InvalidParameterError, StaleLeaseError
-from prefixstore.format.keys import Tokens
+from prefixstore.errors import BusyError, InvalidParameterError
+from prefixstore.format.keys import NO_TOKENS, Tokens
 
 __all__ = ["Entry", "SessionTable", "State"]
-
-NOTHING: Tokens = np.empty(0, "<i4")
 
 
 class State(str, Enum):
@@ -54,7 +50,7 @@ class Entry:
     """
 
     name: str
-    tokens: Tokens = field(default_factory=lambda: NOTHING)
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)
     generation: int = 0
     state: State = State.IDLE
     lease: int = 0
@@ -114,37 +110,26 @@ class SessionTable:
         entry.state = State.LEASED
         return entry, self._evict_surplus(entry)
 
-    def leased(self, name: str, lease: int) -> Entry:
-        """The session that has this lease.
+    def end(self, name: str, lease: int, *, is_kept: bool) -> Entry | None:
+        """End a lease: the session is idle, and the last used one; or discarded, unless it `is_kept`.
 
-        Raises
-        ------
-        StaleLeaseError
-            If it has ended.
+        None if the lease has ended already.
         """
         entry = self._entries.get(name)
         if entry is None or entry.state is not State.LEASED or entry.lease != lease:
-            raise StaleLeaseError(f"the lease of session {name!r} has ended; admit it again")
-        return entry
-
-    def leave(self, name: str, lease: int) -> Entry:
-        """End a lease: the session is idle, and the last used one. Raises `StaleLeaseError`."""
-        entry = self.leased(name, lease)
-        entry.state = State.IDLE
-        self._entries[name] = self._entries.pop(name)
-        return entry
-
-    def discard(self, name: str, lease: int) -> Entry:
-        """End a lease, and forget what the session holds: its generation is one higher. Raises `StaleLeaseError`."""
-        entry = self.leased(name, lease)
-        self._discard(entry)
+            return None
+        if is_kept:
+            entry.state = State.IDLE
+            self._entries[name] = self._entries.pop(name)
+        else:
+            self._discard(entry)
         return entry
 
     @staticmethod
     def _discard(entry: Entry) -> None:
         entry.generation += 1
         entry.state = State.DISCARDED
-        entry.hold(NOTHING, (), entry.set_at)
+        entry.hold(NO_TOKENS, (), entry.set_at)
 
     def fork(self, name: str, new: str) -> tuple[Entry, list[Entry]]:
         """A second session with the same tokens, and those evicted for it.

@@ -34,6 +34,8 @@ BLOCK_TOKENS = 32
 DIGITS = 16
 # hashes that are remembered as written; then all are forgotten, and written again when they come up
 REMEMBERED = 1 << 17
+# a model with a sliding window is asked for in two
+NAMESPACES_ASKED = 2
 # whole states are not recorded: pages of any length
 LONGEST_PAGE = 1 << 16
 
@@ -133,15 +135,19 @@ class Recorder:
 
     def asked(self, namespace: bytes, tokens: Tokens, page_tokens: int, n_matched: int) -> None:
         """Remember the sequence, in case it turns out to be a request: see `Tap`."""
-        self._asked.last = (namespace, tokens, page_tokens, n_matched)
+        found = self._asked.__dict__.setdefault("found", {})
+        found.pop(namespace, None)
+        found[namespace] = (tokens, page_tokens, n_matched)
+        while len(found) > NAMESPACES_ASKED:
+            del found[next(iter(found))]
 
     def used(self, namespace: bytes, pages: Sequence[Page], n_tokens: int) -> None:
         """Record a request."""
-        last, self._asked.last = getattr(self._asked, "last", None), None
-        if last is None or not self._is_open:
+        found = self._asked.__dict__.pop("found", {}).get(namespace)
+        if found is None or not self._is_open:
             return
-        where, tokens, page_tokens, n_matched = last
-        if where != namespace or page_tokens > LONGEST_PAGE or len(tokens) not in (n_tokens, n_tokens - 1):
+        tokens, page_tokens, n_matched = found
+        if page_tokens > LONGEST_PAGE or len(tokens) not in (n_tokens, n_tokens - 1):
             return
         self._guarded(self._record_request, namespace, tokens, page_tokens, n_tokens, n_matched if pages else 0)
 

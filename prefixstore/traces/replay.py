@@ -17,6 +17,7 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Path
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import InvalidParameterError
 from prefixstore.format.autocodec import FixedCodec
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BELADY", "NAMESPACE", "Belady", "Blockwise", "Cache", "InEngine", "Replayed", "replay"]
 
-NAMESPACE = b"a trace replayed"
+NAMESPACE = namespace_key(b"a trace replayed")
 BELADY = "belady"
 # entries of a heap that may be out of date, beyond as many as are true
 SLACK = 1024
@@ -64,7 +65,7 @@ class InEngine(AbstractContextManager["InEngine"]):
         budget = Budget(1 << 60, max_entries=capacity)
         self._counters = Counters()
         self._engine = Engine(
-            MemoryBackend(), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
+            Pages(MemoryBackend()), budget, POLICIES[policy](), FixedCodec("raw"), self._counters, write_behind=False
         )
         lease = BufferPool(1 << 20).acquire(1)
         assert lease is not None

@@ -69,7 +69,7 @@ def estimate(
     """
     problems: list[Problem] = []
     trie = PromptTrie(tokenized(llm, prompts, problems, generation_prompt=generation_prompt), store.min_tokens)
-    survey = Survey(store, trie)
+    survey = Survey(store, trie, llm)
     missing = survey.missing_tokens
     if not missing:
         return Estimate(trie.prompts, trie.prompt_tokens, trie.unique_tokens, 0, 0, 0.0, tuple(problems))
@@ -84,14 +84,14 @@ def expected_bytes(llm: Llama, store: PrefixStore, prompts: Iterable[PromptLike]
 
     Nothing is evaluated, and 0 is returned, where it cannot be more than `enough`.
     """
-    from prefixstore.llama.size_limit import size_limit  # noqa: PLC0415 - the extra "llama"
+    from prefixstore.llama.kv_memory import size_limit  # noqa: PLC0415 - the extra "llama"
 
     trie = PromptTrie(tokenized(llm, prompts, []), store.min_tokens)
-    survey = Survey(store, trie)
+    survey = Survey(store, trie, llm)
     n_prompts = sum(missing > 0 for missing in survey.missing)
-    limit = size_limit(llm)
-    most = limit.per_token * (survey.missing_tokens + n_prompts * store.page_tokens) + limit.fixed * n_prompts
-    if not n_prompts or most <= enough or not store.kind.is_stored:
+    (fixed, per_token), hook = size_limit(llm), store.hook_of(llm)
+    most = per_token * (survey.missing_tokens + n_prompts * hook.page_tokens) + fixed * n_prompts
+    if not n_prompts or most <= enough or not hook.kind.is_stored:
         return 0
     trial = _Trial(llm, store, trie, survey, SHORT_TRIAL)
     with trial.scratch():
@@ -107,7 +107,7 @@ class _Trial:
         self._llm, self._store, self._trie, self._survey = llm, store, trie, survey
         self._missing = [i for i, missing in enumerate(survey.missing) if missing]
         self._longest = max(self._missing, key=trie.length)
-        self._page_tokens = store.page_tokens
+        self._page_tokens = store.hook_of(llm).page_tokens
         tokens = trie.tokens(self._longest)[: n_tokens or TRIAL_BATCHES * llm.n_batch]
         self._tokens: list[int] = tokens.tolist()
 
@@ -116,7 +116,7 @@ class _Trial:
         """Attach a store in memory for the trial, and evaluate its first prompt; the store is attached afterwards."""
         llm, store = self._llm, self._store
         cache: object = llm.cache
-        store.detach()
+        store.detach(llm)
         try:
             llm.reset()
             parameters = store.parameters

@@ -76,7 +76,7 @@ def warm(
     Raises
     ------
     MisuseError
-        If the store is read-only, is attached to another Llama, or cannot store states of this model.
+        If the store is read-only, another one is attached to the Llama, or states of this model cannot be stored.
     StorageError
         If the location fails. What was computed by then is kept as far as it can be written.
 
@@ -86,14 +86,13 @@ def warm(
     >>> report = prefixstore.warm(llm, store, ["You are a helpful assistant. ..."])  # doctest: +SKIP
     >>> report.unique_tokens, report.evaluated_tokens  # doctest: +SKIP
     """
-    attached = store.llm
-    if attached is None:
+    was_attached = store.is_attached(llm)
+    if not was_attached:
         store.attach(llm)
-    elif attached is not llm:
-        raise MisuseError("the store is attached to another Llama; pass that one, or detach() the store first")
     try:
-        if not store.kind.is_stored:
-            raise MisuseError(f"states of this model cannot be stored: {store.kind.reason}")
+        kind = store.hook_of(llm).kind
+        if not kind.is_stored:
+            raise MisuseError(f"states of this model cannot be stored: {kind.reason}")
         if store.read_only:
             raise MisuseError("warm() writes to the store, which was opened with read_only=True")
         started = time.perf_counter()
@@ -105,7 +104,7 @@ def warm(
         trie = PromptTrie(itertools.takewhile(lambda _: not is_stopped(), found), store.min_tokens)
         job = Job(llm, store, trie, show, is_stopped, pin=pin)
         job.run(lease_seconds)
-        after = Survey(store, trie)
+        after = Survey(store, trie, llm)
         new = after.pages.keys() - job.survey.pages.keys()
         missing = () if job.interrupted else (i for i, tokens in enumerate(after.missing) if tokens)
         return WarmReport(
@@ -122,8 +121,8 @@ def warm(
             interrupted=job.interrupted,
         )
     finally:
-        if attached is None:
-            store.detach()
+        if not was_attached:
+            store.detach(llm)
 
 
 @dataclass
@@ -161,14 +160,15 @@ class Job:
     pin: bool = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self._namespace = self.store.namespace.key
-        self.survey = Survey(self.store, self.trie)
+        hook = self.store.hook_of(self.llm)
+        self._namespace = hook.context.namespace.key
+        self.survey = Survey(self.store, self.trie, self.llm)
         # recurrent memory can be resumed only at the positions of its snapshots
-        self._stops = self.store.kind.has_snapshots
+        self._stops = hook.kind.has_snapshots
         # rows that leave a sliding window are overwritten: their pages are captured before that
-        self._overwrites_window = self.store.overwrites_window
+        self._overwrites_window = hook.context.memory.overwrites_window
         self._step = self.llm.n_batch
-        self._page_tokens = self.store.page_tokens
+        self._page_tokens = hook.page_tokens
         if self._stops:
             self._overwrites_window, self._step = False, self.llm.n_batch * SNAPSHOT_BATCHES
         elif self._overwrites_window:
@@ -216,7 +216,7 @@ class Job:
                         time.sleep(POLL_SECONDS)
             finally:
                 # whatever ends the job: what was computed is stored before other jobs may claim the part
-                self.store.capture()
+                self.store.capture(self.llm)
                 self.store.flush()
                 if keeping is not None:
                     keeping.result()
@@ -250,9 +250,9 @@ class Job:
 
     def _is_stored(self, part: Part) -> bool:
         if part.depth is not None:
-            return self.store.path(self.trie.tokens(part.first)[: part.depth]).n_tokens == part.depth
+            return self.store.path(self.trie.tokens(part.first)[: part.depth], self.llm).n_tokens == part.depth
         prompts = map(self.trie.tokens, range(part.first, part.end))
-        return all(self.store.path(tokens).n_tokens == len(tokens) for tokens in prompts)
+        return all(self.store.path(tokens, self.llm).n_tokens == len(tokens) for tokens in prompts)
 
     def _note_stored(self, part: Part) -> None:
         if part.depth is None:
@@ -278,14 +278,14 @@ class Job:
         self.store.flush()
         if self.pin and part.depth is None and not self.interrupted:
             for i in range(part.first, part.end):
-                self.store.pin(self.trie.tokens(i))
+                self.store.pin(self.trie.tokens(i), self.llm)
         if leases is not None:
             leases.release(self.name(part))
 
     def _visit(self, i: int, depth: int) -> None:
         """Store the first `depth` tokens of a prompt."""
         tokens = self.trie.tokens(i)[:depth]
-        path = self.store.path(tokens)
+        path = self.store.path(tokens, self.llm)
         if path.n_tokens == len(tokens):
             # warming a stored prompt again counts as a use, like a restore, and extends its time to live
             self.store.engine.touch(self._namespace, path.pages, len(tokens))
@@ -299,18 +299,18 @@ class Job:
             self.progress = replace(self.progress, evaluated_tokens=self.progress.evaluated_tokens + end - at)
             at = end
             if at in stops or (self._overwrites_window and at % self._page_tokens == 0):
-                self.store.capture()
+                self.store.capture(self.llm)
             self._show()
-        self.store.capture()
+        self.store.capture(self.llm)
 
     def _restore(self, tokens: Tokens, stored: int) -> int:
         """Bring the longest known prefix of the tokens into the context; its length."""
         live = 0
         for _ in range(ATTEMPTS):
-            live = self.store.restore(tokens, always=True)
+            live = self.store.restore(tokens, self.llm, always=True)
             if live >= min(stored, len(tokens) - 1):
                 break
-            stored = self.store.path(tokens).n_tokens
+            stored = self.store.path(tokens, self.llm).n_tokens
         return live
 
     def _end_of_batch(self, at: int, n: int, stops: tuple[int, ...]) -> int:

@@ -225,7 +225,7 @@ def encode(
     if kind == "tokens":
         tokens = _checked(llm, value)
     else:
-        from prefixstore.llama.prompt import chat_tokens, text_tokens  # noqa: PLC0415 - the extra "llama"
+        from prefixstore.warming.tokens import chat_tokens, text_tokens  # noqa: PLC0415 - the extra "llama"
 
         if kind == "prompt":
             tokens = text_tokens(llm, value) if value else as_tokens([])

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prefixstore.engine.index import Page
 from prefixstore.store import PrefixStore
 from prefixstore.warming.prompt_trie import PromptTrie
+
+if TYPE_CHECKING:
+    from llama_cpp import Llama
 
 __all__ = ["Survey"]
 
@@ -20,11 +25,11 @@ class Survey:
         For each prompt, how many of its tokens are neither stored nor shared with the prompt before it.
     """
 
-    def __init__(self, store: PrefixStore, trie: PromptTrie) -> None:
+    def __init__(self, store: PrefixStore, trie: PromptTrie, llm: Llama | None = None) -> None:
         self.pages: dict[bytes, Page] = {}
         self.missing: list[int] = []
         for i in range(len(trie)):
-            path = store.path(trie.tokens(i))
+            path = store.path(trie.tokens(i), llm)
             self.pages |= {page.key: page for page in path.pages}
             self.missing.append(max(0, trie.length(i) - max(trie.shared[i], path.n_tokens)))
 

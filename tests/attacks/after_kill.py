@@ -9,22 +9,16 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.engine.invariants import violations
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.codec import decode
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store
-from prefixstore.testing import make_page
 from tests.attacks.kill_workload import BUDGET, SPACES, digest, pages_of, state_of
-
-COUNTED = """
-    SELECT entries, bytes, (SELECT count(*) FROM prefixstore_pages),
-           (SELECT coalesce(sum(stored_bytes + length(tokens)), 0) FROM prefixstore_pages),
-           (SELECT count(*) FROM prefixstore_pieces WHERE page NOT IN (SELECT key FROM prefixstore_pages))
-    FROM prefixstore_meta
-"""
+from tests.support.pages import make_page
+from tests.support.sql_rows import require_intact
 
 
 def look_at(location: str) -> str:
@@ -32,7 +26,7 @@ def look_at(location: str) -> str:
 
     If there is none, one is created, as for any user.
     """
-    with closing(open_backend(location, max_bytes=BUDGET.max_bytes)) as backend:
+    with closing(open_pages(location, max_bytes=BUDGET.max_bytes)) as backend:
         with backend.view() as view:
             problems = violations(view, BUDGET)
             assert problems == [], problems
@@ -49,21 +43,17 @@ def look_at(location: str) -> str:
             read_layout(data)
             assert data.stat().st_size <= 1.25 * BUDGET.max_bytes + (1 << 20)
         elif location.startswith(("sqlite", "postgresql")):
-            with backend.database.connection() as connection:
-                entries, n_bytes, counted, summed, orphans = connection.execute(text(COUNTED)).one()
-            assert (entries, n_bytes, orphans) == (counted, summed, 0)
-            assert counted == pages
+            require_intact(backend.rows)
     if location.startswith("sqlite"):
         with closing(sqlite3.connect(location.removeprefix("sqlite:///"))) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
     return found
 
 
 def look_without_writing(location: str) -> None:
     """Verify a store that no process has opened for writing since the attack."""
     with (
-        closing(open_backend(location, max_bytes=BUDGET.max_bytes, read_only=True)) as backend,
+        closing(open_pages(location, max_bytes=BUDGET.max_bytes, read_only=True)) as backend,
         backend.view() as view,
     ):
         problems = violations(view, BUDGET)
@@ -88,11 +78,12 @@ def pack() -> str:
     return file.getvalue().hex()
 
 
-def contents_of_old(location: str) -> list[tuple[int, int, int]]:
-    """What `write_old` has put into a store, past the store: hits, bytes and start of each page with its payload."""
+def contents_of_old(location: str) -> list[tuple[int, int]]:
+    """What `write_old` has put into a store, past the store: the size of each payload, and the bytes of its pieces."""
     query = """
-        SELECT hits, sum(length(data)), start FROM prefixstore_pages JOIN prefixstore_pieces ON page = key
-        GROUP BY hits, start ORDER BY start
+        SELECT payload_bytes, coalesce(sum(length(data)), 0) FROM prefixstore_rows
+        LEFT JOIN prefixstore_payloads ON prefixstore_payloads.key = prefixstore_rows.key
+        WHERE payload_bytes IS NOT NULL GROUP BY prefixstore_rows.key, payload_bytes ORDER BY payload_bytes
     """
     engine = create_engine(location)
     try:

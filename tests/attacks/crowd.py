@@ -23,6 +23,7 @@ from prefixstore.engine import contents as contents_module
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
+from prefixstore.format.namespace import Namespace
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import export_store, import_store
 from tests.support.engines import compressible
@@ -44,6 +45,11 @@ def open_store(location: str, max_bytes: int, salt: str | None, **options) -> Pr
     return PrefixStore(
         location, namespace="crowd", salt=salt, page_tokens=P, min_tokens=0, max_bytes=max_bytes, **options
     )
+
+
+def space_of(store: PrefixStore) -> Namespace:
+    """The namespace of a store without a Llama: one for each tenant."""
+    return Namespace({"label": "crowd", "salt": store.parameters.salt, "page_tokens": P})
 
 
 class Member:
@@ -81,7 +87,7 @@ class Member:
         return [self.chance.choice([1, 1, 1, 1, 2, 3]) for _ in range(n)]
 
     def capture(self, store: PrefixStore) -> None:
-        engine, namespace = store.engine, store.namespace
+        engine, namespace = store.engine, space_of(store)
         raw = as_tokens(self.tokens()).tobytes()
         engine.match(namespace.key, as_tokens(np.frombuffer(raw, "<i4")), P)
         parent = namespace.key
@@ -101,7 +107,7 @@ class Member:
             parent = key
 
     def fetch(self, store: PrefixStore) -> None:
-        engine, namespace = store.engine, store.namespace.key
+        engine, namespace = store.engine, space_of(store).key
         tokens = as_tokens(self.tokens())
         if self.chance.random() < 0.2:
             path = engine.match_snapshot(namespace, tokens, P, len(tokens))
@@ -122,15 +128,15 @@ class Member:
         engine.nudge()
 
     def pin(self, store: PrefixStore) -> None:
-        store.pin(self.tokens()[:8])
+        store.engine.pin(space_of(store).key, as_tokens(self.tokens()[:8]), P, pinned=True)
 
     def unpin(self, store: PrefixStore) -> None:
         # more often than pages are pinned, or all room would be pinned in the end
         for start in ([1], [2], self.tokens()):
-            store.unpin(start * 8)
+            store.engine.pin(space_of(store).key, as_tokens(start * 8), P, pinned=False)
 
     def thin(self, store: PrefixStore) -> None:
-        store.engine.thin(store.namespace.key, as_tokens(self.tokens()), P, 1, 8)
+        store.engine.thin(space_of(store).key, as_tokens(self.tokens()), P, 1, 8)
 
     def flush(self, store: PrefixStore) -> None:
         store.flush()
@@ -146,7 +152,7 @@ class Member:
         self.noted += 1
 
     def clear(self, store: PrefixStore) -> None:
-        store.clear()
+        store.engine.clear(space_of(store).key)
 
     def purge(self, _: PrefixStore) -> None:
         with Archive(self.location, max_bytes=self.max_bytes) as archive:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.codec import decode
 from tests.support.places import contents, fill, space
@@ -36,7 +36,7 @@ def location(scheme: str, directory: Path) -> tuple[str, Path]:
 def build(scheme: str, directory: Path) -> None:
     """Pages of several sizes, some of them deleted again."""
     rng = random.Random(1)
-    with closing(open_backend(location(scheme, directory)[0], max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(location(scheme, directory)[0], max_bytes=64 * MIB)) as backend:
         for i in range(12):
             sequences = [[i * 100 + j + k for k in range(12)] for j in range(10)]
             fill(backend, SETTINGS, sequences, size=rng.choice([300, 3000, 9000, 20000]))
@@ -90,7 +90,7 @@ def states(backend: Backend) -> Iterator[tuple[bytes, bytes]]:
 def use(place: str, good: dict[bytes, bytes]) -> str:
     """Use the store as a process does that does not know of the damage; the outcome."""
     try:
-        with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+        with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
             for key, state in states(backend):
                 if good.get(key) != state:
                     return f"wrong state under {key.hex()}"
@@ -111,7 +111,7 @@ def main(scheme: str, directory: Path, seed: int, cases: int) -> dict[str, int]:
     """Damage a store in this many ways, and use it each time."""
     build(scheme, directory)
     place, file = location(scheme, directory)
-    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
         good = dict(states(backend))
     data = file.read_bytes()
     outcomes: dict[str, int] = {}

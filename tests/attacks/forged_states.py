@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from prefixstore import CorruptError, PrefixStore
-from prefixstore.backends import open_backend
+from prefixstore import PrefixStore
 from prefixstore.backends.base import Backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.codec import decode
 from prefixstore.format.record import checksum
-from prefixstore.format.whole_state import HEADER, MAGIC
-from prefixstore.llama.state.parse import parse_context, parse_sequence
+from prefixstore.llama.state.parse import parse_sequence
 from tests.support.models import answer, forget, load, prompt
 from tests.support.timeouts import disable_timeouts
 
@@ -32,16 +31,9 @@ WORD = struct.Struct("<I")
 
 def structure(state: bytes) -> list[int]:
     """Where the words of a state are that are no rows."""
-    at = 0
-    if state.startswith(MAGIC):
-        at = HEADER.size
-    inner = memoryview(state)[at:]
-    try:
-        blob = parse_sequence(inner)
-    except CorruptError:
-        blob = parse_context(inner)
+    blob = parse_sequence(state)
     base = np.frombuffer(state, np.uint8).ctypes.data
-    words = set(range(0, at, 4)) | set(range(at, at + 16, 4))
+    words = set(range(0, 16, 4))
     for section in blob.sections:
         heads = [tensor.rows.ctypes.data - base - len(tensor.head) for tensor in section.tensors]
         words.update(head + i for head in heads for i in (0, 4, 8))
@@ -53,7 +45,7 @@ def structure(state: bytes) -> list[int]:
         words.update(range(heads[0] - 20, heads[0], 4))
     if blob.recurrent is not None:
         start = len(state) - len(blob.recurrent.data)
-        words.update(range(start, start + (32 if blob.architecture is None else 36), 4))
+        words.update(range(start, start + 32, 4))
     return sorted(words)
 
 
@@ -67,9 +59,8 @@ def forgeries(state: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"cut at {size}", state[:size]
     yield "longer", state + b"\0" * 64
     yield "zeros", bytes(len(state))
-    if not state.startswith(MAGIC):
-        for by in (1, -1, 64, -64, 100_000):
-            yield f"positions moved by {by}", moved(state, by)
+    for by in (1, -1, 64, -64, 100_000):
+        yield f"positions moved by {by}", moved(state, by)
 
 
 def moved(state: bytes, by: int) -> bytes:
@@ -100,13 +91,10 @@ def replaced(backend: Backend, key: bytes, payload: bytes) -> Iterator[None]:
             transaction.put(key, record, usage, good)
 
 
-def forge(
-    *, model: str, location: str, portable: bool, options: dict[str, Any], first: int, step: int
-) -> dict[str, Any]:
+def forge(*, model: str, location: str, options: dict[str, Any], first: int, step: int) -> dict[str, Any]:
     """Go on with a prompt over forgeries of the pages that it needs: every `step` of them, from the `first`."""
     llm = load(model, n_ctx=512, n_batch=64, **options)
-    bound = None if portable else llm
-    with PrefixStore(location, bound, **SETTINGS) as store:
+    with PrefixStore(location, llm, **SETTINGS) as store:
         llm.set_cache(store)
         answer(llm, prompt(180), 4)
         tokens = [*llm.input_ids[: llm.n_tokens].tolist(), 7, 8, 9]
@@ -117,8 +105,8 @@ def forge(
     cold = answer(llm, tokens, 4)
     wrong: list[str] = []
     ran = 0
-    backend = open_backend(location, max_bytes=1 << 30)
-    with PrefixStore(location, bound, **SETTINGS, read_only=True) as store, closing(backend):
+    backend = open_pages(location, max_bytes=1 << 30)
+    with PrefixStore(location, llm, **SETTINGS, read_only=True) as store, closing(backend):
         llm.set_cache(store)
         with backend.view() as view:
             states = {key: bytes(decode(record, view.payload(key))) for key, record, _ in view.scan()}
@@ -126,8 +114,8 @@ def forge(
         for key, name, payload in cases[first::step]:
             print(f"{key.hex()}: {name}", flush=True)
             forget(llm)
-            if ran % 2 and not portable:
-                store._hook.context.memory.shape = None  # as in a process that has just begun
+            if ran % 2:
+                store._hooks.current.context.memory.shape = None  # as in a process that has just begun
             ran += 1
             with replaced(backend, key, payload):
                 try:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import atheris
+import numpy as np
 import xxhash
 
 with atheris.instrument_imports(include=["prefixstore"]):
@@ -34,15 +35,14 @@ with atheris.instrument_imports(include=["prefixstore"]):
     from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, namespace_key, page_key
     from prefixstore.format.namespace import Namespace
     from prefixstore.format.record import CHECKSUM_BYTES, RECORD, RECORD_SEAL, USAGE, Record, Usage, checksum
-    from prefixstore.llama.state.parse import parse_context, parse_sequence
-    from prefixstore.llama.state.shape import shape_of, shape_of_sequence
-    from prefixstore.llama.state.view import assemble
+    from prefixstore.llama.state.parse import parse_sequence
+    from prefixstore.llama.state.view import Assembly, zeros
     from prefixstore.maintenance.archive import Archive
     from prefixstore.maintenance.transfer import export_store, import_store
     from prefixstore.warming import prompts
 
-from prefixstore.testing import make_page
 from tests.attacks.exporting import an_export
+from tests.support.pages import make_page
 from tests.support.places import space
 
 # what a target may hold: a claim of more is a claim, and no memory
@@ -142,22 +142,22 @@ def export(data: bytes) -> None:
 
 def state(data: bytes) -> None:
     """What llama.cpp is said to have written: every byte is accounted for, so it can be put together again."""
-    for parse in (parse_sequence, parse_context):
-        with suppress(PrefixStoreError):
-            blob = parse(data)
-            shape_of(blob)
-            for section in blob.sections:
-                start, end = (int(section.positions[0]), int(section.positions[-1]) + 1) if section.head else (0, 1)
-                blob.cut(start, end)
-                blob.holds(start, end, window_from=end - 1)
-            recurrent = blob.recurrent.data if blob.recurrent is not None else b""
-            joined = assemble([blob], architecture=blob.architecture, recurrent=recurrent)
-            assert shape_of(parse(joined)) == shape_of(blob)
-    shape = shape_of_sequence(data)
+    blob = parse_sequence(data)
+    shape = blob.shape
+    for section in blob.sections:
+        start, end = (int(section.positions[0]), int(section.positions[-1]) + 1) if section.head else (0, 1)
+        blob.cut(start, end, window_from=end - 1)
+        blob.holds(start, end)
+    recurrent = blob.recurrent.data if blob.recurrent is not None else b""
+    assembly = Assembly(shape, blob.positions, recurrent=recurrent)
+    joined = bytearray(assembly.size)
+    assembly.write(memoryview(joined), [blob])
+    assert parse_sequence(joined).shape == shape
     for start, n in ((0, 1), (0, 4), (2**31 - 2, 4), (2**32 - 1, 1), (0, 0), (7, 2**31)):
         assert isinstance(shape.fits(data, start, n), bool)
     if all(section.head for section in shape.sections) and shape.recurrent is None:
-        assert shape.fits(shape.example(3), 3, 1)
+        positions = [np.full(1, 3, "<i4")] * len(shape.sections)
+        assert shape.fits(zeros(shape, positions)[0], 3, 1)
 
 
 # -- what people write ------------------------------------------------------------------------------------------------
@@ -234,7 +234,6 @@ def seeds(name: str) -> list[bytes]:
         "export": [b"\0" + an_export(), b"\1" + an_export(), b"\xff" + HEADER.pack(MAGIC, EXPORT_VERSION, 1)],
         "state": [
             sequence,
-            struct.pack("<I", 5) + b"llama" + sequence[8:],
             a_state(1, transposed=True),
             a_state(2, recurrent=True),
         ],

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from tests.support.places import MIB, fill, space
 
 if __name__ == "__main__":
-    with closing(open_backend(sys.argv[1], max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(sys.argv[1], max_bytes=64 * MIB)) as backend:
         with backend.update() as transaction:
             transaction.put_note(b"holder", b"was here")
             print("held", flush=True)

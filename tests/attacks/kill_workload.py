@@ -18,16 +18,15 @@ from unittest.mock import patch
 import numpy as np
 import xxhash
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend, View
-from prefixstore.backends.lmdb.children import Siblings
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.cli import main
-from prefixstore.engine import lease, table_load
+from prefixstore.engine import keyspace, lease, table_load
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -183,7 +182,7 @@ class Work:
     ) -> None:
         self._location = location
         self._watch = lambda backend: Watched(backend, say, point, durable=durable)
-        backend = open_backend(location, max_bytes=BUDGET.max_bytes)
+        backend = open_pages(location, max_bytes=BUDGET.max_bytes)
         with backend.view() as view:
             say("found", digest(view))
         options = {"queue_bytes": 1 << 24, "write_behind": False}
@@ -207,9 +206,9 @@ class Work:
     @contextmanager
     def _archive(self) -> Iterator[Archive]:
         def opened(*given: Any, **options: Any) -> Backend:
-            return self._watch(open_backend(*given, **options))
+            return self._watch(open_pages(*given, **options))
 
-        with patch("prefixstore.maintenance.archive.open_backend", opened):
+        with patch("prefixstore.maintenance.archive.open_pages", opened):
             archive = Archive(self._location, max_bytes=BUDGET.max_bytes, create=True)
         with archive:
             yield archive
@@ -270,7 +269,7 @@ def maintain(location: str, seed: int, pack: str, say: Report, point: Points) ->
     """Read the table of pages in slices, evict, and build what is derived from pages again."""
     del pack
     sequences = np.random.default_rng(seed).integers(0, 3, (6, 9)).tolist()
-    enter, add = Catalog._enter, Siblings.add
+    enter, add = Catalog._enter, keyspace.add_child
 
     def entered(*arguments: Any) -> bytes:
         point()
@@ -292,7 +291,7 @@ def maintain(location: str, seed: int, pack: str, say: Report, point: Points) ->
             half = view.used.bytes // 2
         one.engine.evict_to(half)
         # a change that no one else makes: of none, or of all
-        with patch.object(Siblings, "add", added):
+        with patch.object(keyspace, "add_child", added):
             one.engine._backend.reindex()
 
 
@@ -314,7 +313,7 @@ def scrub_among_writers(location: str, seed: int, pack: str, say: Report, point:
     with closing(Work(location, say, point)) as one:
         for tokens in np.random.default_rng(seed).integers(0, 3, (4, 9)).tolist():
             one.capture(SPACES[0], tokens)
-        backend = one.engine._backend._backend
+        backend = one.engine._backend._backend.rows
 
         def sync() -> None:
             del backend.sync
@@ -323,7 +322,7 @@ def scrub_among_writers(location: str, seed: int, pack: str, say: Report, point:
             one.engine.clear(SPACES[0].key)
 
         backend.sync = sync
-        backend.scrub()
+        backend.compact(erase=True)
 
 
 def create(location: str, say: Report, point: Points) -> None:

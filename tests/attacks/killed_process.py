@@ -13,6 +13,7 @@ import json
 import os
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -34,11 +35,21 @@ def _points_at_statements(point: Points) -> None:
     from sqlalchemy import Engine as SQLEngine
     from sqlalchemy import event
 
-    def happens(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+    def happens(statement: str) -> None:
         if statement.lstrip().startswith(CHANGES):
             point()
 
-    event.listen(SQLEngine, "before_cursor_execute", happens)
+    def watch(driver: Any, _: Any) -> None:
+        if isinstance(driver, sqlite3.Connection):
+            # rows are written through the driver, many by one call
+            driver.set_trace_callback(happens)
+
+    def about(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if connection.dialect.name != "sqlite":
+            happens(statement)
+
+    event.listen(SQLEngine, "connect", watch)
+    event.listen(SQLEngine, "before_cursor_execute", about)
 
 
 def _points_at_commands(point: Points) -> None:
@@ -96,7 +107,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 def _serve() -> None:
     """Read orders, one a line; fork a child for each, and report how it ended."""
-    for module in ("lmdb.backend", "sql.backend", "sql.sqlite", "sql.postgresql"):
+    for module in ("lmdb.backend", "sql.sqlite", "sql.postgresql"):
         # once here, instead of in each child
         importlib.import_module(f"prefixstore.backends.{module}")
     for line in sys.stdin:

@@ -116,7 +116,7 @@ class Disk:
     Parameters
     ----------
     root, inode
-        The directory, which is empty and durable at the start.
+        The directory, which is durable at the start: empty, unless `hold` is called.
     """
 
     def __init__(self, root: Path, inode: int) -> None:
@@ -128,6 +128,16 @@ class Disk:
         # each with the directory in which it happened, and the number of what it is about
         self._names: list[tuple[Entry, str, int]] = []
         self._durable: set[int] = set()
+
+    def hold(self) -> None:
+        """Take what is below the directory now for durable: nothing was written since it was recorded."""
+        for path in sorted(Path(self._root).rglob("*")):
+            inode, is_file = path.stat().st_ino, path.is_file()
+            kind = CREATE if is_file else MKDIR
+            self.apply(Entry(kind, is_synced=False, inode=inode, offset=0, name=str(path), data=b""))
+            if is_file:
+                self._files[self._numbers[inode]].durable[:] = path.read_bytes()
+        self._durable = set(range(len(self._names)))
 
     def apply(self, entry: Entry) -> None:
         if entry.kind in (CREATE, MKDIR):

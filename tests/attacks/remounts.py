@@ -10,7 +10,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from tests.support.engines import MIB, A, B, C, Store
 from tests.support.timeouts import disable_timeouts
@@ -21,7 +21,7 @@ def mount(*arguments: object) -> None:
 
 
 def opened(location: str, **options: bool) -> Store:
-    return Store(open_backend(location, max_bytes=8 * MIB, **options), max_bytes=8 * MIB, options=options)
+    return Store(open_pages(location, max_bytes=8 * MIB, **options), max_bytes=8 * MIB, options=options)
 
 
 def misses_or_finds(store: Store, tokens: list[int]) -> int:
@@ -78,7 +78,7 @@ def main(scheme: str, directory: Path) -> None:
     for options in ({}, {"read_only": True}):
         with (
             suppress(StorageError),
-            closing(open_backend(location, max_bytes=8 * MIB, **options)) as other,
+            closing(open_pages(location, max_bytes=8 * MIB, **options)) as other,
             other.view() as view,
         ):
             assert view.used.entries == 3
@@ -87,7 +87,7 @@ def main(scheme: str, directory: Path) -> None:
     # not open any more, so it can be opened again; what that says is for the operator
     for options in ({}, {"read_only": True}):
         try:
-            open_backend(location, max_bytes=8 * MIB, **options).close()
+            open_pages(location, max_bytes=8 * MIB, **options).close()
             print("opened", options, flush=True)
         except StorageError as refused:
             print(type(refused).__name__, options, refused, flush=True)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from prefixstore import CorruptError, PrefixStore
-from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy import lru
 from prefixstore.format.autocodec import pick
 from prefixstore.stats import Counters
@@ -55,10 +55,10 @@ def test_a_damaged_tree_is_refused_on_opening_and_the_message_says_what_to_do(tm
             data[at + 16 : at + 18] = b"\xfe\xff"  # where its first node is
     file.write_bytes(data)
     with pytest.raises(CorruptError, match="and delete data"):
-        open_backend(place, max_bytes=64 * MIB)
+        open_pages(place, max_bytes=64 * MIB)
     for name in file.parent.iterdir():
         name.unlink()
-    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
         fill(backend, space(), [list(range(8))])
         assert len(contents(backend)) == 2
 
@@ -67,7 +67,7 @@ def test_a_damaged_tree_is_refused_on_opening_and_the_message_says_what_to_do(tm
 def test_a_file_truncated_while_open_is_an_error_and_not_a_crash(tmp_path, where):
     build("lmdb", tmp_path)
     place, file = location("lmdb", tmp_path)
-    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
         assert contents(backend)
         os.truncate(file, where)
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
     if not running:
         store = PrefixStore(place, llm, **settings)
     with store:
-        store._hook.context.rate.is_worth = lambda *_: True
+        store._hooks.current.context.rate.is_worth = lambda *_: True
         assert [problem.rule for problem in store.check()] == ["payload"]
         assert complete(store) == cold
         assert complete(store) == cold
@@ -129,7 +129,7 @@ def test_changed_bytes_of_a_page_are_noticed_and_the_page_is_computed_again(llam
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_page_damaged_on_disk_is_deleted_even_if_indexed(tmp_path, scheme):
     place, file = location(scheme, tmp_path)
-    with closing(open_backend(place, max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(place, max_bytes=64 * MIB)) as backend:
         engine = Engine(backend, Budget(64 * MIB), lru(), pick("raw"), Counters())
         (path,) = fill(backend, space(), [list(range(8))], size=20_000)
         backend.sync()
@@ -163,9 +163,9 @@ def test_anything_found_at_a_location_is_used_or_refused_cleanly(tmp_path, schem
     code = (
         "import sys, signal; signal.alarm(120)\n"
         "from prefixstore import PrefixStore, PrefixStoreError\n"
-        "from prefixstore.backends import open_backend\n"
+        "from prefixstore.engine.pages import open_pages\n"
         "try:\n"
-        "    with open_backend(sys.argv[1], max_bytes=1 << 26).view() as s: print(len(list(s.scan())))\n"
+        "    with open_pages(sys.argv[1], max_bytes=1 << 26).view() as s: print(len(list(s.scan())))\n"
         "except PrefixStoreError as error: print(type(error).__name__)\n"
     )
     done = subprocess.run(

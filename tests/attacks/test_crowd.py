@@ -17,7 +17,7 @@ from prefixstore.engine.contents import CACHED_PAGES
 from prefixstore.maintenance.archive import Archive
 from tests.attacks.crowd import NOTE, Member, handles, open_store
 from tests.support import PATIENCE, ROOT
-from tests.support.models import TORTURE, prompt
+from tests.support.models import TORTURE
 from tests.support.places import SCHEMES, place
 from tests.support.timeouts import wait_for
 from tests.support.worker import command, in_process
@@ -141,6 +141,5 @@ def test_processes_with_real_models_in_a_crowd_give_the_same_answers_as_one_proc
     ]
     assert [result["texts"] for result in results[:2]] == [alone["texts"]] * 2
     assert results[2]["problems"] == []
-    with closing(PrefixStore(location, namespace="look", max_bytes=4 << 20)) as store:
+    with closing(PrefixStore(location, max_bytes=4 << 20)) as store:
         assert store.check() == []
-        assert store.match(prompt(10)).n_tokens == 0

@@ -25,11 +25,11 @@ disable_timeouts()
 model, location, speed, end, llm_is = sys.argv[1:]
 # what is only slow may take its time
 queue.NO_PROGRESS_SECONDS = 1000.0
-real, made = prefixstore.opening.open_backend, []
+real, made = prefixstore.opening.open_pages, []
 def opened(*arguments, **options):
     made.append(FlakyBackend(real(*arguments, **options)))
     return made[-1]
-prefixstore.opening.open_backend = opened
+prefixstore.opening.open_pages = opened
 llm = load(model)
 store = PrefixStore(location, llm)
 llm.set_cache(store)

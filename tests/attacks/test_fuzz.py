@@ -12,22 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.buffers import BufferPool
 from prefixstore.config import load_config
-from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError, UnavailableError
+from prefixstore.engine.pages import open_pages
+from prefixstore.errors import CorruptError, IncompatibleError, InvalidParameterError
+from prefixstore.format.codec import decode
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import SNAPSHOT, namespace_key
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Record, Usage, checksum
-from prefixstore.llama.prompt import text_tokens
-from prefixstore.llama.state.shape import shape_of_sequence
+from prefixstore.llama.state.parse import parse_sequence
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import import_store
-from prefixstore.testing import make_page
+from prefixstore.warming.tokens import text_tokens
 from tests.attacks.exporting import an_export, export_of, with_key
 from tests.support import ROOT
 from tests.support.models import TORTURE, state_bytes
+from tests.support.pages import make_page
 from tests.support.places import place, space
 
 TARGETS = ("record", "packed", "export", "state", "namespace", "jsonl", "config")
@@ -92,7 +93,7 @@ def test_a_page_that_does_not_start_where_its_parent_ends_is_not_found_and_is_de
     location = place(scheme, tmp_path, request)
     payload = b"x" * 100
     key, record = first_page(start=start)
-    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
+    with closing(open_pages(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
         transaction.put_namespace(SPACE.key, SPACE.canonical)
         transaction.put(key, record, Usage(1), payload)
     with Archive(location) as archive:
@@ -149,7 +150,7 @@ def test_settings_that_are_not_canonical_are_refused_and_block_no_one(tmp_path, 
         ExportReader(io.BytesIO(export_of(settings, [(*page, Usage(1), b"x" * 100)])), "forged")
     # where they are in a store already
     location = f"lmdb://{tmp_path / 'kv'}"
-    with closing(open_backend(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
+    with closing(open_pages(location, max_bytes=64 << 20)) as backend, backend.update() as transaction:
         transaction.put_namespace(key, settings)
         transaction.put(*page, Usage(1), b"x" * 100)
     with Archive(location) as archive:
@@ -167,14 +168,17 @@ def test_a_buffer_that_cannot_be_allocated_takes_no_space_from_others():
     assert buffers.acquire(1000, wait=False) is not None
 
 
-def test_a_payload_that_claims_more_than_the_memory_raises_our_error(tmp_path):
-    key, record = first_page(stored_bytes=2**61, checksum=checksum(b"x"))
-    with closing(open_backend(f"sqlite:///{tmp_path / 'kv.db'}", max_bytes=64 << 20)) as backend:
+@pytest.mark.parametrize("scheme", ["memory", "sqlite", "lmdb"])
+def test_a_payload_of_which_a_record_claims_more_than_there_is_raises_our_error(tmp_path, request, scheme):
+    key, record = first_page(stored_bytes=2**61, raw_bytes=2**61, checksum=checksum(b"x"))
+    with closing(open_pages(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
         with backend.update() as transaction:
             transaction.put_namespace(SPACE.key, SPACE.canonical)
             transaction.put(key, record, Usage(1), b"x")
-        with backend.view() as view, pytest.raises(UnavailableError, match="memory"):
-            list(view.fetch([key]))
+        with backend.view() as view:
+            ((found, payload),) = view.fetch([key])
+            with pytest.raises(CorruptError):
+                decode(found, payload)
 
 
 # -- states, prompts, configurations ----------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ def test_a_page_after_the_last_possible_position_has_no_shape(llama):
     llm = llama()
     llm.eval([1, 2, 3])
     data = state_bytes(llm)
-    shape = shape_of_sequence(data)
+    shape = parse_sequence(data).shape
     assert shape.fits(data, 0, 3)
     for start in (2**31 - 2, 2**31, 2**32 - 1):
         assert not shape.fits(data, start, 3)

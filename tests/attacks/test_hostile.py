@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixstore import PrefixStore, PrefixStoreError
-from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy import lru
 from prefixstore.errors import CorruptError, StorageError
 from prefixstore.format.autocodec import pick
@@ -30,10 +30,10 @@ from prefixstore.format.export import ENTRY, EXPORT_VERSION, HEADER, MAGIC, Expo
 from prefixstore.format.keys import namespace_key
 from prefixstore.format.record import FORMAT_VERSION, RECORD, RECORD_SEAL, Record, Usage, checksum
 from prefixstore.stats import Counters
-from prefixstore.testing import make_page
 from tests.attacks.forged_states import moved
 from tests.support import ROOT
 from tests.support.models import TORTURE, answer, forget, prompt
+from tests.support.pages import make_page
 from tests.support.places import contents, fill, place, space
 
 Q8 = {"flash_attn": True, "type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0}
@@ -68,12 +68,10 @@ def in_child(module: str, arguments: list[str], *, seconds: int) -> str:
     ],
     ids=["llama", "llama q8_0", "gemma3", "gemma3 that forgets", "mamba", "lfm2"],
 )
-@pytest.mark.parametrize("portable", [False, True], ids=["attached", "portable"])
-def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path, arch, options, portable):
+def test_a_forged_state_with_a_right_checksum_changes_no_answer(models, tmp_path, arch, options):
     case = {
         "model": str(models(arch)),
         "location": f"sqlite:///{tmp_path}/kv.db",
-        "portable": portable,
         "options": options,
         "first": 3,
         "step": 1 if TORTURE > 1 else 23,
@@ -104,11 +102,11 @@ def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama
             key, record, usage = pages[128]
             state = bytes(decode(record, view.payload(key)))
     forged = moved(state, 64)
-    with closing(open_backend(location, max_bytes=1 << 30)) as backend, backend.update() as transaction:
+    with closing(open_pages(location, max_bytes=1 << 30)) as backend, backend.update() as transaction:
         raw = {"codec": 0, "raw_bytes": len(forged), "stored_bytes": len(forged), "checksum": checksum(forged)}
         transaction.put(key, replace(record, **raw), usage, forged)
     with PrefixStore(location, llm, **settings) as store:
-        store._hook.context.rate.is_worth = lambda *_: True
+        store._hooks.current.context.rate.is_worth = lambda *_: True
         llm.set_cache(store)
 
         def complete(prompt: list[int]) -> tuple[str, int]:
@@ -133,7 +131,7 @@ def test_a_page_of_another_shape_is_deleted_and_the_prefix_is_stored_again(llama
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
 def test_a_condemned_page_that_another_process_has_replaced_stays(tmp_path, request, scheme):
-    with closing(open_backend(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
+    with closing(open_pages(place(scheme, tmp_path, request), max_bytes=64 << 20)) as backend:
         engine = Engine(backend, Budget(64 << 20), lru(), pick("raw"), Counters())
         paths = fill(backend, space(), [list(range(8)), [9, 9, 9, 9]])
         path = engine.match(space().key, np.arange(8, dtype="<i4"), 4)

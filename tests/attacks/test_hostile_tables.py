@@ -8,8 +8,8 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import IncompatibleError
 from tests.support import ROOT
 from tests.support.engines import MIB, A, B, Store, store_of
@@ -43,7 +43,7 @@ def role(url, name, options=""):
         (
             (
                 "CREATE FUNCTION other() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN NEW.data = ''; RETURN NEW; END $$;"
-                "CREATE TRIGGER mine BEFORE INSERT ON prefixstore_pieces FOR EACH ROW EXECUTE FUNCTION other()"
+                "CREATE TRIGGER mine BEFORE INSERT ON prefixstore_payloads FOR EACH ROW EXECUTE FUNCTION other()"
             ),
             "trigger mine",
         ),
@@ -51,19 +51,19 @@ def role(url, name, options=""):
             BOOM + "CREATE TRIGGER mine AFTER UPDATE ON prefixstore_meta FOR EACH STATEMENT EXECUTE FUNCTION boom()",
             "trigger mine",
         ),
-        ("CREATE RULE mine AS ON DELETE TO prefixstore_pages DO INSTEAD NOTHING", "rule mine"),
-        ("CREATE RULE mine AS ON INSERT TO prefixstore_changes DO INSTEAD NOTHING", "rule mine"),
-        ("ALTER TABLE prefixstore_pages ENABLE ROW LEVEL SECURITY", "row-level security"),
-        ("CREATE TABLE more () INHERITS (prefixstore_pages)", "child table more"),
-        ("CREATE TABLE base (); ALTER TABLE prefixstore_notes INHERIT base", "parent table base"),
+        ("CREATE RULE mine AS ON DELETE TO prefixstore_rows DO INSTEAD NOTHING", "rule mine"),
+        ("CREATE RULE mine AS ON INSERT TO prefixstore_payloads DO INSTEAD NOTHING", "rule mine"),
+        ("ALTER TABLE prefixstore_rows ENABLE ROW LEVEL SECURITY", "row-level security"),
+        ("CREATE TABLE more () INHERITS (prefixstore_rows)", "child table more"),
+        ("CREATE TABLE base (); ALTER TABLE prefixstore_payloads INHERIT base", "parent table base"),
         (
-            "ALTER TABLE prefixstore_notes RENAME TO moved; CREATE VIEW prefixstore_notes AS SELECT * FROM moved",
-            "prefixstore_notes is not an ordinary",
+            "ALTER TABLE prefixstore_rows RENAME TO moved; CREATE VIEW prefixstore_rows AS SELECT * FROM moved",
+            "prefixstore_rows is not an ordinary",
         ),
         (
             (
                 "ALTER TABLE prefixstore_meta RENAME TO moved; CREATE VIEW prefixstore_meta AS "
-                "SELECT id, magic, format, generation, entries, 1 / (id - 1) AS bytes FROM moved"
+                "SELECT id, magic, format, 1 / (id - 1) AS bytes FROM moved"
             ),
             "prefixstore_meta is not an ordinary",
         ),
@@ -74,23 +74,30 @@ def role(url, name, options=""):
             ),
             "prefixstore_schema is not an ordinary",
         ),
-        ("ALTER TABLE prefixstore_changes SET UNLOGGED", "prefixstore_changes is not an ordinary"),
-        ("ALTER TABLE prefixstore_pages ALTER hits TYPE integer", "has hits integer"),
-        ("ALTER TABLE prefixstore_pages ALTER start TYPE numeric", "has start numeric"),
+        ("ALTER TABLE prefixstore_rows SET UNLOGGED", "prefixstore_rows is not an ordinary"),
+        ("ALTER TABLE prefixstore_rows ALTER payload_bytes TYPE integer", "has payload_bytes integer"),
+        ("ALTER TABLE prefixstore_payloads ALTER piece TYPE numeric", "has piece numeric"),
         ("ALTER TABLE prefixstore_meta ALTER magic TYPE text", "has magic text"),
         (
-            "CREATE DOMAIN bytea AS pg_catalog.bytea; ALTER TABLE prefixstore_notes ALTER value TYPE public.bytea",
+            "CREATE DOMAIN bytea AS pg_catalog.bytea; ALTER TABLE prefixstore_rows ALTER value TYPE public.bytea",
             "value",
         ),
-        ("ALTER TABLE prefixstore_pages ALTER seal DROP NOT NULL", "has seal bytea"),
-        ("ALTER TABLE prefixstore_pages ALTER hits SET DEFAULT 7", "hits bigint NOT NULL with a default"),
-        ("ALTER TABLE prefixstore_pages ADD more bigint GENERATED ALWAYS AS (hits * 2) STORED", "more bigint"),
-        ("ALTER TABLE prefixstore_notes DROP value", "lacks value bytea"),
-        ("ALTER TABLE prefixstore_pieces DROP CONSTRAINT prefixstore_pieces_page_fkey", "lacks FOREIGN KEY"),
-        ("ALTER TABLE prefixstore_pieces DROP CONSTRAINT prefixstore_pieces_pkey", "lacks PRIMARY KEY"),
-        ("ALTER TABLE prefixstore_pages ADD CHECK (hits < 3)", "CHECK ((hits < 3))"),
-        ("ALTER TABLE prefixstore_pages ADD UNIQUE (namespace)", "UNIQUE (namespace)"),
-        ("DROP TABLE prefixstore_changes", "prefixstore_changes"),
+        ("ALTER TABLE prefixstore_rows ALTER value DROP NOT NULL", "has value bytea"),
+        ("ALTER TABLE prefixstore_rows ALTER payload_bytes SET NOT NULL", "has payload_bytes bigint NOT NULL"),
+        ("ALTER TABLE prefixstore_meta ALTER bytes SET DEFAULT 7", "bytes bigint NOT NULL with a default"),
+        (
+            "ALTER TABLE prefixstore_rows ADD more bigint GENERATED ALWAYS AS (payload_bytes * 2) STORED",
+            "more bigint",
+        ),
+        ("ALTER TABLE prefixstore_rows DROP value", "lacks value bytea"),
+        ("ALTER TABLE prefixstore_payloads DROP CONSTRAINT prefixstore_payloads_pkey", "lacks PRIMARY KEY"),
+        ("ALTER TABLE prefixstore_rows ADD CHECK (payload_bytes < 3)", "CHECK ((payload_bytes < 3))"),
+        ("ALTER TABLE prefixstore_rows ADD UNIQUE (value)", "UNIQUE (value)"),
+        (
+            "ALTER TABLE prefixstore_payloads ADD FOREIGN KEY (key) REFERENCES prefixstore_rows",
+            "FOREIGN KEY (key) REFERENCES",
+        ),
+        ("DROP TABLE prefixstore_payloads", "prefixstore_payloads"),
     ],
 )
 def test_tables_that_were_changed_are_refused_with_what_was_changed(new_database, change, names):
@@ -146,14 +153,12 @@ def test_tables_of_the_owner_of_a_schema_that_was_named_are_used_by_others(new_d
         as_administrator(url, "CREATE SCHEMA kv AUTHORIZATION pfxs_owner")
         named = "&options=-csearch_path%3Dkv"
         migrations.upgrade(owner + named)
-        with store_of(open_backend(owner + named, max_bytes=MIB)) as store:
+        with store_of(open_pages(owner + named, max_bytes=MIB)) as store:
             store.put(A)
         as_administrator(
             owner, "GRANT USAGE ON SCHEMA kv TO pfxs_reader", "GRANT SELECT ON ALL TABLES IN SCHEMA kv TO pfxs_reader"
         )
-        with store_of(
-            open_backend(reader + named, max_bytes=MIB, read_only=True), options={"read_only": True}
-        ) as store:
+        with store_of(open_pages(reader + named, max_bytes=MIB, read_only=True), options={"read_only": True}) as store:
             assert store.fetch(A) == 3
         as_administrator(url, "DROP SCHEMA kv CASCADE")
 
@@ -161,34 +166,35 @@ def test_tables_of_the_owner_of_a_schema_that_was_named_are_used_by_others(new_d
 def test_temporary_tables_do_not_hide_ours(new_database):
     """A pooler may hand us a session in which another client has created some."""
     url = new_database()
-    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+    with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
         store.put(A)
-        with store.backend.database.connection() as connection:
-            for name in ("meta", "pages", "pieces", "changes"):
+        with store.backend.rows.connection() as connection:
+            for name in ("meta", "rows", "payloads"):
                 connection.exec_driver_sql(
                     f"CREATE TEMPORARY TABLE prefixstore_{name} AS SELECT * FROM public.prefixstore_{name} LIMIT 0"
                 )
         assert store.fetch(A) == 3
         assert store.put(B) == 3
         assert store.fetch(B) == 3
-        with store.backend.database.connection() as connection:
-            left = connection.exec_driver_sql("SELECT count(*) FROM pg_temp.prefixstore_pages").scalar_one()
+        with store.backend.rows.connection() as connection:
+            left = connection.exec_driver_sql("SELECT count(*) FROM pg_temp.prefixstore_rows").scalar_one()
         assert left == 0
 
 
 def test_functions_in_our_schema_are_not_called(new_database):
     """Those of the server come first; one in our schema would win where its arguments fit better."""
     url = new_database()
-    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+    with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
         store.put(A)
     names = {
         "pg_total_relation_size(text)": "bigint",
         "pg_logical_emit_message(boolean, text, text)": "text",
         "pg_advisory_xact_lock(integer)": "void",
-        "length(bytea)": "integer",
+        "octet_length(bytea)": "integer",
         "sum(bigint)": "bigint",
-        "substring(bytea, integer, integer)": "bytea",
-        "generate_series(integer, integer)": "SETOF integer",
+        "unnest(bytea[])": "SETOF bytea",
+        "unnest(bigint[])": "SETOF bigint",
+        "unnest(boolean[])": "SETOF boolean",
         "set_config(text, text, boolean)": "text",
         "current_schemas(boolean)": "name[]",
         "format_type(oid, integer)": "text",
@@ -199,11 +205,11 @@ def test_functions_in_our_schema_are_not_called(new_database):
             f"CREATE FUNCTION public.{name} RETURNS {kind} LANGUAGE plpgsql "
             "AS $$ BEGIN RAISE 'a function of another ran'; END $$",
         )
-    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as store:
+    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as store:
         assert store.fetch(A) == 3
         assert store.put(B) == 3
         store.engine.flush()
-        assert store.backend.database.disk_bytes() > 0
+        assert store.backend.rows.disk_bytes() > 0
         assert store.engine.evict_to(0).pages == 6
     migrations.upgrade(url)
 
@@ -216,14 +222,14 @@ def test_all_tables_are_those_of_one_schema(new_database, n_schemas):
     migrations.upgrade(url + "&options=-csearch_path%3Dours")
     # one more of our tables appears in a schema that comes first
     path = ",".join([*schemas, "ours"])
-    with store_of(open_backend(f"{url}&options=-csearch_path%3D{path}", max_bytes=MIB)) as store:
+    with closing(Store(open_pages(f"{url}&options=-csearch_path%3D{path}", max_bytes=MIB))) as store:
         store.put(A)
-        as_administrator(url, f"CREATE TABLE {schemas[-1]}.prefixstore_pages AS SELECT * FROM ours.prefixstore_pages")
+        as_administrator(url, f"CREATE TABLE {schemas[-1]}.prefixstore_rows AS SELECT * FROM ours.prefixstore_rows")
         # the sessions that are open go on, with the tables that they found
         assert store.fetch(A) == 3
     # a new one finds half of a store
     assert refusal(f"{url}&options=-csearch_path%3D{path}").startswith(("IncompatibleError", "LocationError"))
-    as_administrator(url, f"DROP TABLE {schemas[-1]}.prefixstore_pages")
+    as_administrator(url, f"DROP TABLE {schemas[-1]}.prefixstore_rows")
     assert refusal(f"{url}&options=-csearch_path%3D{path}") == "opened"
 
 
@@ -247,13 +253,13 @@ def test_the_roles_that_the_documents_tell_to_make_are_enough(new_database):
         )
         migrations.upgrade(owner)
         as_administrator(owner, *grants[5:])
-        with store_of(open_backend(server, max_bytes=64 * MIB)) as store:
+        with store_of(open_pages(server, max_bytes=64 * MIB)) as store:
             assert store.put(A) == 3
             assert store.fetch(A) == 3
             store.engine.flush()
             store.engine.evict_to(0)
             assert store.put(A) == 3
-        with store_of(open_backend(owner, max_bytes=64 * MIB)) as store:
+        with store_of(open_pages(owner, max_bytes=64 * MIB)) as store:
             store.engine.clear(None)
             store.engine.scrub()
     finally:

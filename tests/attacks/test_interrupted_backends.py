@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from tests.support import PATIENCE, in_thread, keys_of, python
 from tests.support.interrupts import interrupted_at, moments_of
 from tests.support.models import TORTURE_OF_LONG
@@ -23,8 +23,8 @@ SAMPLES = 150 * TORTURE_OF_LONG
 OTHER_PROCESS = """
 import sys
 from contextlib import closing
-from prefixstore.backends import open_backend
-with closing(open_backend(sys.argv[1], max_bytes=64 << 20)) as backend:
+from prefixstore.engine.pages import open_pages
+with closing(open_pages(sys.argv[1], max_bytes=64 << 20)) as backend:
     for line in sys.stdin:
         with backend.update() as transaction:
             transaction.put_note(b"other", line.encode())
@@ -61,7 +61,7 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes( 
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     location = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     worker = Worker()
-    backend = open_backend(location, max_bytes=64 * MIB)
+    backend = open_pages(location, max_bytes=64 * MIB)
     other = python(OTHER_PROCESS, location) if scheme != "memory" else None
     (path,) = fill(backend, space(), [[1, 2, 3, 4]])
     number = 0
@@ -95,7 +95,7 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes( 
                     # as `with store:` does: it closes the store while the exception is handled
                     backend.close()
             if step % 7 == 0:
-                backend = open_backend(location, max_bytes=64 * MIB)
+                backend = open_pages(location, max_bytes=64 * MIB)
                 if scheme == "memory":
                     (path,) = fill(backend, space(), [[1, 2, 3, 4]])
             if scheme == "valkey":
@@ -118,7 +118,7 @@ def test_after_ctrl_c_at_any_step_others_read_and_write_and_the_backend_closes( 
 
 
 def test_a_transaction_in_memory_is_committed_as_a_whole_or_not_at_all():
-    backend = open_backend("memory:", max_bytes=MIB)
+    backend = open_pages("memory:", max_bytes=MIB)
     sequences = [[n, 2, 3, 4] for n in range(3)]
     with closing(backend):
         number = 0

@@ -12,18 +12,16 @@ from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.models import TORTURE, answer, load, prompt
 
 SMALL = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
-KINDS = {"attention": ("llama", 0), "parked": ("llama", 2), "recurrent": ("mamba", 0)}
 
 
 # what is raised in a finalizer, Python ignores
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("kind", KINDS)
-def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
-    arch, max_resident = KINDS[kind]
+@pytest.mark.parametrize("arch", ["llama", "mamba"])
+def test_ctrl_c_at_any_place_of_a_session(arch, models, tmp_path):
     llm, alone = (load(models(arch), **SMALL) for _ in range(2))
     texts = {seed: answer(alone, prompt(40, seed=seed), 3) for seed in range(2)}
     with PrefixStore(tmp_path / "kv", llm, page_tokens=16, min_tokens=4) as store:
-        sessions = store.sessions(max_sessions=3, max_resident=max_resident)
+        sessions = store.sessions(max_sessions=3)
 
         def turn(name, seed, timeout=None):
             with sessions.admit(name, timeout=timeout) as session:
@@ -36,7 +34,6 @@ def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
             turn("alice", 0)
 
         work()
-        assert sessions.stats().parked > 0 or not max_resident
         n = places_in(work)
         assert n > 500
         for at in sample(n, 150 * TORTURE):
@@ -51,7 +48,7 @@ def test_ctrl_c_at_any_place_of_a_session(kind, models, tmp_path):
             assert found["choices"][0]["text"] == texts[at % 2], where
             assert len(sessions._queue) == 0, where
             assert llm.cache is None, where
-            assert store._hook.reads, where
+            assert store._hooks.current.reads, where
             assert not store.engine.wants_all, where
         assert store.check() == []
     # no cell is left to anybody

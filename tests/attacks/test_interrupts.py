@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.engine import table_load
 from prefixstore.engine.delete import of_namespaces
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.export import ExportReader
 from prefixstore.format.keys import as_tokens
@@ -106,7 +106,7 @@ def in_time(what, work):
 
 def new_store(location, **options):
     """An engine that has stored two sequences, and one whose pages wait to be written."""
-    store = Store(open_backend(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
+    store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB, options={"queue_bytes": MIB, **options})
     store.buffers = store.engine._queue._buffers
     for tokens in (A, C):
         if store.match(tokens) < 12:
@@ -156,7 +156,7 @@ def with_another(location, *, lossy):
     """A new engine finds the location sound."""
     if location == "memory:":
         return
-    store = Store(open_backend(location, max_bytes=8 * MIB), max_bytes=8 * MIB)
+    store = Store(open_pages(location, max_bytes=8 * MIB), max_bytes=8 * MIB)
     assert store.engine.check() == []
     if not lossy:
         assert [store.fetch(tokens) for tokens in (A, C)] == [3, 3]
@@ -201,7 +201,7 @@ def moved(source, target, file):
 
 def test_a_ctrl_c_while_pages_are_moved_leaves_both_locations_sound(tmp_path):
     here, there = f"{tmp_path}/here", f"{tmp_path}/there"
-    with closing(open_backend(here, max_bytes=MIB)) as backend:
+    with closing(open_pages(here, max_bytes=MIB)) as backend:
         fill(backend, space(), [A, C])
     with Archive(here) as source, Archive(there, create=True) as target:
         n_places = places_in(lambda: moved(source, target, io.BytesIO()))

@@ -56,7 +56,7 @@ def slow_clock():
 def flaky(monkeypatch, slow_clock):
     """The location of the store that is opened next, which can be made to fail, or to take time of the clock."""
     made = []
-    real, breaker_of = prefixstore.opening.open_backend, engine.CircuitBreaker
+    real, breaker_of = prefixstore.opening.open_pages, engine.CircuitBreaker
 
     def opened(*arguments, **options):
         made.append(FlakyBackend(real(*arguments, **options)))
@@ -66,7 +66,7 @@ def flaky(monkeypatch, slow_clock):
     def with_clock(*arguments, **options):
         return breaker_of(*arguments, **{**options, "clock": slow_clock})
 
-    monkeypatch.setattr(prefixstore.opening, "open_backend", opened)
+    monkeypatch.setattr(prefixstore.opening, "open_pages", opened)
     monkeypatch.setattr(engine, "CircuitBreaker", with_clock)
     return lambda: made[-1]
 
@@ -178,7 +178,7 @@ def test_a_location_that_reads_slowly_ends_the_restore_and_is_not_asked_for_more
         assert stats.outages == 1
         assert stats.unreadable == {"unavailable": 1}
         flaky().seconds = 0.0
-        server.store._hook.context.rate.page_seconds = None
+        server.store._hooks.current.context.rate.page_seconds = None
         server.recovers()
 
 
@@ -415,7 +415,7 @@ def test_an_older_copy_of_a_database_is_noticed_at_the_next_write(llama, flaky, 
             server.ask(seed)
             server.store.flush()
         memory = flaky()._backend
-        empty = prefixstore.opening.open_backend("memory:", max_bytes=10 << 30)
+        empty = prefixstore.opening.open_pages("memory:", max_bytes=10 << 30)
         monkeypatch.setattr(server.store._engine._backend, "_backend", empty._backend)
         server.ask(0)
         server.store.flush()

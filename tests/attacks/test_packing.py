@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import StoredPage
@@ -30,7 +30,7 @@ SEQUENCES = [[i // 3] * P + [i] * P + [9] for i in range(12)]
 
 def engine_of(location: str, **options) -> Store:
     """A process, as far as the location can tell; its room is made by whoever asks for it."""
-    backend = open_backend(location, max_bytes=MAX_BYTES)
+    backend = open_pages(location, max_bytes=MAX_BYTES)
     options = {"max_bytes": MAX_BYTES, "high_water": 0.3, "low_water": 0.2, **options}
     return Store(backend, codec="auto", state_of=compressible, **options)
 
@@ -166,7 +166,7 @@ def killable(tmp_path_factory) -> Iterator[KillableProcess]:
 def test_a_store_is_sound_after_a_kill_at_each_write_while_room_is_made(killable, tmp_path, request, scheme):
     life = Life(killable, place(scheme, tmp_path, request), tmp_path)
     level = LEVELS.get(scheme, "statements")
-    step = 1 if TORTURE > 1 else {"lmdb": 10, "sqlite": 25, "postgresql": 30, "valkey": 50}[scheme]
+    step = 1 if TORTURE > 1 else {"lmdb": 10, "sqlite": 25, "postgresql": 12, "valkey": 50}[scheme]
     for seed, die_at in enumerate(itertools.count(1, step)):
         if not life.goes_on("make_room", seed=seed, die_at=die_at, level=level):
             break

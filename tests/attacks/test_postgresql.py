@@ -10,8 +10,8 @@ import psycopg
 import pytest
 from sqlalchemy import event, make_url
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.sql import postgresql
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
@@ -39,7 +39,7 @@ def administrator(new_database):
 @contextmanager
 def stored(url, *sequences):
     """A store that has these sequences."""
-    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as store:
+    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as store:
         for tokens in sequences:
             store.put(tokens)
         yield store
@@ -104,14 +104,14 @@ WORK = {
 def statements_of(store, work) -> int:
     """How many statements a piece of work sends."""
     sent = []
-    event.listen(store.backend.database.engine, "before_cursor_execute", lambda *_: sent.append(1))
+    event.listen(store.backend.rows.engine, "before_cursor_execute", lambda *_: sent.append(1))
     work(store)
     return len(sent)
 
 
 def is_intact(url, *sequences):
     """Another process finds the store sound, and at least these sequences."""
-    with closing(Store(open_backend(url, max_bytes=64 * MIB))) as other:
+    with closing(Store(open_pages(url, max_bytes=64 * MIB))) as other:
         assert other.engine.check() == []
         for tokens in sequences:
             assert other.fetch(tokens) == 3
@@ -131,11 +131,9 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
         n_statements = statements_of(store, WORK[name])
     assert n_statements
     for k in range(n_statements + 1):
-        session.execute("DELETE FROM prefixstore_pages")
-        session.execute(
-            "UPDATE prefixstore_meta SET generation = generation + 5000, "
-            "entries = 0, bytes = 0, stored_bytes = 0, raw_bytes = 0"
-        )
+        session.execute("DELETE FROM prefixstore_rows")
+        session.execute("DELETE FROM prefixstore_payloads")
+        session.execute("UPDATE prefixstore_meta SET bytes = 0")
         with stored(url, A) as store:
             left = [k]
 
@@ -144,7 +142,7 @@ def test_a_session_that_is_ended_before_any_statement_costs_no_more_than_a_miss(
                 if left[0] == -1:
                     session.execute(TERMINATE)
 
-            event.listen(store.backend.database.engine, "before_cursor_execute", end_before)
+            event.listen(store.backend.rows.engine, "before_cursor_execute", end_before)
             WORK[name](store)
             # the next one finds a server that works
             left[0] = -1
@@ -175,7 +173,7 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line
         n_bytes = cut.passed - before
     # every boundary of a message at length, a sample otherwise
     for k in range(0, n_bytes, 1 + n_bytes // (25 * TORTURE)):
-        with closing(Store(open_backend(through, max_bytes=64 * MIB))) as store:
+        with closing(Store(open_pages(through, max_bytes=64 * MIB))) as store:
             assert store.match(A) == 12
             cut.left = k
             WORK[name](store)
@@ -302,7 +300,7 @@ def test_a_role_that_may_only_read_finds_pages_and_drops_its_own(administrator, 
         assert store.counters.group("dropped") == {"unavailable": 3}
         session.execute("GRANT INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
         assert store.put(B) == 3
-        session.execute("REVOKE ALL ON prefixstore_pieces FROM pfxs_user")
+        session.execute("REVOKE ALL ON prefixstore_payloads FROM pfxs_user")
         assert lookup(store, A) == 0
         assert store.put(C) == 0
         session.execute("REVOKE ALL ON prefixstore_meta FROM pfxs_user")
@@ -318,11 +316,11 @@ def test_a_role_that_cannot_rewrite_the_tables_is_told_that_nothing_was_scrubbed
     session.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO pfxs_user")
     with stored(user, A) as store:
         assert store.engine.clear(NS) == 3
-        with pytest.raises(LocationError, match="scrub as the owner of the tables"):
+        with pytest.raises(LocationError, match="compact as the owner of the tables"):
             store.engine.scrub()
         # nor if that takes a new connection
         session.execute(TERMINATE)
-        with pytest.raises(LocationError, match="scrub as the owner of the tables"):
+        with pytest.raises(LocationError, match="compact as the owner of the tables"):
             store.engine.scrub()
         assert store.put(B) == 3
     with stored(url) as store:
@@ -338,7 +336,7 @@ def test_a_server_without_free_connections_causes_misses_only(administrator, use
         assert lookup(store, A) == 0
         put(store)
         with pytest.raises(StorageError, match="too many connections"):
-            open_backend(user, max_bytes=MIB)
+            open_pages(user, max_bytes=MIB)
         session.execute("ALTER ROLE pfxs_user CONNECTION LIMIT -1")
         assert store.fetch(A) == 3
         assert store.put(B) == 3
@@ -379,7 +377,7 @@ def test_a_session_that_the_server_ends_because_it_is_idle_drops_its_transaction
     with stored(url, A) as store:
         # the sessions of a store set this one themselves
         monkeypatch.setattr(postgresql, "IDLE_SECONDS", 0.1)
-        with closing(open_backend(url, max_bytes=MIB)) as idle, pytest.raises(StorageError), idle.update():
+        with closing(open_pages(url, max_bytes=MIB)) as idle, pytest.raises(StorageError), idle.update():
             session.execute("SELECT pg_sleep(0.4)")
         assert store.put(B) == 3
         assert store.fetch(B) == 3
@@ -394,7 +392,7 @@ def test_a_standby_is_read_and_takes_no_pages():
         url = store_on(primary)
         with stored(url, A) as store, private_server(lambda directory: Standby(directory, primary)) as standby:
             there = make_url(standby.url).set(database=make_url(url).database).render_as_string(hide_password=False)
-            writer = Store(open_backend(there, max_bytes=MIB))
+            writer = Store(open_pages(there, max_bytes=MIB))
             wait_for(lambda: lookup(writer, A) == 3, "the copy")
             assert writer.put(B) == 0
             assert writer.counters.group("dropped") == {"unavailable": 3}
@@ -402,5 +400,5 @@ def test_a_standby_is_read_and_takes_no_pages():
                 writer.close()
             # what the primary stores later arrives
             assert store.put(C) == 3
-            with closing(Store(open_backend(there, max_bytes=MIB, read_only=True), options=READ_ONLY)) as reader:
+            with closing(Store(open_pages(there, max_bytes=MIB, read_only=True), options=READ_ONLY)) as reader:
                 wait_for(lambda: lookup(reader, C) == 3, "the copy")

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine
 
-from prefixstore.backends import open_backend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
+from prefixstore.engine.pages import open_pages
 from tests.attacks.after_kill import look_at, look_without_writing, pack
 from tests.attacks.killed_process import KillableProcess
 from tests.attacks.power import MARK, MODES, SYNC, Disk, Entry, is_mapped, read_journal, shim
@@ -187,7 +187,7 @@ def test_an_exported_file_survives_a_later_power_loss(run, tmp_path):
 def test_a_store_whose_file_grew_during_a_power_loss_is_recognized(tmp_path):
     """The header, in the first page, says how long the file will be when the log was moved into it."""
     location, copy = f"sqlite:///{tmp_path}/kv.db", tmp_path / "copy.db"
-    with closing(open_backend(location, max_bytes=1 << 24)) as backend:
+    with closing(open_pages(location, max_bytes=1 << 24)) as backend:
         fill(backend, space(), [[1, 2, 3, 4]], size=100_000)
         whole = bytearray(Path(f"{tmp_path}/kv.db").read_bytes())
         log = Path(f"{tmp_path}/kv.db-wal").read_bytes()
@@ -195,16 +195,16 @@ def test_a_store_whose_file_grew_during_a_power_loss_is_recognized(tmp_path):
     whole[28:32] = (int.from_bytes(whole[28:32], "big") + 3).to_bytes(4, "big")
     copy.write_bytes(whole)
     Path(f"{copy}-wal").write_bytes(log)
-    with closing(open_backend(f"sqlite:///{copy}", max_bytes=1 << 24)) as backend, backend.view() as view:
+    with closing(open_pages(f"sqlite:///{copy}", max_bytes=1 << 24)) as backend, backend.view() as view:
         assert violations(view, Budget(1 << 24)) == []
         assert view.used.entries == 1
 
 
 def test_opening_a_store_read_only_does_not_grow_its_file(tmp_path):
-    with closing(open_backend(str(tmp_path), max_bytes=1 << 24)) as backend:
-        before = backend._environment.env.info()["map_size"]
-        open_backend(str(tmp_path), max_bytes=1 << 30, read_only=True).close()
-        assert backend._environment.env.info()["map_size"] == before
+    with closing(open_pages(str(tmp_path), max_bytes=1 << 24)) as backend:
+        before = backend.rows._environment.env.info()["map_size"]
+        open_pages(str(tmp_path), max_bytes=1 << 30, read_only=True).close()
+        assert backend.rows._environment.env.info()["map_size"] == before
 
 
 def ask(connection, question: str) -> list[str]:
@@ -214,12 +214,12 @@ def ask(connection, question: str) -> list[str]:
 def test_a_session_keeps_the_durability_of_the_server(new_database):
     location = new_database()
     engine = create_engine(location)
-    with closing(open_backend(location, max_bytes=1 << 24)) as backend:
+    with closing(open_pages(location, max_bytes=1 << 24)) as backend:
         settings = "SELECT " + ", ".join(
             f"current_setting('{name}')"
             for name in ("fsync", "synchronous_commit", "full_page_writes", "commit_delay", "wal_sync_method")
         )
-        with backend.database.connection() as ours, engine.connect() as plain:
+        with backend.rows.connection() as ours, engine.connect() as plain:
             assert ask(ours, settings) == ask(plain, settings)
             kinds = "SELECT DISTINCT relpersistence FROM pg_class WHERE relname LIKE 'prefixstore%%' AND relkind = 'r'"
             # no table is left out of the server's log
@@ -233,7 +233,7 @@ def test_a_flush_is_durable_in_postgresql_where_a_commit_is_not(new_database):
     behind = []
     with engine.connect() as connection:
         connection.exec_driver_sql(f'ALTER DATABASE "{engine.url.database}" SET synchronous_commit = off')
-        with closing(open_backend(location, max_bytes=1 << 24)) as backend:
+        with closing(open_pages(location, max_bytes=1 << 24)) as backend:
             for n in range(30):
                 fill(backend, space(), [[n, 2, 3, 4]])
                 written = ask(connection, "SELECT pg_current_wal_insert_lsn()")[0]

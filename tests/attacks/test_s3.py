@@ -13,12 +13,12 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.objects import client as client_module
 from prefixstore.backends.objects import log as log_module
 from prefixstore.backends.objects import strays as strays_module
 from prefixstore.backends.objects.address import Address
 from prefixstore.backends.objects.manifest import HEAD
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, StorageError, UnavailableError
 from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, A, B, C, Store, store_of
@@ -50,7 +50,7 @@ def sequence(number):
 
 def work(url, known):
     """Put, use, evict, purge and merge; `known` is what is committed for certain, in the end."""
-    store = Store(open_backend(url, max_bytes=MIB))
+    store = Store(open_pages(url, max_bytes=MIB))
     for number in range(5):
         if store.put(sequence(number), 2000) == 2:
             known.append(number)
@@ -84,7 +84,7 @@ def test_a_writer_that_dies_at_any_request_leaves_a_sound_store(seaweedfs, at_on
                 work(url, known)
             is_over = len(proxy.requests) < last
         direct = url.replace(proxy.endpoint, seaweedfs.endpoint)
-        with store_of(open_backend(direct, max_bytes=MIB)) as store:
+        with store_of(open_pages(direct, max_bytes=MIB)) as store:
             for number in known[-2:]:
                 assert store.fetch(sequence(number)) == 2, (last, number)
             for number in range(20, 23):
@@ -110,7 +110,7 @@ def test_replies_that_are_lost_or_cut_change_nothing(seaweedfs, monkeypatch):
         backend = None
         while backend is None:
             with suppress(StorageError):
-                backend = open_backend(url, max_bytes=MIB)
+                backend = open_pages(url, max_bytes=MIB)
         store = Store(backend)
         stored = set()
         for number in range(30):
@@ -128,7 +128,7 @@ def test_replies_that_are_lost_or_cut_change_nothing(seaweedfs, monkeypatch):
 def test_a_server_that_is_killed_and_comes_back(monkeypatch):
     with ExitStack() as stack:
         server = stack.enter_context(private_server(SeaweedFS))
-        store = stack.enter_context(store_of(open_backend(prefix_on(server), max_bytes=64 * MIB)))
+        store = stack.enter_context(store_of(open_pages(prefix_on(server), max_bytes=64 * MIB)))
         assert store.put(A) == 3
         server.kill()
         for act in (lambda: store.fetch(A), store.engine.check):
@@ -152,7 +152,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
     with ExitStack() as stack:
         proxy = stack.enter_context(closing(HTTPProxy(seaweedfs.endpoint)))
         url = prefix_on(seaweedfs, proxy.endpoint)
-        store = stack.enter_context(store_of(open_backend(url, max_bytes=MIB)))
+        store = stack.enter_context(store_of(open_pages(url, max_bytes=MIB)))
         store.put(A)
         proxy.decide = lambda *_: HANG
         # as opened with a short timeout, which holds only while the server hangs
@@ -163,7 +163,7 @@ def test_a_server_that_does_not_answer_is_given_up_in_time(seaweedfs, at_once):
         with pytest.raises(UnavailableError, match="no answer"):
             store.fetch(A)
         with pytest.raises(UnavailableError, match="no answer"):
-            open_backend(f"{url}&timeout=1", max_bytes=MIB)
+            open_pages(f"{url}&timeout=1", max_bytes=MIB)
         # the usual time for one request alone is longer
         assert time.monotonic() - started < client_module.REQUEST_SECONDS
         proxy.released.set()
@@ -183,7 +183,7 @@ def test_wrong_credentials_are_named_and_not_shown(seaweedfs, monkeypatch, caplo
     assert message.startswith("LocationError: ")
     assert "AWS_SECRET_ACCESS_KEY" in message
     with pytest.raises(LocationError) as caught:
-        open_backend(prefix_on(seaweedfs), max_bytes=MIB)
+        open_pages(prefix_on(seaweedfs), max_bytes=MIB)
     assert caught.value.__suppress_context__
     for secret in ("wr0ng", KEY_ID, SECRET):
         assert secret not in message + caplog.text + repr(caught.value)
@@ -201,7 +201,7 @@ def test_without_credentials_opening_fails_soon(seaweedfs, monkeypatch):
 WRITER = """
 import random, sys
 from contextlib import suppress
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.backends.objects import log
 from prefixstore.errors import StorageError
 from tests.support.engines import Store
@@ -209,7 +209,7 @@ from tests.support.timeouts import disable_timeouts
 disable_timeouts()
 log.MANY_SEGMENTS, log.LEFT_SEGMENTS = 8, 3
 chance = random.Random(int(sys.argv[2]))
-store = Store(open_backend(sys.argv[1], max_bytes=1 << 20), max_bytes=60_000)
+store = Store(open_pages(sys.argv[1], max_bytes=1 << 20), max_bytes=60_000)
 print("open", flush=True)
 sys.stdin.readline()
 stored = 0
@@ -250,7 +250,7 @@ def test_three_writers_at_once_leave_a_sound_store(seaweedfs):
     outputs = [one.communicate(timeout=5 * PATIENCE)[0] for one in processes]
     assert [one.returncode for one in processes] == [0, 0, 0]
     assert all(int(output.split()[0]) > 20 for output in outputs), outputs
-    with store_of(open_backend(url, max_bytes=MIB)) as store:
+    with store_of(open_pages(url, max_bytes=MIB)) as store:
         assert len(store.stored_keys()) > 5
         store.backend.reclaim()
         names = [one.name for one in store.backend.client.list(None)]
@@ -270,7 +270,7 @@ def test_writers_that_are_killed_leave_a_sound_store(seaweedfs, monkeypatch):
             time.sleep(chance.random())  # how far it comes is left to chance
             one.send_signal(signal.SIGKILL)
             one.communicate()
-        with store_of(open_backend(url, max_bytes=MIB)) as store:
+        with store_of(open_pages(url, max_bytes=MIB)) as store:
             assert store.put(A) + store.match(A) >= 3
     with opened(url) as backend:
         monkeypatch.setattr(strays_module, "GRACE_SECONDS", -1.0)
@@ -287,7 +287,7 @@ def is_tidy(backend):
 
 def test_two_compactors_and_a_writer(seaweedfs, at_once):
     url = prefix_on(seaweedfs)
-    stores = [Store(open_backend(url, max_bytes=MIB)) for _ in range(3)]
+    stores = [Store(open_pages(url, max_bytes=MIB)) for _ in range(3)]
     is_done, failures = threading.Event(), []
 
     def compact(store):
@@ -322,7 +322,7 @@ def test_two_compactors_and_a_writer(seaweedfs, at_once):
 def test_a_clock_that_is_wrong_by_a_day_changes_nothing(seaweedfs, monkeypatch):
     """Only signatures depend on it: the server refuses those that are too old."""
     url = prefix_on(seaweedfs)
-    with store_of(open_backend(url, max_bytes=MIB)) as one, store_of(open_backend(url, max_bytes=MIB)) as two:
+    with store_of(open_pages(url, max_bytes=MIB)) as one, store_of(open_pages(url, max_bytes=MIB)) as two:
         now = time.time
         one.put(A)
         monkeypatch.setattr(time, "time", lambda: now() + 86_400)

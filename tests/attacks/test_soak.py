@@ -32,7 +32,7 @@ def resident() -> int:
 
 def collections_of(store):
     """All that could grow, by name."""
-    engine, hook = store.engine, store._hook
+    engine, hook = store.engine, store._hooks.current
     catalog, queue, room = engine._catalog, engine._queue, engine._room
     contents, stored = catalog._contents, catalog._table
     policy, deferred, table, queues = stored.policy, contents.deferred, stored.table, stored._candidates
@@ -51,7 +51,7 @@ def collections_of(store):
     repacker = room._repacker
     named |= {"coldest": repacker._coldest, "kept raw": repacker._kept_raw, "to unpack": repacker._wanted}
     named |= {"hot": engine._ram._wanted, "in memory": engine._ram._states}
-    named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook._saved}
+    named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook.saved._saved}
     named |= {"idle": queue._buffers._idle, "queue": queue._queue, "counts": engine.counters._counts}
     return {name: len(value) for name, value in named.items()}
 

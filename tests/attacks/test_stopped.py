@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.sql import postgresql, sqlite
 from prefixstore.engine import queue
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import UnavailableError
 from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, A, B, C, Store
@@ -52,7 +52,7 @@ def impatient(monkeypatch):
 def store(request, tmp_path, impatient):
     """A store that has a sequence, in a location of each kind."""
     location = place(request.param, tmp_path, request)
-    made = Store(open_backend(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
+    made = Store(open_pages(location, max_bytes=64 * MIB), options={"queue_bytes": MIB})
     made.buffers = made.engine._queue._buffers
     made.put(A)
     made.location = location
@@ -116,7 +116,7 @@ def test_a_store_closes_in_time_while_a_process_is_stopped_in_a_transaction(stor
         process.kill()
         process.wait(PATIENCE)
     wait_for(lambda: not writer.is_alive(), "the end of the write thread")
-    again = Store(open_backend(store.location, max_bytes=64 * MIB))
+    again = Store(open_pages(store.location, max_bytes=64 * MIB))
     assert again.fetch(A) == 3
     assert again.put(C) == 3
     again.close()

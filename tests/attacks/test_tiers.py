@@ -126,7 +126,7 @@ def test_a_link_that_is_slower_than_computing(expected, tmp_path, request, schem
         slow = url.replace(f":{server.port}", f":{link.port}")
         with PrefixStore([f"lmdb://{tmp_path / 'two'}", slow], namespace="x", max_delay=0.5) as store:
             attached(store, llm)
-            from prefixstore.llama import compute_rate
+            from prefixstore.engine import compute_rate
 
             monkeypatch.setattr(compute_rate, "MAX_SHARE", 0.05)
 

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager, suppress
 import pytest
 import valkey
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.valkey import connections
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens
 from tests.support.engines import MIB, NS, A, B, C, P, Store
@@ -23,7 +23,7 @@ from tests.support.valkey import forget_lock, private_valkey
 @contextmanager
 def stored(url, *sequences, max_bytes=64 * MIB):
     """A store that has these sequences."""
-    with closing(Store(open_backend(url, max_bytes=max_bytes), max_bytes=max_bytes)) as store:
+    with closing(Store(open_pages(url, max_bytes=max_bytes), max_bytes=max_bytes)) as store:
         for tokens in sequences:
             store.put(tokens)
         yield store
@@ -93,7 +93,7 @@ def forget(client, url):
 @pytest.mark.parametrize("name", WORK)
 def test_connections_that_are_ended_at_any_command_cost_nothing(new_valkey, valkey_server, monkeypatch, name, when):
     url, left, sent = new_valkey(), [-1], []
-    real = connections.Connections._do
+    real = connections.Connections._use
 
     def use(self, connection, work):
         """The first attempt; a second one is made on a new connection."""
@@ -108,7 +108,7 @@ def test_connections_that_are_ended_at_any_command_cost_nothing(new_valkey, valk
         sent.append(1)
         return real(self, connection, work)
 
-    monkeypatch.setattr(connections.Connections, "_do", use)
+    monkeypatch.setattr(connections.Connections, "_use", use)
     with valkey_server.client() as client:
         k = 0
         while True:
@@ -167,14 +167,14 @@ def test_a_line_that_is_cut_anywhere_in_an_answer_costs_no_more_than_a_miss(line
 @contextmanager
 def impatient(store):
     """In the block the server, which is silent, is waited for only shortly: before and after it may be slow."""
-    idle = list(store.backend._connections._idle)
+    idle = list(store.backend.rows._connections._idle)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "SILENT_SECONDS", 0.5)
         for one in idle:
             one._sock.settimeout(0.5)
         yield
     # those that were made in the block
-    store.backend._connections._idle.clear()
+    store.backend.rows._connections._idle.clear()
 
 
 def test_a_line_that_stalls_in_an_answer_delays_one_lookup(line):
@@ -201,7 +201,7 @@ def test_a_server_that_hangs_is_an_outage_that_ends():
             assert lookup(store, A) == 0
             WORK["put"](store)
             with pytest.raises(UnavailableError, match="has not answered"):
-                open_backend(server.tcp_url, max_bytes=MIB)
+                open_pages(server.tcp_url, max_bytes=MIB)
         server.go_on()
         wait_for(lambda: lookup(store, A) == 3, "a hit")
         wait_for(lambda: tried(lambda each: each.put(C))(store) or lookup(store, C) == 3, "a put")
@@ -222,7 +222,7 @@ def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(
             store.engine.flush()
             flushed.append(tokens)
             at = chance.randrange(20)
-            real = store.backend._connections.use
+            real = store.backend.rows._connections.use
 
             def use(work, real=real, left=[at]):  # noqa: B006 - counts down
                 left[0] -= 1
@@ -230,10 +230,10 @@ def test_a_server_that_is_killed_while_pages_are_written_keeps_what_its_log_has(
                     server.kill()
                 return real(work)
 
-            store.backend._connections.use = use
+            store.backend.rows._connections.use = use
             for i in range(5):
                 tried(lambda each, i=i, k=k: each.put([10_000 + 1000 * k + i] * 12))(store)
-            del store.backend._connections.use
+            del store.backend.rows._connections.use
             if server.process.poll() is not None:
                 assert lookup(store, tokens) == 0
                 server.start()
@@ -252,7 +252,7 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
     url, chance = new_valkey(), random.Random(7)
     sequences = [[100 + n] * 12 for n in range(20)]
     with valkey_server.client() as client, stored(url) as store, stored(url) as other:
-        real = store.backend._connections._use
+        real = store.backend.rows._connections._use
 
         def use(connection, work):
             if chance.random() < 0.05:
@@ -263,12 +263,12 @@ def test_keys_that_vanish_at_any_time_are_misses(new_valkey, valkey_server):
 
         n_found = 0
         for _ in range(150 * TORTURE):
-            store.backend._connections._use = use
+            store.backend.rows._connections._use = use
             tried(lambda each: each.put(chance.choice(sequences)))(store)
             n_found += lookup(store, chance.choice(sequences)) == 3
             if chance.random() < 0.1:
                 WORK[chance.choice(["evict", "pin", "flush", "note", "reindex"])](store)
-            store.backend._connections._use = real
+            store.backend.rows._connections._use = real
             lookup(other, chance.choice(sequences))
         assert n_found > 10
         # what is left can be mended

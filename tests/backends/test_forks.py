@@ -151,9 +151,36 @@ def test_a_fork_waits_for_the_thread_that_is_opening_a_handle():
 EXECUTOR_WHILE_FORKING = """
 import os, threading
 from prefixstore.backends.forks import ForkLevel, register_at_fork
+from prefixstore.backends.memory import MemoryBackend
 from concurrent.futures import ThreadPoolExecutor
 
 executor = ThreadPoolExecutor(1)
+
+
+def test_two_threads_that_fork_at_once_both_get_a_child():
+    with closing(MemoryBackend()) as backend:
+        started = threading.Barrier(3)
+        statuses = []
+
+        def fork():
+            started.wait()
+            pid = os.fork()
+            if pid == 0:
+                write(backend, 1)
+                os._exit(7)
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+        threads = [threading.Thread(target=fork, daemon=True) for _ in range(2)]
+        with backend.update():
+            for thread in threads:
+                thread.start()
+            started.wait()  # both are about to fork, and have to wait for this transaction
+            while not forks._forking._alone:
+                time.sleep(0.001)
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert statuses == [7, 7]
+        write(backend, 2)
 
 
 class User:
@@ -178,6 +205,7 @@ os.waitpid(os.fork(), 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_thread_that_uses_a_handle_can_start_a_job_while_another_thread_forks():
     done = subprocess.run(

@@ -9,10 +9,11 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends import forks, handle_lock, memory, open_backend
+from prefixstore.backends import forks, handle_lock, memory
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.lmdb import environment
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import StorageError, UnavailableError
 from tests.support import PATIENCE, in_thread
 from tests.support.interrupts import in_own_thread, interrupted, steps_of
@@ -123,7 +124,7 @@ def test_a_fork_that_was_interrupted_at_any_step_leaves_parent_and_child_with_a_
 ):
     monkeypatch.setattr(sys, "unraisablehook", lambda report: None)
     modules = [forks, handle_lock, environment, memory]
-    with closing(open_backend(tmp_path / "kv", max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(tmp_path / "kv", max_bytes=64 * MIB)) as backend:
         fill(backend, space(), [[1, 2, 3, 4]])
 
         def child():
@@ -146,7 +147,7 @@ def test_a_child_of_a_fork_that_did_not_wait_leaves_the_handle_of_its_parent_alo
     """Two interrupts, while another thread is in a transaction: the fork goes on without waiting."""
     reported = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
-    with closing(open_backend(tmp_path / "kv", max_bytes=64 * MIB)) as backend:
+    with closing(open_pages(tmp_path / "kv", max_bytes=64 * MIB)) as backend:
         (keys,) = fill(backend, space(), [[1, 2, 3, 4]])
         inside, leave = threading.Event(), threading.Event()
         payloads = []

@@ -40,7 +40,7 @@ def test_opening_waits_for_the_writer_for_a_while_and_names_it(tmp_path, monkeyp
         assert f"process {other.pid} has held the write lock" in message
         # reading needs no lock
         with closing(open_backend(tmp_path, max_bytes=MIB, read_only=True)) as backend, backend.view() as view:
-            assert view.used.entries == 0
+            assert view.used > 0
         other.stdin.write("go\n")
         other.stdin.flush()
         assert other.stdout.readline() == "released\n"
@@ -98,5 +98,5 @@ def test_a_process_that_has_the_store_open_does_not_read_its_lock_file(tmp_path,
     """Closing it would drop the locks by which LMDB tells that others use the file."""
     with closing(open_backend(tmp_path / "kv", max_bytes=MIB)):
         monkeypatch.setattr(environment, "writer_of", lambda path: pytest.fail("it was read"))
-        with closing(open_backend(tmp_path / "kv", max_bytes=MIB)) as again, again.update() as transaction:
-            transaction.put_note(b"a", b"b")
+        with closing(open_backend(tmp_path / "kv", max_bytes=MIB)) as again, again.update() as draft:
+            draft.put(b"a", b"b")

@@ -1,4 +1,4 @@
-"""After a scrub nothing of what was deleted can be read from the file of an LMDB store."""
+"""After `compact(erase=True)` nothing of what was deleted can be read from the file of an LMDB store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from prefixstore.backends.lmdb import backend as lmdb_module
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.file import read_layout
 from prefixstore.backends.lmdb.free_space import common, split
-from prefixstore.engine.budget import Budget
-from prefixstore.engine.invariants import violations
 from prefixstore.errors import CorruptError, UnavailableError
-from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
 from tests.support import PATIENCE, seeds
+from tests.support.rows import key_of, rows_of
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -30,66 +27,57 @@ ROOT = Path(__file__).parents[2]
 SIZES = (100, 1500, 3000, 5000, 20_000, 50_000)
 
 
-def page(number):
-    """A page with tokens and a state that occur nowhere else."""
+def secrets(number):
+    """What occurs nowhere else: a value and a payload, and the key and the value of a row without one."""
     rng = np.random.default_rng(number)
-    tokens = rng.integers(1 << 24, 1 << 30, (3, 256, 700)[number % 3]).tolist()
-    payload = rng.bytes(SIZES[number % len(SIZES)])
-    return *make_page(payload, tokens), payload
+    size = (12, 1024, 2800)[number % 3]
+    return rng.bytes(size), rng.bytes(SIZES[number % len(SIZES)]), rng.bytes(40 + 10 * (number % 48)), rng.bytes(size)
 
 
 def write(backend, numbers):
     for some in range(0, len(numbers), 8):
-        with backend.update() as transaction:
+        with backend.update() as draft:
             for number in numbers[some : some + 8]:
-                key, record, payload = page(number)
-                transaction.put_namespace(record.namespace, b"{}")
-                transaction.put(key, record, Usage(number), payload)
+                value, payload, key, more = secrets(number)
+                draft.put(key_of(number), value, payload)
+                draft.put(key, more)
 
 
 def delete(backend, numbers):
-    with backend.update() as transaction:
+    with backend.update() as draft:
         for number in numbers:
-            assert transaction.delete(page(number)[0])
+            assert draft.get([key_of(number)]) != [None]
+            draft.delete(key_of(number))
+            draft.delete(secrets(number)[2])
 
 
-def secrets_of(numbers):
-    """Every eight bytes of the tokens and the states, at every second offset, but those that are mostly alike."""
-    windows = []
-    for number in numbers:
-        _, record, payload = page(number)
-        for text in (record.tokens, payload):
-            windows += [
-                np.frombuffer(text[offset : offset + (len(text) - offset) // 8 * 8], "<u8") for offset in (0, 2, 4, 6)
-            ]
+def windows_of(numbers):
+    """Every eight bytes of the secrets, at every second offset."""
+    windows = [
+        np.frombuffer(text[offset : offset + (len(text) - offset) // 8 * 8], "<u8")
+        for number in numbers
+        for text in secrets(number)
+        for offset in (0, 2, 4, 6)
+    ]
     return np.unique(np.concatenate(windows))
 
 
 def readable(path, numbers):
-    """How many eight bytes of these pages are in the file."""
+    """How many eight bytes of these rows are in the file."""
     raw = (Path(path) / "data.mdb").read_bytes()
-    secrets = secrets_of(numbers)
+    secret = windows_of(numbers)
     count = 0
-    for offset in (0, 2, 4, 6):
+    # a key may begin anywhere
+    for offset in range(8):
         windows = np.frombuffer(raw[offset : offset + (len(raw) - offset) // 8 * 8], "<u8")
         windows = windows[windows != 0]
-        count += int((secrets[np.searchsorted(secrets, windows) % len(secrets)] == windows).sum())
+        count += int((secret[np.searchsorted(secret, windows) % len(secret)] == windows).sum())
     return count
-
-
-def contents(backend):
-    with backend.view() as view:
-        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}
-
-
-def check(backend):
-    with backend.view() as view:
-        return violations(view, Budget(1 << 40))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds(1, 4))
-def test_a_scrub_leaves_nothing_of_deleted_pages_and_all_others_unchanged(tmp_path, seed):
+def test_a_scrub_leaves_nothing_of_deleted_rows_and_all_others_unchanged(tmp_path, seed):
     rng = random.Random(seed)
     numbers = rng.sample(range(10_000), 120)
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
@@ -97,45 +85,45 @@ def test_a_scrub_leaves_nothing_of_deleted_pages_and_all_others_unchanged(tmp_pa
         rng.shuffle(numbers)
         older, gone, kept = numbers[:20], numbers[20:70], numbers[70:]
         delete(backend, older)
-        write(backend, [number + 20_000 for number in range(10)])  # into the pages of the older ones
+        write(backend, [number + 20_000 for number in range(10)])  # into the space of the older ones
         delete(backend, gone)
-        before = contents(backend)
+        before = rows_of(backend)
         assert readable(tmp_path, gone) > 1000
-        backend.scrub()
+        backend.compact(erase=True)
         assert readable(tmp_path, [*older, *gone]) == 0
-        assert contents(backend) == before
-        assert {page(number)[0] for number in kept} < before.keys()
-        assert check(backend) == []
+        assert rows_of(backend) == before
+        assert {key_of(number) for number in kept} < before.keys()
+        backend.check()
         # every byte that LMDB does not use is zero
         raw = (tmp_path / "data.mdb").read_bytes()
         layout = read_layout(tmp_path / "data.mdb")
         assert sum(end - start for start, end in layout.free) > MIB // 2
         assert not any(raw[start:end].strip(b"\0") for start, end in layout.free)
         write(backend, gone)
-        assert check(backend) == []
-        assert len(contents(backend)) == 110
+        backend.check()
+        assert len(rows_of(backend)) == 220
 
 
 def test_an_empty_store_and_one_that_becomes_empty_are_scrubbed(tmp_path):
     with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend:
-        backend.scrub()
+        backend.compact(erase=True)
         write(backend, range(20))
         delete(backend, range(20))
-        backend.scrub()
+        backend.compact(erase=True)
         assert readable(tmp_path, range(20)) == 0
-        assert contents(backend) == {}
+        assert rows_of(backend) == {}
 
 
 def test_a_read_only_store_is_not_scrubbed(tmp_path):
     LMDBBackend(tmp_path, MIB).close()
     with closing(LMDBBackend(tmp_path, MIB, read_only=True)) as backend, pytest.raises(UnavailableError):
-        backend.scrub()
+        backend.compact(erase=True)
 
 
 SERVER = """
 import sys
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from tests.backends.test_lmdb_scrub import MIB, contents, page, write
+from tests.backends.test_lmdb_scrub import MIB, rows_of, write
 backend = LMDBBackend(sys.argv[1], 64 * MIB)
 write(backend, range(60))
 print("written", flush=True)
@@ -143,7 +131,7 @@ sys.stdin.readline()
 # its buffers have seen all of it
 for number in range(200, 260):
     write(backend, [number])
-print(len(contents(backend)), flush=True)
+print(len(rows_of(backend)), flush=True)
 """
 
 
@@ -154,19 +142,19 @@ def server(path):
 
 
 @pytest.mark.attack
-def test_a_server_that_wrote_deleted_pages_and_keeps_writing_does_not_restore_them(tmp_path):
+def test_a_server_that_wrote_deleted_rows_and_keeps_writing_does_not_restore_them(tmp_path):
     with server(tmp_path) as other:
         assert other.stdout.readline() == "written\n"
         with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
             delete(backend, range(10, 60))
             assert readable(tmp_path, range(10, 60)) > 1000
-            backend.scrub()
+            backend.compact(erase=True)
             assert readable(tmp_path, range(10, 60)) == 0
-            before = contents(backend)
-            assert other.communicate("\n")[0] == "70\n"
+            before = rows_of(backend)
+            assert other.communicate("\n")[0] == "140\n"
             assert readable(tmp_path, range(10, 60)) == 0
-            assert before.items() <= contents(backend).items()
-            assert check(backend) == []
+            assert before.items() <= rows_of(backend).items()
+            backend.check()
 
 
 def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, monkeypatch):
@@ -188,12 +176,12 @@ def test_a_server_that_writes_all_the_time_does_not_hinder_a_scrub(tmp_path, mon
         thread.start()
         try:
             delete(backend, range(10, 60))
-            backend.scrub()
+            backend.compact(erase=True)
         finally:
             stop.set()
             thread.join()
         assert readable(tmp_path, range(10, 60)) == 0
-        assert check(backend) == []
+        backend.check()
 
 
 @pytest.mark.slow
@@ -205,12 +193,12 @@ def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
 
         def read():
             with backend.view() as view:
-                payload = view.payload(page(5)[0])
+                [(_, payload)] = view.payloads([key_of(5)])
                 held.set()
                 assert leave.wait(PATIENCE)
                 # it has waited longer than it waits for other processes
                 time.sleep(2 * lmdb_module.READERS_WITHIN)
-                assert payload == page(5)[2]
+                assert payload == secrets(5)[1]
                 left.set()
 
         thread = threading.Thread(target=read)
@@ -219,7 +207,7 @@ def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
         delete(backend, range(12))
         # it has the handle open too, which may not be replaced under it
         leave.set()
-        backend.scrub()
+        backend.compact(erase=True)
         assert left.is_set()
         thread.join()
         assert readable(tmp_path, range(12)) == 0
@@ -228,13 +216,13 @@ def test_a_scrub_waits_for_a_view_of_what_was_deleted(tmp_path, monkeypatch):
 READER = """
 import sys
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from tests.backends.test_lmdb_scrub import MIB, page
+from tests.backends.test_lmdb_scrub import MIB, key_of, secrets
 backend = LMDBBackend(sys.argv[1], 64 * MIB)
 with backend.view() as view:
-    payload = view.payload(page(5)[0])
+    [(_, payload)] = view.payloads([key_of(5)])
     print("held", flush=True)
     sys.stdin.readline()
-    assert payload == page(5)[2]
+    assert payload == secrets(5)[1]
 """
 
 
@@ -248,13 +236,14 @@ def test_a_scrub_gives_up_while_another_process_reads_what_was_deleted(tmp_path,
             assert other.stdout.readline() == "held\n"
             delete(backend, range(12))
             with pytest.raises(UnavailableError, match=f"process {other.pid} still reads"):
-                backend.scrub()
+                backend.compact(erase=True)
             other.communicate("\n")
             assert other.returncode == 0
-        backend.scrub()
+        backend.compact(erase=True)
         assert readable(tmp_path, range(12)) == 0
 
 
+@pytest.mark.slow
 def test_what_a_dead_reader_held_is_scrubbed(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(12))
@@ -263,7 +252,7 @@ def test_what_a_dead_reader_held_is_scrubbed(tmp_path):
             assert other.stdout.readline() == "held\n"
             other.kill()
         delete(backend, range(12))
-        backend.scrub()
+        backend.compact(erase=True)
         assert readable(tmp_path, range(12)) == 0
 
 
@@ -274,7 +263,7 @@ from tests.backends.test_lmdb_scrub import MIB
 lmdb.CLEARED_AT_ONCE = 50_000
 backend = lmdb.LMDBBackend(sys.argv[1], 64 * MIB)
 print("go", flush=True)
-backend.scrub()
+backend.compact(erase=True)
 """
 
 
@@ -283,16 +272,16 @@ def test_a_killed_scrub_damages_nothing_and_can_be_repeated(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(60))
         delete(backend, range(10, 60))
-        before = contents(backend)
+        before = rows_of(backend)
         for after in (0.0, 0.005, 0.02):
             command = [sys.executable, "-c", SCRUBBER, str(tmp_path)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
                 assert other.stdout.readline() == "go\n"
                 time.sleep(after)
                 other.kill()
-            assert check(backend) == []
-            assert contents(backend) == before
-        backend.scrub()
+            backend.check()
+            assert rows_of(backend) == before
+        backend.compact(erase=True)
         assert readable(tmp_path, range(10, 60)) == 0
 
 
@@ -334,17 +323,17 @@ def test_compaction_gives_the_disk_back_what_is_free(tmp_path):
     with closing(LMDBBackend(tmp_path, 64 * MIB)) as backend:
         write(backend, range(120))
         delete(backend, range(10, 120))
-        before, taken = contents(backend), (tmp_path / "data.mdb").stat().st_blocks * 512
+        before, taken = rows_of(backend), (tmp_path / "data.mdb").stat().st_blocks * 512
         try:
             given = backend.compact()
         except UnavailableError as error:
             pytest.skip(str(error))
         assert given > MIB
         assert (tmp_path / "data.mdb").stat().st_blocks * 512 < taken - given * 0.9
-        assert contents(backend) == before
-        assert check(backend) == []
+        assert rows_of(backend) == before
+        backend.check()
         write(backend, range(10, 120))
-        assert check(backend) == []
+        backend.check()
 
 
 def test_ranges_are_split_and_intersected():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from contextlib import suppress
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import FILE_FACTOR, LMDBBackend
 from prefixstore.backends.lmdb.environment import FILE_EXTRA
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import FullError
-from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
 from tests.support.engines import MIB, P, store_of
+from tests.support.rows import EVERYTHING, delete, write
 
 
 def tokens_of(seed, n_pages):
@@ -27,7 +28,7 @@ def size_of_file(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "n_pages"), [(1000, 64), (100_000, 4), (700_000, 1)])
 def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n_pages):
-    with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 2 * MIB)), max_bytes=2 * MIB) as store:
         for seed in range(40):
             assert store.put(tokens_of(seed, n_pages), size) == n_pages
         assert store.counters.group("dropped") == {}
@@ -37,19 +38,25 @@ def test_pages_that_fit_into_the_budget_find_space_in_the_file(tmp_path, size, n
 
 def test_pages_of_many_sizes_find_space_in_the_file(tmp_path):
     sizes = [1000, 20_000, 90_000, 300_000, 700_000]
-    with store_of(LMDBBackend(tmp_path, 6 * MIB), max_bytes=6 * MIB) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 6 * MIB)), max_bytes=6 * MIB) as store:
         for seed in range(100):
             assert store.put(tokens_of(seed, 2), sizes[seed * 7 % 5]) == 2
         assert store.counters.group("dropped") == {}
 
 
-def fill(backend, number):
-    """One more page, in a transaction of its own."""
-    payload = np.random.default_rng(number).bytes(1000)
-    key, record = make_page(payload, [number] * P)
-    with backend.update() as transaction:
-        transaction.put(key, record, Usage(1), payload)
-    return key
+@pytest.mark.attack
+def test_under_churn_the_file_stays_within_its_limit_and_the_budget_is_used(tmp_path):
+    max_bytes, chance, fills = 8 * MIB, random.Random(1), []
+    with store_of(Pages(LMDBBackend(tmp_path, max_bytes)), max_bytes=max_bytes) as store:
+        for seed in range(450):
+            n_pages = chance.randint(1, 7)
+            assert store.put(tokens_of(seed, n_pages), chance.randint(1000, 300_000)) == n_pages
+            fills.append(store.engine.used()[0].bytes / max_bytes)
+        assert store.engine.check() == []
+        assert store.counters.group("dropped") == {}
+    assert size_of_file(tmp_path) <= FILE_FACTOR * max_bytes + FILE_EXTRA
+    assert max(fills) <= 1
+    assert fills[-1] > 0.7
 
 
 def until_full(step):
@@ -63,31 +70,27 @@ def until_full(step):
 
 def test_a_file_that_a_reader_keeps_full_has_space_to_delete_and_recovers(tmp_path):
     backend = LMDBBackend(tmp_path, MIB)
-    keys = [fill(backend, number) for number in range(50)]
-
-    def delete(key):
-        with backend.update() as transaction:
-            assert transaction.delete(key)
+    keys = [write(backend, number) for number in range(50)]
 
     with backend.view() as reader:
-        assert reader.generation == 50
+        assert len(reader.ranges([EVERYTHING])[0]) == 50
         # nothing that is freed from here on can be reused
-        assert until_full(lambda number: keys.append(fill(backend, 50 + number))) > 20
-        # what puts leave is enough to delete
-        n_deleted = until_full(lambda number: delete(keys[number]))
+        assert until_full(lambda number: keys.append(write(backend, 50 + number))) > 20
+        # what updates with payloads leave is enough to delete
+        n_deleted = until_full(lambda number: delete(backend, keys[number]))
         assert n_deleted > 2
         assert until_full(lambda _: backend.reclaim()) < 100
-    # no transaction has taken the last free pages
+    # no update has taken the last free pages
     backend.reclaim()
     for key in keys[-5:]:
-        delete(key)
-    fill(backend, 200_000)
+        delete(backend, key)
+    write(backend, 200_000)
     backend.close()
 
 
 @pytest.mark.slow
 def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(tmp_path):
-    with store_of(LMDBBackend(tmp_path, 2 * MIB), max_bytes=2 * MIB) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 2 * MIB)), max_bytes=2 * MIB) as store:
         for seed in range(8):
             store.put(tokens_of(seed, 64), 1000)
         before = store.engine.used()[0].entries
@@ -103,13 +106,13 @@ def test_purging_a_full_store_of_small_pages_needs_no_more_space_than_there_is(t
 @pytest.mark.parametrize("first", ["put", "evict_to", "clear", "compact"])
 @pytest.mark.parametrize("budget", [MIB, 5 * MIB])
 def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows(tmp_path, first, budget):
-    with store_of(LMDBBackend(tmp_path, 6 * MIB), max_bytes=6 * MIB) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, 6 * MIB)), max_bytes=6 * MIB) as store:
         for seed in range(55):
             assert store.put(tokens_of(seed, 1), 100_000) == 1
     before = size_of_file(tmp_path)
     assert before > 5 * MIB
     for opening in range(4):
-        with store_of(LMDBBackend(tmp_path, budget), max_bytes=budget) as store:
+        with store_of(Pages(LMDBBackend(tmp_path, budget)), max_bytes=budget) as store:
             if first == "evict_to":
                 store.engine.evict_to(0)
             elif first == "clear":
@@ -128,9 +131,9 @@ def test_a_full_file_has_space_to_delete_under_a_smaller_budget_and_hardly_grows
 @pytest.mark.slow
 def test_a_full_file_says_what_to_raise_and_nothing_of_lmdb(tmp_path):
     backend = LMDBBackend(tmp_path, MIB)
-    n = until_full(lambda number: fill(backend, number))
+    n = until_full(lambda number: write(backend, number))
     with pytest.raises(FullError, match=r"the limit that follows from max_bytes.*; raise max_bytes") as caught:
-        fill(backend, n)
+        write(backend, n)
     assert "MDB_" not in str(caught.value)
     assert caught.value.available == 0
     backend.close()

@@ -8,12 +8,11 @@ from contextlib import closing
 import pytest
 
 from prefixstore.backends.lmdb import write_back
+from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.lmdb.write_back import WriteBack
-from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
 from tests.support import PATIENCE
 from tests.support.ctrl_c import interrupted, places_in
-from tests.support.places import opened
+from tests.support.rows import payload_of, put, rows_of
 from tests.support.timeouts import wait_for
 
 LARGE = 4000
@@ -41,12 +40,6 @@ def asked(monkeypatch):
     return found
 
 
-def put(transaction, size):
-    key, record = make_page(bytes(size), [size])
-    transaction.put(key, record, Usage(1), bytes(size))
-    return key
-
-
 def test_a_large_commit_begins_before_its_flush(tmp_path, asked, monkeypatch):
     started = []
     start = WriteBack.start
@@ -58,18 +51,18 @@ def test_a_large_commit_begins_before_its_flush(tmp_path, asked, monkeypatch):
         assert n_bytes < LARGE or asked.event.wait(PATIENCE)
 
     monkeypatch.setattr(WriteBack, "start", watched)
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        with backend.update() as transaction:
-            small = put(transaction, 100)
+    with closing(LMDBBackend(tmp_path, 64 << 20)) as backend:
+        with backend.update() as draft:
+            small = put(draft, 1, 100)
         assert asked == []
-        with backend.update() as transaction:
-            large = put(transaction, LARGE)
+        with backend.update() as draft:
+            large = put(draft, 2, LARGE)
         assert asked
         assert threads() == []
         assert started == [(100, []), (LARGE, ["prefixstore-write-back"])]
-        with backend.view() as view:
-            assert bytes(view.payload(large)) == bytes(LARGE)
-            assert bytes(view.payload(small)) == bytes(100)
+        found = rows_of(backend)
+        assert found[large][1] == payload_of(2, LARGE)
+        assert found[small][1] == payload_of(1, 100)
 
 
 def test_a_commit_that_fails_leaves_no_thread(tmp_path, asked, monkeypatch):
@@ -83,12 +76,11 @@ def test_a_commit_that_fails_leaves_no_thread(tmp_path, asked, monkeypatch):
 
     start = WriteBack.start
     monkeypatch.setattr(WriteBack, "start", failing)
-    with opened(f"lmdb://{tmp_path}/kv") as backend:
-        with pytest.raises(FaultError), backend.update() as transaction:
-            key = put(transaction, LARGE)
+    with closing(LMDBBackend(tmp_path, 64 << 20)) as backend:
+        with pytest.raises(FaultError), backend.update() as draft:
+            put(draft, 1, LARGE)
         assert threads() == []
-        with backend.view() as view:
-            assert view.record(key) is None
+        assert rows_of(backend) == {}
 
 
 @pytest.mark.parametrize("absent", ["function", "thread", "file"])

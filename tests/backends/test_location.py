@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from prefixstore.backends.location import path_of, scheme_of, text_of, without_password
+from prefixstore.backends import open_backend
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.location import cache_directory, path_of, scheme_of, text_of, without_password
+from prefixstore.backends.memory import MemoryBackend
 from prefixstore.errors import InvalidParameterError, LocationError
+
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -87,3 +94,36 @@ def test_no_secret_of_a_url_is_shown_wherever_it_is(url):
 def test_options_without_a_secret_are_shown():
     url = "postgresql+psycopg://me@h/db?options=-csearch_path%3Dx&passfile=/home/me/.pgpass"
     assert without_password(url) == url
+
+
+# -- which location is which backend -----------------------------------------------------------------------------------
+
+
+def test_a_location_names_its_backend(tmp_path):
+    with closing(open_backend("memory:", max_bytes=MIB)) as backend:
+        assert isinstance(backend, MemoryBackend)
+    for location in (tmp_path / "a", str(tmp_path / "b"), f"lmdb://{tmp_path}/c"):
+        with closing(open_backend(location, max_bytes=MIB)) as backend:
+            assert isinstance(backend, LMDBBackend)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "location", ["", " ", "http://x", "lmdb:///x?y=1", "memory:/x", b"x", "valkey://h/x", "redis+x:"]
+)
+def test_a_location_without_a_known_backend_is_refused(location):
+    with pytest.raises(InvalidParameterError, match="location"):
+        open_backend(location, max_bytes=MIB)
+
+
+def test_a_url_without_a_path_is_refused():
+    with pytest.raises(LocationError, match="no path"):
+        open_backend("lmdb://", max_bytes=MIB)
+
+
+def test_the_default_location_is_in_the_cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    with closing(open_backend(None, max_bytes=MIB)) as backend:
+        assert backend.location == f"lmdb://{cache_directory()}/kv"
+    assert (tmp_path / "prefixstore" / "kv" / "data.mdb").exists()

@@ -12,7 +12,7 @@ import xxhash
 import zstandard
 
 from prefixstore.backends import open_backend
-from prefixstore.backends.base import ConflictError
+from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects import library as library_module
 from prefixstore.backends.objects import log as log_module
 from prefixstore.backends.objects import strays as strays_module
@@ -33,18 +33,19 @@ from prefixstore.errors import (
 )
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from prefixstore.testing import PersistentBackendContract, make_page
-from prefixstore.testing.contract import _in_child as in_child
+from prefixstore.testing.together import in_child
 from tests.support import PATIENCE, python
 from tests.support.engines import A, B, Store, store_of
 from tests.support.http_proxy import HTTPProxy
+from tests.support.object_contract import ObjectsContract
+from tests.support.pages import make_page
 from tests.support.places import MIB, contents, fill, opened, refusal, space
 from tests.support.s3 import prefix_on
 
 pytest.importorskip("obstore")
 
 
-class _ObjectsContract(PersistentBackendContract):
+class _Objects(ObjectsContract):
     def url(self):
         raise NotImplementedError
 
@@ -56,13 +57,13 @@ class _ObjectsContract(PersistentBackendContract):
 
 
 @pytest.mark.slow
-class TestSeaweedFS(_ObjectsContract):
+class TestSeaweedFS(_Objects):
     @pytest.fixture(autouse=True)
     def _server(self, new_prefix):
         self.url = new_prefix
 
 
-class TestMoto(_ObjectsContract):
+class TestMoto(_Objects):
     @pytest.fixture(autouse=True)
     def _server(self, moto, credentials):
         self.url = lambda: prefix_on(moto)
@@ -192,14 +193,6 @@ def test_a_bucket_that_does_not_exist_is_a_clear_error(moto, credentials):
     assert "create the bucket" in refusal(f"s3://nowhere/a?endpoint={moto.endpoint}")
 
 
-def test_a_closed_backend_raises_a_clear_error(new_prefix):
-    backend = open_backend(new_prefix(), max_bytes=MIB)
-    backend.close()
-    for use in (backend.view, backend.update):
-        with pytest.raises(UnavailableError, match="closed"), use():
-            raise AssertionError("it opened")
-
-
 def test_a_server_that_ignores_conditions_is_refused_and_nothing_is_left(moto, credentials):
     with closing(HTTPProxy(moto.endpoint, drop_headers=("if-",))) as proxy:
         url = prefix_on(moto, proxy.endpoint)
@@ -276,6 +269,7 @@ def test_a_segment_does_not_say_how_much_memory_is_reserved(size):
     assert Segment.unpack("here", Segment().pack()).is_empty
 
 
+@pytest.mark.slow
 def test_processes_that_make_a_store_at_once_all_get_it(new_prefix):
     url, start = new_prefix(), threading.Barrier(4)
 

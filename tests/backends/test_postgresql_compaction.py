@@ -1,19 +1,17 @@
-"""Compaction of a PostgreSQL store: it gives space back while others read and write. And walks in bounded memory."""
+"""Compaction of a PostgreSQL store: it gives space back while others read and write."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import contextmanager
 
 import pytest
 from sqlalchemy import text
 
-from prefixstore.backends.sql import backend as sql_backend
 from prefixstore.backends.sql import compaction
-from prefixstore.backends.sql.database import Database
+from prefixstore.backends.sql.postgresql import PostgreSQL
 from prefixstore.errors import LocationError, UnavailableError
-from prefixstore.maintenance.archive import Archive
-from tests.support.places import MIB, contents, fill, opened, space
 from tests.support.postgres import database, name_of
+from tests.support.sql_rows import MIB, contents, delete, held, keys_of, opened, put, require_intact, row
 
 SIZE = 200_000
 
@@ -27,14 +25,12 @@ def small(monkeypatch):
 
 @pytest.fixture(scope="module")
 def half_deleted(postgres_template):
-    """A server with a store of 40 pages of which every second one is deleted, and what is in it."""
+    """A server with a store of 40 rows of which every second one is deleted, and what is in it."""
     server, template = postgres_template
     with database(server, template) as url:
         with opened(url) as backend:
-            fill(backend, space(), [[number, 1, 2, 3] for number in range(40)], size=SIZE)
-            with backend.update() as transaction:
-                for key in sorted(key for key, _, _ in transaction.scan())[::2]:
-                    transaction.delete(key)
+            put(backend, *(row(number, SIZE) for number in range(40)))
+            delete(backend, sorted(keys_of(backend))[::2])
             kept = contents(backend)
         yield server, url, kept
 
@@ -49,20 +45,21 @@ def churned(half_deleted):
 
 def between_steps(monkeypatch, work):
     """Call this in each transaction of a compaction before it commits, and after it."""
-    step, rows = compaction.Compaction._step, Database.rows
+    step, writing = compaction.Compaction._step, PostgreSQL.writing
 
-    def rows_and_work(self, connection, statement, *arguments, **options):
-        found = rows(self, connection, statement, *arguments, **options)
-        if statement is compaction._REWRITE:
+    @contextmanager
+    def writing_and_work(self):
+        with writing(self) as connection:
+            yield connection
+            monkeypatch.setattr(PostgreSQL, "writing", writing)
             work("before")
-        return found
 
     def step_and_work(self, after):
+        monkeypatch.setattr(PostgreSQL, "writing", writing_and_work)
         found = step(self, after)
         work("after")
         return found
 
-    monkeypatch.setattr(Database, "rows", rows_and_work)
     monkeypatch.setattr(compaction.Compaction, "_step", step_and_work)
 
 
@@ -70,22 +67,21 @@ def between_steps(monkeypatch, work):
 def test_most_of_the_free_space_is_given_back_and_nothing_else_changes(churned):
     url, kept = churned
     with opened(url) as backend:
-        before = backend.database.disk_bytes()
+        before = backend.disk_bytes()
         with backend.view() as view:
-            generation, used = view.generation, view.used
+            used = view.used
         freed = backend.compact()
-        after = backend.database.disk_bytes()
+        after = backend.disk_bytes()
         assert freed == before - after
         assert contents(backend) == kept
         with backend.view() as view:
-            assert (view.generation, view.used) == (generation, used)
-        backend.scrub()
-        smallest = backend.database.disk_bytes()
+            assert view.used == used
+        backend.compact(erase=True)
+        smallest = backend.disk_bytes()
         assert freed > 0.6 * (before - smallest)
         # there is nothing to do any more
         assert backend.compact() >= 0
-        with Archive(url) as archive:
-            assert archive.check() == []
+        require_intact(backend)
 
 
 @pytest.mark.slow
@@ -100,20 +96,16 @@ def test_others_read_in_each_transaction_and_write_between_two(churned, monkeypa
             if when == "before":
                 with other.view() as view:
                     key = next(iter(kept))
-                    ((record, payload),) = view.fetch([key])
-                    assert (record, bytes(payload)) == (kept[key][0], kept[key][2])
+                    assert held(view, [key]) == [kept[key]]
             elif len(steps) < 20:
-                ((key,),) = fill(other, space("more"), [[next(numbers), 1, 2, 3]], size=1000)
-                with other.update() as transaction:
-                    transaction.delete(key)
+                delete(other, put(other, row(next(numbers))))
 
         between_steps(monkeypatch, work)
         assert backend.compact() > 0
         assert len(steps) >= 10
         monkeypatch.undo()
         assert contents(backend) == kept
-        with Archive(url) as archive:
-            assert archive.check() == []
+        require_intact(backend)
 
 
 def test_what_others_delete_meanwhile_stays_deleted(churned, monkeypatch):
@@ -123,30 +115,27 @@ def test_what_others_delete_meanwhile_stays_deleted(churned, monkeypatch):
 
         def work(when):
             if when == "after" and len(left) > 10:
-                with other.update() as transaction:
-                    assert transaction.delete(left.pop())
+                delete(other, [left.pop()])
 
         between_steps(monkeypatch, work)
         backend.compact()
         assert contents(other) == {key: kept[key] for key in left}
-        with Archive(url) as archive:
-            assert archive.check() == []
+        require_intact(backend)
 
 
 def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
     url, _ = churned
     with opened(url) as backend:
         # a quarter of it is free then
-        fill(backend, space(), [[number, 1, 2, 3] for number in range(100, 110)], size=SIZE)
+        put(backend, *(row(number, SIZE) for number in range(100, 110)))
         kept = contents(backend)
-    with opened(url) as backend, opened(url) as other, other.view() as view:
-        walk = view.scan()
-        next(walk)
-        before = backend.database.disk_bytes()
+    with opened(url) as backend, opened(url) as other, other.connection() as reader:
+        reader.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        reader.exec_driver_sql("SELECT count(*) FROM prefixstore_payloads").one()
+        before = backend.disk_bytes()
         assert backend.compact() == 0
         # by what is written between two or three vacuums, and not by all payloads
-        assert backend.database.disk_bytes() < before + 1.5 * MIB
-        walk.close()
+        assert backend.disk_bytes() < before + 1.5 * MIB
     with opened(url) as backend:
         assert backend.compact() > 0
         assert contents(backend) == kept
@@ -155,7 +144,7 @@ def test_while_somebody_reads_an_older_state_the_table_hardly_grows(churned):
 def test_only_the_owner_of_the_tables_can(churned):
     url, kept = churned
     with opened(url) as backend:
-        with backend.database.connection() as connection:
+        with backend.connection() as connection:
             connection.exec_driver_sql("DROP ROLE IF EXISTS compaction_guest")
             connection.exec_driver_sql("CREATE ROLE compaction_guest LOGIN")
             names = connection.exec_driver_sql(
@@ -169,7 +158,7 @@ def test_only_the_owner_of_the_tables_can(churned):
             ):
                 guest.compact()
         finally:
-            with backend.database.connection() as connection:
+            with backend.connection() as connection:
                 connection.exec_driver_sql("DROP OWNED BY compaction_guest")
                 connection.exec_driver_sql("DROP ROLE compaction_guest")
         assert contents(backend) == kept
@@ -179,37 +168,3 @@ def test_a_read_only_store_is_not_compacted(churned):
     url, _ = churned
     with opened(url, read_only=True) as backend, pytest.raises(UnavailableError, match="read-only"):
         backend.compact()
-
-
-# -- walks -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["sqlite", "postgresql"])
-def test_a_walk_holds_a_few_rows_and_payloads_at_once(scheme, tmp_path, request, monkeypatch):
-    url = f"sqlite:///{tmp_path}/kv.db" if scheme == "sqlite" else request.getfixturevalue("new_database")()
-    statements = ("_SCAN", "_PAYLOAD_KEYS")
-    for name in statements:
-        monkeypatch.setattr(sql_backend, name, getattr(sql_backend, name).limit(7))
-    monkeypatch.setattr(sql_backend, "WALK_BYTES", 100_000)
-    rows = Database.rows
-    held = []
-
-    def counted(*arguments, **options):
-        found = rows(*arguments, **options)
-        held.append((len(found), sum(len(row.data) for row in found if "data" in row._fields)))
-        return found
-
-    with opened(url) as backend:
-        # with one that is larger than what is read at a time
-        fill(backend, space(), [[number, 1, 2, 3] for number in range(60)], size=20_000)
-        fill(backend, space(), [[99, 1, 2, 3]], size=300_000)
-        monkeypatch.setattr(Database, "rows", counted)
-        with backend.view() as view:
-            assert sum(1 for _ in view.scan()) == 61
-            assert sum(len(payload) for _, _, payload in view.stored()) == 60 * 20_000 + 300_000
-            assert sum(1 for _ in view.payload_keys()) == 61
-        with closing(Archive(url)) as archive:
-            assert archive.check() == []
-    n_rows, n_bytes = (max(column) for column in zip(*held, strict=True))
-    assert n_rows <= 7
-    assert n_bytes <= 300_000

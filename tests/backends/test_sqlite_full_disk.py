@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import FullError
 from prefixstore.maintenance.archive import Archive
 from tests.support.places import fill, space
@@ -26,7 +26,7 @@ def small_disk(request, tmp_path):
 
 
 def fill_the_disk(location, size):
-    with closing(open_backend(location, max_bytes=1 << 30)) as backend:
+    with closing(open_pages(location, max_bytes=1 << 30)) as backend:
         for number in range(1000):
             try:
                 fill(backend, space("t"), [[number, 1, 2, 3]], size=size, last_used=number + 1)
@@ -57,7 +57,7 @@ def test_a_store_on_a_full_disk_evicts_and_goes_on(small_disk, size):
 
 def test_what_others_write_to_the_disk_is_an_error_that_ends_when_it_is_deleted(small_disk):
     location = f"sqlite:///{small_disk}/kv.db"
-    with closing(open_backend(location, max_bytes=1 << 30)) as backend:
+    with closing(open_pages(location, max_bytes=1 << 30)) as backend:
         fill(backend, space("t"), [[1, 1, 2, 3]], size=100_000)
         other = small_disk / "other"
         with pytest.raises(OSError, match="No space"):

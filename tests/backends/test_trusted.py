@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError, UnavailableError
 from tests.support import keys_of
 from tests.support.places import MIB, fill, opened, refusal, space
@@ -122,7 +122,7 @@ def test_a_process_that_becomes_another_user_goes_on_with_what_it_has_open(folde
 
     def use():
         # as a server that drops its rights
-        with closing(open_backend(location, max_bytes=MIB)) as backend:
+        with closing(open_pages(location, max_bytes=MIB)) as backend:
             os.setresuid(ME, ME, ME)
             fill(backend, space(), [[1, 2, 3, 4]])
             assert len(keys_of(backend)) == 1
@@ -242,10 +242,10 @@ def test_a_store_on_a_read_only_file_system_can_be_read(folder, scheme, user):
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
         def use():
-            with closing(open_backend(location, max_bytes=MIB, read_only=True)) as backend:
+            with closing(open_pages(location, max_bytes=MIB, read_only=True)) as backend:
                 assert len(keys_of(backend)) == 1
             with pytest.raises(LocationError):
-                open_backend(location, max_bytes=MIB).close()
+                open_pages(location, max_bytes=MIB).close()
 
         if user == 0:
             for path in [disk / "kv", *(disk / "kv").iterdir()]:

@@ -29,6 +29,7 @@ print(resident() - before >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="a property of glibc")
 def test_freed_memory_is_kept():
     done = subprocess.run([sys.executable, "-c", FREED], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -312,7 +312,7 @@ def test_a_model_that_is_no_model_file_is_said_to_be_none(tmp_path, models, run)
 def test_a_quantized_v_without_flash_attention_says_what_it_needs(models):
     with pytest.raises(InvalidParameterError, match="a quantized type_v needs flash_attn = true"):
         Config(str(models("llama")), {"n_ctx": 64, "type_v": "q8_0"}).open_llama()
-    with pytest.raises(InvalidParameterError, match=r"known are f16, f32") as caught:
+    with pytest.raises(InvalidParameterError, match=r"known are bf16, f16, f32") as caught:
         Config(str(models("llama")), {"type_k": "q9"}).open_llama()
     assert "count" not in str(caught.value)
 

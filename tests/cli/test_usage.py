@@ -29,10 +29,10 @@ from prefixstore.errors import LocationError
 from prefixstore.format.figure_notes import ABOUT, NOTE
 from prefixstore.format.figures import HOUR, Figures, History, Period, Request, Writer
 from prefixstore.format.saved_state import pack_state
-from prefixstore.llama.gguf import FILE_TYPES
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.hottest import hottest
 from prefixstore.maintenance.verify import verify
+from prefixstore.models.file import FILE_TYPES
 from tests.support import ROOT
 from tests.support.models import answer, load, prompt
 from tests.support.places import fill, space
@@ -96,7 +96,7 @@ def test_the_history_of_a_store_is_what_its_stats_say(models, tmp_path):
     assert known.title == f"{llm.metadata['general.name']} {known.quantization}"
 
 
-def test_a_portable_store_keeps_figures_too(models, tmp_path):
+def test_a_store_that_attaches_by_itself_keeps_figures_too(models, tmp_path):
     llm = load(models("llama"))
     with PrefixStore(tmp_path / "kv", namespace="any") as store:
         llm.set_cache(store)
@@ -454,7 +454,7 @@ def test_the_types_of_files_are_those_of_llama_cpp():
     known = {
         re.sub("LLAMA_FTYPE_(MOSTLY|ALL)_", "", name): number for name, number in names.items() if "GUESSED" not in name
     }
-    assert {name: FILE_TYPES.get(number) for name, number in known.items()} == {name: name for name in known}
+    assert {name: FILE_TYPES[number] for name, number in known.items()} == {name: name for name in known}
 
 
 # the last one that uses what `used` has

@@ -44,6 +44,7 @@ def file(tmp_path):
     return write_jsonl(tmp_path / "prompts.jsonl", [{"tokens": tokens} for tokens in PROMPTS])
 
 
+@pytest.mark.slow
 def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     result = warm(file, "--json")
     assert result.exit_code == 0, result.output
@@ -52,7 +53,8 @@ def test_it_warms_and_prints_one_json_object(warm, file, tmp_path, models):
     assert told["prompt_tokens"] == sum(map(len, PROMPTS))
     assert told["unique_tokens"] == told["evaluated_tokens"] == UNIQUE
     assert told["stored_bytes"] > 0 < told["seconds"]
-    with PrefixStore(tmp_path / "kv", load(models("llama"))) as store:
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path / "kv", llm) as store:
         assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
     again = json.loads(warm(file, "--json").stdout)
     assert (again["unique_tokens"], again["evaluated_tokens"], again["stored_bytes"]) == (UNIQUE, 0, 0)
@@ -64,7 +66,8 @@ def test_two_stores_are_one_in_front_of_the_other(warm, file, tmp_path, models):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'far'}"
     for name in ("kv", "far"):
-        with PrefixStore(tmp_path / name, load(models("llama"))) as store:
+        llm = load(models("llama"))
+        with PrefixStore(tmp_path / name, llm) as store:
             assert all(store.match(tokens).n_tokens == len(tokens) for tokens in PROMPTS)
     told = json.loads(warm(file, "--store", f"lmdb://{tmp_path / 'none'}", "--dry-run", "--json").stdout)
     assert told["location"] == f"lmdb://{tmp_path / 'kv'}, lmdb://{tmp_path / 'none'}"
@@ -301,7 +304,8 @@ def test_a_signal_keeps_what_is_computed(models, tmp_path, sent):
     told = json.loads(stdout)
     assert told["interrupted"]
     assert 0 <= told["evaluated_tokens"] < 120 * 3000
-    with PrefixStore(tmp_path / "kv", load(models("llama"))) as store:
+    llm = load(models("llama"))
+    with PrefixStore(tmp_path / "kv", llm) as store:
         found = sum(store.match(prompt(3000, seed)).n_tokens for seed in range(120))
         assert found == told["evaluated_tokens"]
         assert store.check() == []

@@ -413,6 +413,13 @@ def test_the_command_compares_the_settings_of_a_config(templated, llm, store, tm
     assert "type_k is q8_0 here, f16 in the store" in " ".join(out.split())
 
 
+def test_the_name_of_a_file_as_a_prompt_is_text_and_the_command_says_so(templated, store, tmp_path, run):
+    file = tmp_path / "prompt.txt"
+    file.write_text(RULES)
+    assert "pass --prompt-file" in run(store.location, "--model", templated, file)[2]
+    assert "note" not in run(store.location, "--model", templated, "--prompt-file", file)[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

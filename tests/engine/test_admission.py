@@ -7,7 +7,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import policy_memory
 from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.contents import DropReason
@@ -18,7 +17,7 @@ from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import FixedCodec
 from prefixstore.format.record import StoredPage
 from prefixstore.stats import Counters
-from tests.support.engines import NS, P, Store
+from tests.support.engines import NS, MemoryPages, P, Store
 
 
 class Picky(Ordering):
@@ -39,9 +38,9 @@ class Picky(Ordering):
 
 
 def store_with(policy, max_entries=4, **options):
-    store = Store(MemoryBackend(), max_entries=max_entries, **options)
+    store = Store(MemoryPages(), max_entries=max_entries, **options)
     store.engine.close()
-    store.backend = MemoryBackend()
+    store.backend = MemoryPages()
     budget = Budget(store.max_bytes, max_entries, store.quota)
     store.engine = Engine(store.backend, budget, policy, FixedCodec("raw"), store.counters)
     return store
@@ -153,7 +152,7 @@ def used_often(engine, times=60):
 
 @pytest.mark.parametrize("policy", ["adaptive", "lfu"])
 def test_what_was_learned_is_kept_in_the_location(policy):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     for first in (True, False):
         learner = POLICIES[policy]()
         with closing(Engine(_Kept(backend), Budget(1 << 30), learner, FixedCodec("raw"), Counters())) as engine:
@@ -167,7 +166,7 @@ def test_what_was_learned_is_kept_in_the_location(policy):
 
 def test_it_is_not_saved_after_a_few_prompts_nor_where_it_would_take_much_of_the_budget():
     for n_prompts, max_bytes in ((10, 1 << 30), (60, 1 << 12)):
-        backend = MemoryBackend()
+        backend = MemoryPages()
         policy = POLICIES["adaptive"]()
         with closing(Engine(_Kept(backend), Budget(max_bytes), policy, FixedCodec("raw"), Counters())) as engine:
             engine.commit([])
@@ -177,7 +176,7 @@ def test_it_is_not_saved_after_a_few_prompts_nor_where_it_would_take_much_of_the
 
 
 def test_damage_and_outages_cost_what_was_learned_and_nothing_else(monkeypatch, caplog):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with backend.update() as transaction:
         transaction.put_note(b"policy/adaptive", b"garbage")
     policy = POLICIES["adaptive"]()

@@ -10,20 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixstore.backends.base import ConflictError
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.backends.contract import ConflictError
 from prefixstore.engine import bookmarks as module
 from prefixstore.engine.bookmark import Bookmark, merged, note_name, parse
 from prefixstore.engine.delete import subtree
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.format.keys import KEY_BYTES, PAGE, as_tokens, page_keys
 from prefixstore.format.saved_state import pack_state
-from tests.support.engines import NS, A, B, C, P, Store
+from tests.support.engines import NS, A, B, C, MemoryPages, P, Store
 
 
 @pytest.fixture
 def store():
-    one = Store(MemoryBackend())
+    one = Store(MemoryPages())
     yield one
     one.engine.close()
 
@@ -77,7 +76,7 @@ def test_one_of_a_sequence_that_was_never_stored_is_not_written(store):
 
 def test_it_waits_for_pages_that_are_still_queued(monkeypatch):
     monkeypatch.setattr("prefixstore.engine.queue.BATCH_BYTES", 1)
-    store = Store(MemoryBackend())
+    store = Store(MemoryPages())
     for i, tokens in enumerate((A, B, C)):
         put(store, tokens)
         store.engine.set_bookmark(NS, str(i), bookmark_of(tokens, i))
@@ -108,7 +107,7 @@ def test_there_are_so_many_at_most_and_those_set_last_stay(store, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [30_000, 100_000, 1_000_000])
 def test_they_take_no_more_than_a_part_of_the_budget(max_bytes):
-    store = Store(MemoryBackend(), max_bytes=max_bytes)
+    store = Store(MemoryPages(), max_bytes=max_bytes)
     sequences = [[i] * 9 for i in range(2 * max_bytes // 3000)]
     for i, tokens in enumerate(sequences):
         put(store, tokens)

@@ -12,14 +12,13 @@ from functools import partial
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import budget as budget_module
 from prefixstore.engine import eviction as eviction_module
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.index import Page
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import NS, A, B, C, P, Store, entry
+from tests.support.engines import NS, A, B, C, MemoryPages, P, Store, entry
 from tests.support.fragile import Fragile, assert_true
 from tests.support.newer import make_newer
 
@@ -54,7 +53,7 @@ def during(steps, store, act):
 
 def test_an_eviction_does_not_look_at_pinned_pages(steps):
     def costs(n_pinned):
-        with closing(Store(Fragile(MemoryBackend()), max_entries=n_pinned + 5)) as store:
+        with closing(Store(Fragile(MemoryPages()), max_entries=n_pinned + 5)) as store:
             for number in range(n_pinned):
                 store.put([1000 + number] * P, 1)
                 store.engine.pin(NS, as_tokens([1000 + number] * P), P, pinned=True)
@@ -69,7 +68,7 @@ def test_an_eviction_does_not_look_at_pinned_pages(steps):
 
 
 def test_unpinned_pages_are_evicted_again():
-    with closing(Store(Fragile(MemoryBackend()), max_entries=3)) as store:
+    with closing(Store(Fragile(MemoryPages()), max_entries=3)) as store:
         store.put(A)
         store.engine.pin(NS, as_tokens(A), P, pinned=True)
         assert store.put([5] * P) == 0
@@ -82,7 +81,7 @@ def test_unpinned_pages_are_evicted_again():
 @pytest.mark.parametrize("quota", [Quota(2 * entry()), Quota(None, 2 * entry()), Quota(2 * entry(), 2 * entry())])
 def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
     def costs(n_tenants):
-        store = Store(Fragile(MemoryBackend()), quota=quota)
+        store = Store(Fragile(MemoryPages()), quota=quota)
         with closing(store):
 
             def put(tenant, number):
@@ -104,7 +103,7 @@ def test_a_quota_costs_the_same_however_many_tenants_there_are(steps, quota):
 
 def test_pages_that_others_store_count_for_the_quota_of_a_salt():
     one, other = (Namespace({"salt": "one", "model": model}) for model in "ab")
-    backend = MemoryBackend()
+    backend = MemoryPages()
     ours, theirs = (Store(backend, quota=Quota(None, 2500), settings=each.canonical) for each in (one, other))
     for number in range(3):
         assert theirs.put([number] * P, namespace=other.key) == 1
@@ -129,7 +128,7 @@ def test_a_lookup_does_not_walk_through_expired_pages(steps, clock):
     """Neither once nor with each page that it steps back; a chain of this length was too deep for a recursion."""
     n_pages = 3000
     tokens = list(range(n_pages * P))
-    with closing(Store(Fragile(MemoryBackend()), options={"ttl": 60.0})) as store:
+    with closing(Store(Fragile(MemoryPages()), options={"ttl": 60.0})) as store:
         store.put(tokens, 1)
         assert store.match(tokens) == len(tokens)
         clock[0] += 61 * 10**9
@@ -158,7 +157,7 @@ def test_an_eviction_costs_the_same_however_many_siblings_the_page_has(ttl):
     """Also if the page before them would expire, but for them."""
 
     def costs(n_siblings):
-        backend = MemoryBackend()
+        backend = MemoryPages()
         first = Store(backend, options={"ttl": ttl})
         first.put(A[:P], 1)
         with closing(Store(Fragile(backend), max_entries=n_siblings + 1)) as store:
@@ -178,13 +177,13 @@ def test_a_lookup_costs_the_same_however_many_pages_have_no_place(monkeypatch):
     """Their parent is of a newer version: they may stay for long."""
 
     def costs(n_strays):
-        backend = MemoryBackend()
+        backend = MemoryPages()
         with closing(Store(backend)) as store:
             store.put(A[:P], 1)
             for number in range(n_strays):
                 store.put(A[:P] + [10 + number] * P, 1)
             root = store.engine.match(NS, as_tokens(A), P).pages[0]
-            make_newer(backend, root.key, monkeypatch)
+            make_newer(backend, root.key)
             store.match(A)
             with closing(Store(Fragile(backend))) as other:
                 other.put(B[:P], 1)
@@ -197,7 +196,7 @@ def test_a_lookup_costs_the_same_however_many_pages_have_no_place(monkeypatch):
 
 
 def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(clock):
-    with closing(Store(Fragile(MemoryBackend()), options={"ttl": 60.0})) as store:
+    with closing(Store(Fragile(MemoryPages()), options={"ttl": 60.0})) as store:
         store.put(A)
         clock[0] += 50 * 10**9
         store.put([*A, 7])
@@ -216,7 +215,7 @@ def test_a_page_is_kept_as_long_as_a_descendant_that_was_pinned_or_lives_longer(
 def test_damaged_pages_are_deleted_some_at_a_time():
     n_pages = 1300
     tokens = list(range(n_pages * P))
-    with closing(Store(Fragile(MemoryBackend()))) as store:
+    with closing(Store(Fragile(MemoryPages()))) as store:
         store.put(tokens, 1)
         store.put([9] * P)
         store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: False)
@@ -239,7 +238,7 @@ def test_damaged_pages_are_deleted_some_at_a_time():
 def test_repairs_are_made_some_at_a_time(how, monkeypatch):
     n_pages = 1300
     tokens = list(range(n_pages * P))
-    backend = Fragile(MemoryBackend())
+    backend = Fragile(MemoryPages())
     with closing(Store(backend)) as store:
         store.put(tokens, 1)
         first = store.engine.match(NS, as_tokens(tokens), P).pages[0]

@@ -8,16 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import breaker as module
 from prefixstore.engine.breaker import CircuitBreaker
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
 from prefixstore.testing import SlowBackend
 from tests.support.ctrl_c import interrupted, places_in
-from tests.support.engines import MIB, A, Store
+from tests.support.engines import MIB, A, MemoryPages, Store
 from tests.support.timeouts import wait_for
 
 
@@ -160,10 +159,10 @@ def test_an_error_of_a_local_location_opens_the_circuit_at_once(local, clock):
 
 def test_the_engine_is_patient_with_local_locations_only(tmp_path, clock):
     for backend, patience in (
-        (MemoryBackend(), module.LOCAL_PATIENCE),
-        (LMDBBackend(tmp_path / "kv", MIB), module.LOCAL_PATIENCE),
-        (open_backend(f"sqlite:///{tmp_path}/kv.db", max_bytes=MIB, read_only=False), module.LOCAL_PATIENCE),
-        (SlowBackend(MemoryBackend(), 0), 1),
+        (MemoryPages(), module.LOCAL_PATIENCE),
+        (Pages(LMDBBackend(tmp_path / "kv", MIB)), module.LOCAL_PATIENCE),
+        (open_pages(f"sqlite:///{tmp_path}/kv.db", max_bytes=MIB, read_only=False), module.LOCAL_PATIENCE),
+        (SlowBackend(MemoryPages(), 0), 1),
     ):
         with closing(Store(backend, options={"clock": lambda: clock[0]})) as store:
             assert store.engine._breaker._patience == patience
@@ -180,7 +179,7 @@ def test_a_pause_of_the_machine_during_a_lookup_costs_nothing_afterwards(clock):
         assert store.fetch(A) == 3
 
 
-class Pausing(MemoryBackend):
+class Pausing(MemoryPages):
     """Views take a while, by the clock of the test."""
 
     pause = 0.0

@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.delete import of_namespaces, subtree
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import FullError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, A, B, C, P, Store, entry, put_snapshots, snapshot_of
+from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
 
 SETTINGS = Namespace({"salt": "tenant"}).canonical
 
@@ -128,7 +128,7 @@ def stored_pages(store):
 
 @pytest.fixture(params=["memory", "lmdb"])
 def new_backend(request, tmp_path):
-    return MemoryBackend if request.param == "memory" else partial(LMDBBackend, tmp_path / "kv", MIB)
+    return MemoryPages if request.param == "memory" else lambda: Pages(LMDBBackend(tmp_path / "kv", MIB))
 
 
 def test_lookups_and_restores_ask_the_backend_without_the_lock(watch, new_backend):
@@ -194,7 +194,7 @@ def test_space_is_made_without_the_lock(watch, new_backend, clock):
 
 
 def test_more_space_is_made_without_the_lock_when_the_location_is_full(watch):
-    store = watch.open(FaultyBackend(MemoryBackend(), "put", FullError("full"), at=4, times=2))
+    store = watch.open(FaultyBackend(MemoryPages(), "put", FullError("full"), at=4, times=2))
     assert [store.put(tokens) for tokens in (A, B)] == [3, 3]
     assert "reclaim" in watch.asked
 
@@ -248,8 +248,8 @@ def test_pages_are_deleted_and_imported_without_the_lock(watch, new_backend):
 
 
 def test_two_engines_on_one_location_catch_up_without_the_lock(watch, tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixstore.backends.lmdb.backend.CHANGES_KEPT", 4)
-    one, two = (watch.open(LMDBBackend(tmp_path, MIB), max_entries=8) for _ in range(2))
+    monkeypatch.setattr("prefixstore.engine.pages.CHANGES_KEPT", 4)
+    one, two = (watch.open(Pages(LMDBBackend(tmp_path, MIB)), max_entries=8) for _ in range(2))
     one.put(A)
     assert two.fetch(A) == 3
     ours, theirs = one.announce(B), two.announce([*B, 9])
@@ -266,7 +266,7 @@ def test_two_engines_on_one_location_catch_up_without_the_lock(watch, tmp_path, 
 
 def test_the_guard_detects_a_backend_call_under_the_lock():
     watch = Watch()
-    store = watch.open(MemoryBackend())
+    store = watch.open(MemoryPages())
     with closing(store.engine):
         with pytest.raises(AssertionError, match="view is asked"), store.engine._catalog._lock:
             store.match(A)

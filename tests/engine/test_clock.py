@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import CLOCK_SLACK
 from tests.engine.test_commit import stored_pages
-from tests.support.engines import NS, P, Store, store_of
+from tests.support.engines import NS, MemoryPages, P, Store, store_of
 
 YEAR = 365 * 86_400 * 10**9
 
@@ -103,7 +102,7 @@ def test_uses_are_in_order_even_while_the_clock_stands_still_or_was_set_back(clo
 
 
 def test_two_processes_with_clocks_minutes_apart_agree_on_the_order(clock):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with closing(Store(backend, max_entries=2)) as one:
         two = Store(backend, max_entries=2)
         clock[0] += 120 * 10**9

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.pending import PendingPage
@@ -15,7 +14,7 @@ from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, A, B, C, P, entry, state_of, store_of
+from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, entry, state_of, store_of
 from tests.support.fragile import known_keys
 
 # -- tails -------------------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def test_a_pending_tail_that_is_continued_is_never_written():
 
 
 def test_the_page_that_continues_a_pinned_tail_is_pinned_if_another_process_has_stored_it():
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with store_of(backend) as one, store_of(backend) as two, store_of(backend) as three:
         batches = [store.announce([1, 2, 3, 4][:n]) for store, n in ((one, 2), (two, 4), (three, 4))]
         # each has announced its page before it knew of the others
@@ -131,7 +130,7 @@ def test_uses_of_a_pending_page_are_counted_once():
 
 
 def test_a_full_backend_is_tried_again_after_space_was_made():
-    backend = FaultyBackend(MemoryBackend(), "put", FullError("full"), at=4, times=2)
+    backend = FaultyBackend(MemoryPages(), "put", FullError("full"), at=4, times=2)
     with store_of(backend) as store:
         store.put(A)
         assert store.put(B) == 3
@@ -142,7 +141,7 @@ def test_a_full_backend_is_tried_again_after_space_was_made():
 
 @pytest.mark.slow
 def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception():
-    backend = FaultyBackend(MemoryBackend(), "commit", FullError("full"), at=2, times=None)
+    backend = FaultyBackend(MemoryPages(), "commit", FullError("full"), at=2, times=None)
     with store_of(backend) as store:
         store.put(A)
         assert store.put(B) == 0
@@ -153,9 +152,9 @@ def test_pages_that_find_no_space_are_dropped_and_counted_without_an_exception()
         assert store.engine.wants(NS, NS, as_tokens(B[:4]).tobytes())
 
 
-@pytest.mark.parametrize("operation", ["update", "record", "put", "delete", "commit"])
+@pytest.mark.parametrize("operation", ["update", "put", "delete", "commit"])
 def test_a_backend_that_fails_once_costs_one_batch(operation):
-    backend = FaultyBackend(MemoryBackend(), operation, at=10**9)
+    backend = FaultyBackend(MemoryPages(), operation, at=10**9)
     with store_of(backend, max_entries=5) as store:
         store.put(A)
         store.match(A)
@@ -189,7 +188,7 @@ def test_a_bug_in_the_codec_leaves_no_unreadable_page():
 
 @pytest.mark.parametrize("interfere", ["thin", "damage"])
 def test_a_snapshot_that_is_given_up_while_it_is_written_leaves_no_orphan(interfere):
-    class InterferingBackend(MemoryBackend):
+    class InterferingBackend(MemoryPages):
         """Thins a snapshot, or reports it as damaged, at the moment when space is made for it."""
 
         interfere = None

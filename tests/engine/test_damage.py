@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from contextlib import closing
 
 import lmdb
 import pytest
-import xxhash
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.pages import Pages
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.record import RECORD
-from tests.support.engines import MIB, NS, A, B, C, P, Store, store_of
+from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, store_of
 from tests.support.fragile import Fragile, assert_true
+from tests.support.newer import newer
 
 
 def flip(path, database, key, at):
@@ -27,30 +26,31 @@ def flip(path, database, key, at):
             txn.put(key, bytes(value), db=handle)
 
 
-def raw_keys(path, database):
+def raw_keys(path, database, kind):
+    """The keys of the pages that have rows of a kind."""
     with lmdb.open(str(path), max_dbs=8, readonly=True) as env, env.begin(db=env.open_db(database)) as txn:
-        return {bytes(key) for key, _ in txn.cursor()}
+        return {bytes(key)[1:] for key, _ in txn.cursor() if key[:1] == kind}
 
 
 @pytest.mark.parametrize("damage", ["payload", "no payload", "record", "other tokens"])
 def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp_path, damage):
     tokens = list(range(16))
     keys = page_keys(NS, as_tokens(tokens), P)
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(tokens)
         store.put([7] * 8)
     if damage == "payload":
-        flip(tmp_path, b"payloads", keys[1], 500)
+        flip(tmp_path, b"payloads", b"r" + keys[1], 500)
     elif damage == "record":
-        flip(tmp_path, b"records", keys[1], RECORD.size + 1)
+        flip(tmp_path, b"rows", b"r" + keys[1], RECORD.size + 1)
     else:
         with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
             if damage == "no payload":
-                assert txn.delete(keys[1], db=env.open_db(b"payloads", txn))
+                assert txn.delete(b"r" + keys[1], db=env.open_db(b"payloads", txn))
             else:
-                records = env.open_db(b"records", txn)
-                txn.put(keys[1], txn.get(keys[2], db=records), db=records)
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+                rows = env.open_db(b"rows", txn)
+                txn.put(b"r" + keys[1], txn.get(b"r" + keys[2], db=rows), db=rows)
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert {violation.key for violation in store.engine.check()} >= {keys[1].hex()}
         # a record is read when the store is opened, a payload when it is fetched
         assert store.match(tokens) == (4 if damage in ("record", "other tokens") else 16)
@@ -64,16 +64,17 @@ def test_a_damaged_page_ends_the_restore_and_is_deleted_with_its_descendants(tmp
         assert store.match([7] * 8) == 8
         assert store.put(tokens) == 3
         assert store.fetch(tokens) == 4
-    assert raw_keys(tmp_path, b"payloads") == raw_keys(tmp_path, b"records") == raw_keys(tmp_path, b"usage")
-    assert len(raw_keys(tmp_path, b"records")) == 6
+    records = raw_keys(tmp_path, b"rows", b"r")
+    assert raw_keys(tmp_path, b"payloads", b"r") == records == raw_keys(tmp_path, b"rows", b"u")
+    assert len(records) == 6
 
 
 def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(A[:4])
     key = page_keys(NS, as_tokens(A), P)[0]
-    flip(tmp_path, b"records", key, 20)
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    flip(tmp_path, b"rows", b"r" + key, 20)
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         # without a match first, the index is empty and the page is captured again
         batch = store.announce(A) + store.announce(B)
         assert store.engine.commit(batch) == 6
@@ -84,11 +85,11 @@ def test_a_damaged_record_is_replaced_when_its_page_is_captured_again(tmp_path):
 def test_a_page_without_its_parent_is_deleted(tmp_path):
     tokens = list(range(12))
     keys = page_keys(NS, as_tokens(tokens), P)
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(tokens)
-    with closing(LMDBBackend(tmp_path, MIB)) as backend, backend.update() as transaction:
+    with closing(Pages(LMDBBackend(tmp_path, MIB))) as backend, backend.update() as transaction:
         transaction.delete(keys[0])
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert [violation.rule for violation in store.engine.check()] == ["parent"]
         assert store.match(tokens) == 0
         # found when eviction needs to know all pages
@@ -98,15 +99,14 @@ def test_a_page_without_its_parent_is_deleted(tmp_path):
 
 
 def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(A)
         store.put(B)
     keys = page_keys(NS, as_tokens(A), P)
     with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
-        records = env.open_db(b"records", txn)
-        future = b"\xff" + txn.get(keys[1], db=records)[1:-8]
-        txn.put(keys[1], future + struct.pack("<Q", xxhash.xxh3_64_intdigest(future)), db=records)
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+        rows = env.open_db(b"rows", txn)
+        txn.put(b"r" + keys[1], newer(txn.get(b"r" + keys[1], db=rows)), db=rows)
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         assert store.match(A) == 4
         batch = store.pages(A)
         announced = [new for new in [*batch, *store.pages(C)] if store.engine.announce(new)]
@@ -119,11 +119,11 @@ def test_a_page_of_a_newer_version_is_not_changed(tmp_path):
 
 def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too(tmp_path):
     tokens = list(range(12))
-    with store_of(LMDBBackend(tmp_path, MIB)) as one:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
         one.put(tokens[:4])
         key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", key, 3)
-    with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
+    flip(tmp_path, b"payloads", b"r" + key, 3)
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
         assert one.match(tokens) == two.match(tokens) == 4
         assert one.fetch(tokens) == 0
         assert two.put(tokens) == 2  # it has not read the first page
@@ -135,11 +135,11 @@ def test_the_children_that_another_engine_adds_to_a_damaged_page_are_deleted_too
 
 def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
     tokens = list(range(12))
-    with store_of(LMDBBackend(tmp_path, MIB)) as one:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one:
         one.put(tokens)
         key = page_keys(NS, as_tokens(tokens), P)[0]
-    flip(tmp_path, b"payloads", key, 3)
-    with store_of(LMDBBackend(tmp_path, MIB)) as one, store_of(LMDBBackend(tmp_path, MIB)) as two:
+    flip(tmp_path, b"payloads", b"r" + key, 3)
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as one, store_of(Pages(LMDBBackend(tmp_path, MIB))) as two:
         assert one.fetch(tokens) == two.fetch(tokens) == 0
         two.engine.commit([])
         assert two.put(tokens) == 3
@@ -151,7 +151,7 @@ def test_a_page_that_another_engine_has_repaired_is_not_deleted(tmp_path):
 @pytest.mark.parametrize("how", ["written", "abandoned"])
 def test_a_page_that_was_suspected_wrongly_and_captured_again_keeps_its_pin_and_its_size(how):
     tokens = [1, 1, 1, 1, 2, 2]
-    store = Store(Fragile(MemoryBackend()))
+    store = Store(Fragile(MemoryPages()))
     store.put(tokens)
     store.engine.pin(NS, as_tokens(tokens), P, pinned=True)
     store.engine.condemn(store.engine.match(NS, as_tokens(tokens), P).pages[1], lambda *_: True)

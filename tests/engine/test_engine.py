@@ -7,12 +7,12 @@ import random
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key, page_keys
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, OTHER, A, B, C, P, entry, state_of, store_of
+from tests.support.engines import MIB, NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
 
 # -- match and fetch ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ def test_pages_of_one_batch_do_not_evict_each_other():
 @pytest.mark.slow
 def test_the_budget_holds_for_pages_of_any_size(tmp_path):
     chance = random.Random(3)
-    for backend, size in ((MemoryBackend(), 20_000), (LMDBBackend(tmp_path, MIB), MIB)):
+    for backend, size in ((MemoryPages(), 20_000), (Pages(LMDBBackend(tmp_path, MIB)), MIB)):
         with store_of(backend, max_bytes=size, max_entries=30) as store:
             for _ in range(150):
                 tokens = [chance.randrange(3) for _ in range(chance.randrange(1, 20))]
@@ -199,7 +199,7 @@ def test_the_budget_holds_for_pages_of_any_size(tmp_path):
 
 
 def test_a_clear_that_fails_removes_nothing_from_the_index():
-    backend = FaultyBackend(MemoryBackend(), "commit", at=2)
+    backend = FaultyBackend(MemoryPages(), "commit", at=2)
     with store_of(backend) as store:
         store.put(A)
         with pytest.raises(UnavailableError):
@@ -211,7 +211,7 @@ def test_a_clear_that_fails_removes_nothing_from_the_index():
 
 
 def test_a_pin_that_fails_pins_nothing():
-    backend = FaultyBackend(MemoryBackend(), "commit", at=2)
+    backend = FaultyBackend(MemoryPages(), "commit", at=2)
     with store_of(backend, max_entries=3) as store:
         store.put(A)
         with pytest.raises(UnavailableError):
@@ -220,7 +220,7 @@ def test_a_pin_that_fails_pins_nothing():
 
 
 def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():
-    backend = FaultyBackend(MemoryBackend(), "view", at=4)
+    backend = FaultyBackend(MemoryPages(), "view", at=4)
     with store_of(backend) as store:
         store.put(A)
         store.match(A)
@@ -231,7 +231,7 @@ def test_a_backend_that_cannot_be_read_raises_and_loses_nothing():
 
 @pytest.mark.parametrize("operation", ["record", "payload"])
 def test_a_page_that_is_temporarily_unreadable_ends_the_restore_and_stays_stored(operation):
-    backend = FaultyBackend(MemoryBackend(), operation, at=10**9)
+    backend = FaultyBackend(MemoryPages(), operation, at=10**9)
     with store_of(backend) as store:
         store.put(A)
         store.match(A)
@@ -243,7 +243,7 @@ def test_a_page_that_is_temporarily_unreadable_ends_the_restore_and_stays_stored
 
 
 def test_a_page_that_is_unreadable_during_a_refresh_is_not_forgotten():
-    backend = FaultyBackend(MemoryBackend(), "record", at=10**9)
+    backend = FaultyBackend(MemoryPages(), "record", at=10**9)
     with store_of(backend) as store:
         store.match(A)
         store.put(A)

@@ -8,18 +8,19 @@ import numpy as np
 import pytest
 
 from prefixstore import InvalidParameterError, MisuseError, PrefixStore
-from prefixstore.backends import open_backend
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.policy_memory import POLICY_NOTE
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.units import parse_target
-from tests.support.engines import MIB, NS, A, B, C, P, entry, store_of
+from tests.support.engines import MIB, NS, A, B, C, P, entry, store_of, taken
 from tests.support.places import SCHEMES, contents, fill, opened, place, space
 
 PAGES = space()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "policy"),
     [
@@ -33,7 +34,7 @@ def test_a_dry_run_changes_nothing_and_says_what_an_eviction_then_does(scheme, p
     url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
     rng = np.random.default_rng(1)
     sequences = [[1, 2, 3, 4, *rng.integers(0, 3, 12).tolist()] for _ in range(30)]
-    with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+    with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
         for i, tokens in enumerate(sequences):
             fill(store.backend, PAGES, [tokens], last_used=i + 1, size=20_000)
         engine = store.engine
@@ -69,8 +70,8 @@ def test_what_is_pinned_stays_and_it_is_said_that_this_is_not_enough():
         for dry_run in (True, False):
             evicted = store.engine.evict(0, dry_run=dry_run)
             assert len(evicted.pages) == 6
-            assert evicted.bytes == 6 * entry()
-            assert evicted.bytes_left == 3 * entry()
+            assert evicted.bytes == 6 * taken()
+            assert evicted.bytes_left == 3 * taken()
             assert not evicted.is_enough
         assert [store.match(tokens) for tokens in (A, B, C)] == [0, 12, 0]
 
@@ -127,7 +128,7 @@ def test_a_location_knows_the_policy_of_its_store(scheme, tmp_path, request):
     with Archive(url) as archive:
         assert archive.policy == "lru"
     for policy in ("longest_first", "lfu"):
-        with store_of(open_backend(url, max_bytes=64 * MIB)) as store:
+        with store_of(open_pages(url, max_bytes=64 * MIB)) as store:
             store.engine._catalog._table.policy.name = policy
             store.put([len(policy)] * P)
         with Archive(url) as archive:

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import evictions
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.evictions import EVICTIONS_NOTE, REMEMBERED, Cause, EvictionLog, EvictionNote
+from prefixstore.engine.miss import miss_reason
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, C, P, entry, store_of
+from tests.support.engines import NS, A, B, C, MemoryPages, P, entry, store_of
 
 
 def key(number):
@@ -57,7 +57,7 @@ def test_a_note_that_cannot_be_read_says_nothing(note):
 
 
 def test_it_is_written_at_the_end_and_not_too_often():
-    backend, log, now = MemoryBackend(), EvictionLog(), [0.0]
+    backend, log, now = MemoryPages(), EvictionLog(), [0.0]
     note = EvictionNote(backend, log, 64 << 20, clock=lambda: now[0])
     note.save(closing=True)
     log.add(key(1), Cause.SPACE, 5.0)
@@ -74,7 +74,7 @@ def test_it_is_written_at_the_end_and_not_too_often():
 
 
 def test_a_location_that_fails_or_is_full_has_no_note(monkeypatch):
-    backend, log = MemoryBackend(), EvictionLog()
+    backend, log = MemoryPages(), EvictionLog()
     log.add(key(1), Cause.SPACE, 5.0)
     EvictionNote(backend, log, 100).save(closing=True)
     assert noted(backend) is None
@@ -119,3 +119,17 @@ def test_a_dry_run_is_no_eviction():
         store.put(A)
         assert len(store.engine.evict(0, dry_run=True).pages) == 3
         assert found(store, A) is None
+
+
+def test_the_reason_of_a_miss_tells_short_prompts_evicted_ones_and_those_that_differ_from_new_ones():
+    def reason(store, tokens, n_matched=0):
+        return miss_reason(store.engine, NS, as_tokens(tokens), P, n_matched=n_matched, min_tokens=3)
+
+    with store_of() as store:
+        store.put(A)
+        assert reason(store, A[:2], 2) == reason(store, []) == "short"
+        assert reason(store, [1, 9, 9, 9], 1) == "diverged"
+        assert reason(store, B) == "not_found"
+        store.engine.evict(0)
+        assert reason(store, A) == reason(store, [*A[:P], 7, 7]) == "evicted"
+        assert reason(store, [1, 9, 9, 9]) == "not_found"

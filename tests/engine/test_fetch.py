@@ -12,6 +12,7 @@ import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.keys import as_tokens
@@ -60,7 +61,7 @@ def test_streaming_needs_only_a_few_buffers(workers):
 
 
 def test_a_raw_page_is_not_copied(tmp_path):
-    with store_of(["raw", "planes"], LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
+    with store_of(["raw", "planes"], Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
         with store.backend.view() as view:
             stored = np.frombuffer(view.payload(store.pages[0].key), np.uint8)
             with store.fetcher.fetching(store.pages) as states:

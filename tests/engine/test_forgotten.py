@@ -7,12 +7,12 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixstore.backends.lmdb.backend import _View
 from prefixstore.engine import contents, index, table_load
 from prefixstore.engine.adaptive_policy import SAVED, Adaptive
 from prefixstore.engine.delete import beginning_with
 from prefixstore.engine.duel import Access, Mode, _Cache
 from prefixstore.engine.hazards import AGES, CLASSES
+from prefixstore.engine.pages import _PageView
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.saved_state import pack_state
 from tests.support import in_thread
@@ -131,7 +131,7 @@ def test_the_page_table_is_filled_while_others_commit_all_the_time(monkeypatch, 
         for number in range(40):
             one.put([number] * 4, 10)
         asked = []
-        facts = _View.facts
+        facts = _PageView.facts
 
         def slow(self, after, at_most):
             asked.append(at_most)
@@ -143,6 +143,6 @@ def test_the_page_table_is_filled_while_others_commit_all_the_time(monkeypatch, 
                 in_thread(lambda: two.match(A)).join()
             return found
 
-        monkeypatch.setattr(_View, "facts", slow)
+        monkeypatch.setattr(_PageView, "facts", slow)
         two.engine._catalog.load_table(two.engine._backend)
         assert two.engine._catalog.total().stored == len(two.stored_keys())

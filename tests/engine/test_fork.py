@@ -6,11 +6,12 @@ import os
 import threading
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.engine.pages import Pages
 from tests.support.engines import MIB, A, B, C, Store, gated, store_of, wait_for, writer_of
 
 
 def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         with writer_of(store) as writer:
             store.put(C)
             for new in store.pages(A):
@@ -37,7 +38,7 @@ def test_parent_and_forked_child_each_write_their_own_pages(tmp_path):
 def test_a_forked_child_closes_its_own_copy_of_an_engine_that_the_parent_is_closing(tmp_path):
     gate = threading.Event()
 
-    store = Store(gated(LMDBBackend, gate)(tmp_path, MIB))
+    store = Store(gated(Pages, gate)(LMDBBackend(tmp_path, MIB)))
     for new in store.pages(A):
         assert store.engine.submit(new)
     store.engine.close_soon()
@@ -57,5 +58,5 @@ def test_a_forked_child_closes_its_own_copy_of_an_engine_that_the_parent_is_clos
     assert not store.engine._closed
     gate.set()
     wait_for(lambda: store.engine._closed, "the close in the parent")
-    with store_of(LMDBBackend(tmp_path, MIB)) as again:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as again:
         assert again.fetch(A) == 3

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from prefixstore import stats as stats_module
-from prefixstore.backends.base import ConflictError
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.history import days_note, hours_note, read_history, short
 from prefixstore.engine.history_keeper import BLOCKS_KEPT, DAYS_IN_BLOCK, DAYS_KEPT
+from prefixstore.engine.keyspace import everything
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
 from prefixstore.format import figure_rows
 from prefixstore.format.figure_notes import ABOUT, NOTE, About, Chunk, Running, parse_chunk
@@ -29,7 +29,7 @@ from prefixstore.format.saved_state import pack_state
 from prefixstore.stats import Purpose
 from prefixstore.testing.faults import FaultyBackend
 from tests.support import PATIENCE, ROOT
-from tests.support.engines import MIB, NS, A, B, Store, store_of, two_stores
+from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
 from tests.support.places import SCHEMES, opened, place
 
 NOW = 1_800_000_000.0  # within an hour and a day
@@ -77,6 +77,12 @@ def put_note(store, name, value):
 # -- kept and merged --------------------------------------------------------------------------------------------------
 
 
+def notes_of(store):
+    """All notes of a location."""
+    with store.backend.rows.view() as rows:
+        return {row.key[1:]: row.value for row in rows.ranges([everything(b"o")])[0]}
+
+
 def test_what_was_counted_is_there_after_a_restart():
     with store_of() as store:
         ask(store, 3, hits=1)
@@ -98,6 +104,22 @@ def test_what_is_not_written_yet_is_told_by_the_store_that_has_counted_it():
         assert store.engine.history().total().lookups == 3
         with store.backend.view() as view:
             assert read_history(view, NOW).total().lookups == 2
+
+
+def test_what_is_committed_is_told_once_also_before_its_writer_knows_of_it(monkeypatch):
+    with store_of() as store:
+        ask(store, 3, hits=1)
+        keeper, told = store.engine.keeper, []
+        committed = keeper.committed
+
+        def late():
+            told.append(store.engine.history().total().lookups)
+            committed()
+
+        monkeypatch.setattr(keeper, "committed", late)
+        keep(store)
+        assert told == [3]
+        assert store.engine.history().total().lookups == 3
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "memory"])
@@ -128,7 +150,8 @@ import sys
 from tests.support.engines import Store
 from tests.engine.test_history import ask, keep
 from prefixstore.backends.lmdb.backend import LMDBBackend
-store = Store(LMDBBackend(sys.argv[1], 1 << 20))
+from prefixstore.engine.pages import Pages
+store = Store(Pages(LMDBBackend(sys.argv[1], 1 << 20)))
 for _ in range(20):
     ask(store, 3, hits=1)
     keep(store)
@@ -220,7 +243,7 @@ def test_hours_are_kept_for_a_week_and_days_for_a_year(clock):
         assert 365 <= len(history.days) <= DAYS_IN_BLOCK * BLOCKS_KEPT
         running = Running.parse(note(store, NOTE))
         assert (len(running.days), len(running.blocks)) == (DAYS_KEPT, BLOCKS_KEPT)
-        notes = set(store.backend._pages.notes)
+        notes = set(notes_of(store))
         assert notes == {NOTE, *map(hours_note, running.days), *map(days_note, running.blocks)} | {ABOUT}
 
 
@@ -309,7 +332,7 @@ def test_a_thousand_tenants_fit_into_a_bounded_space(clock):
         assert len({one.namespace for one in history.days}) == 1000
         assert history.total(namespaces=[short(tenants[7].key)]).hits == 26
         assert history.describe(short(tenants[7].key)).tenant == "tenant 7"
-        sizes = {name: len(value) for name, value in store.backend._pages.notes.items()}
+        sizes = {name: len(value) for name, value in notes_of(store).items()}
         assert max(sizes.values()) < MIB
         assert sizes[NOTE] < 64 << 10
 
@@ -490,7 +513,7 @@ def test_figures_of_a_newer_version_are_left_alone(name, clock):
 
 @pytest.mark.parametrize("error", [UnavailableError("no"), FullError("no")])
 def test_a_commit_that_fails_loses_no_figures(error):
-    inner = MemoryBackend()
+    inner = MemoryPages()
     with store_of(FaultyBackend(inner, "commit", error)) as store:
         ask(store, 2)
         keep(store)
@@ -530,7 +553,7 @@ def test_what_was_committed_without_an_answer_is_not_counted_twice(is_committed,
 
 @pytest.mark.parametrize("n", [1, 6])
 def test_figures_are_written_although_other_processes_commit_first(n):
-    inner = MemoryBackend()
+    inner = MemoryPages()
     with store_of(FaultyBackend(inner, "commit", ConflictError("no"), times=n)) as store:
         ask(store, 2)
         keep(store)
@@ -538,7 +561,7 @@ def test_figures_are_written_although_other_processes_commit_first(n):
             assert read_history(view, NOW).total().lookups == 2
 
 
-class NotesFail(MemoryBackend):
+class NotesFail(MemoryPages):
     """A location that takes pages and no figures."""
 
     def __init__(self, error):
@@ -609,7 +632,7 @@ def test_names_are_forgotten_and_counts_stay():
         assert store.engine.history().total().lookups == 2
         store.engine.keeper.forget(None)
         assert store.engine.history().days == ()
-        assert not [name for name in store.backend._pages.notes if name.startswith(NOTE)]
+        assert not [name for name in notes_of(store) if name.startswith(NOTE)]
 
 
 def test_the_budget_is_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -71,6 +72,7 @@ def check(index):
             assert not b.startswith(a)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data(), st.sampled_from([sequences, wide]))
 def test_a_match_is_the_longest_common_prefix_with_anything_stored(data, kind):
@@ -279,3 +281,19 @@ def test_forgetting_takes_no_longer_for_each_page_that_stays():
 
     # less than one time; tens of times, each time, where the first item of a dict is looked for again and again
     assert any(times() < 4 for _ in range(5))
+
+
+@pytest.mark.parametrize(
+    ("page", "other", "lasts"),
+    [
+        ((True, 5), (False, 0), False),  # unpinned later, it expires and the other does not
+        ((True, 5), (True, 9), True),
+        ((True, 5), (False, 3), True),
+        ((False, 5), (True, 3), False),
+        ((False, 0), (True, 9), True),
+        ((False, 9), (False, 5), True),
+    ],
+)
+def test_a_page_lasts_as_long_as_another_whether_it_stays_pinned_or_not(page, other, lasts):
+    one, two = (SimpleNamespace(pinned=pinned, expires=expires) for pinned, expires in (page, other))
+    assert Page.lasts_until(one, two) is lasts

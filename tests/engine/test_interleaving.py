@@ -22,13 +22,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from prefixstore.backends import open_backend
 from prefixstore.engine import follow, table_load
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.contents import DropReason
 from prefixstore.engine.delete import beginning_with
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -160,7 +160,7 @@ class Interleaving(RuleBasedStateMachine):
         url = self.location(directory)
         self.members = []
         for which in range(ENGINES):
-            backend = open_backend(url, max_bytes=64 * MIB)
+            backend = open_pages(url, max_bytes=64 * MIB)
             # one of them has pages that expire
             self.members.append(Member(backend, self.budget, TTL if which == 2 else None))
             self.opened.callback(self.members[-1].close)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from prefixstore.backends.lmdb import trees
-from prefixstore.engine import invariants
+from prefixstore.engine import invariants, keyspace
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
 from prefixstore.format.keys import SNAPSHOT
 from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
+from tests.support.pages import make_page
 from tests.support.places import opened, space
 
 AMPLE = Budget(1 << 40)
@@ -137,6 +137,7 @@ def test_a_location_beyond_its_budget_is_found(backend):
 def test_a_check_keeps_little_of_each_page_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(invariants, "AT_ONCE", 256)
     monkeypatch.setattr(trees, "PAGES_AT_ONCE", 64)
+    monkeypatch.setattr(keyspace, "AT_ONCE", 64)
     n = 3000
     with opened(f"lmdb://{tmp_path}/kv") as backend:
         put(backend, *(page([i] * 256) for i in range(n)))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import follow
 from prefixstore.engine.budget import Quota
 from prefixstore.engine.delete import of_namespaces
 from prefixstore.engine.invariants import violations
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import Suspicion
 from prefixstore.errors import FullError, StorageError, UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
@@ -31,6 +31,7 @@ from tests.support.engines import (
     A,
     B,
     C,
+    MemoryPages,
     P,
     Store,
     entry,
@@ -130,7 +131,7 @@ SCENARIOS = [a_commit_of_everything, an_import_that_evicts, a_pin, an_unpin, a_c
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whichever_call_fails_the_catalog_says_what_is_stored(scenario, error):
     for number in itertools.count(1):
-        backend = MemoryBackend()
+        backend = MemoryPages()
         store = store_on(backend, max_entries=9, quota=Quota(9 * entry(), 9 * entry()))
         act = scenario(store)
         store.match(A)
@@ -158,10 +159,10 @@ def test_whichever_call_fails_the_catalog_says_what_is_stored(scenario, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("new_backend", [MemoryBackend, "lmdb"])
+@pytest.mark.parametrize("new_backend", ["memory", "lmdb"])
 def test_a_failure_costs_no_more_steps_in_a_large_store_than_in_a_small_one(new_backend, tmp_path):
     def steps(n_pages, where):
-        backend = MemoryBackend() if new_backend is MemoryBackend else LMDBBackend(where, 8 * MIB)
+        backend = MemoryPages() if new_backend == "memory" else Pages(LMDBBackend(where, 8 * MIB))
         store = store_on(backend, max_entries=n_pages)
         for number in range(100, 100 + n_pages):
             store.put([number] * P, 1)
@@ -178,7 +179,7 @@ def test_a_failure_costs_no_more_steps_in_a_large_store_than_in_a_small_one(new_
 
 
 def test_evictions_of_a_transaction_that_failed_are_not_counted():
-    store = store_on(MemoryBackend(), max_entries=3)
+    store = store_on(MemoryPages(), max_entries=3)
     store.put(A)
     store.backend.fails_at = 25
     assert store.put(B) == 0
@@ -191,7 +192,7 @@ def test_evictions_of_a_transaction_that_failed_are_not_counted():
 
 def test_the_next_transaction_of_the_process_sees_what_was_taken_back():
     """Between the end of a failed transaction and the moment when the catalog knows, no other one may begin."""
-    store = store_on(MemoryBackend())
+    store = store_on(MemoryPages())
     store.put(A)
     catalog = store.engine._catalog
     seen = []
@@ -212,7 +213,7 @@ def test_the_next_transaction_of_the_process_sees_what_was_taken_back():
 
 
 def test_after_an_interruption_the_catalog_is_rebuilt():
-    store = store_on(MemoryBackend())
+    store = store_on(MemoryPages())
     store.put(A)
     store.backend.fails_at, store.backend.error = 6, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -227,7 +228,7 @@ def test_after_an_interruption_the_catalog_is_rebuilt():
 @pytest.mark.parametrize("how", ["abandon", "mark_damaged", "continue"])
 def test_a_page_that_is_given_up_while_it_is_written_leaves_nothing_behind(how, moment, fails):
     """By another thread: before it was put, or after that."""
-    store = store_on(MemoryBackend())
+    store = store_on(MemoryPages())
     store.put(A[:4])
     batch = store.announce(A[:7])
     more = []
@@ -265,7 +266,7 @@ def assert_true_beside(store, more):
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_page_that_another_process_has_stored_stays_when_it_is_given_up_here(fails):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     ours, theirs = store_on(backend, max_entries=3), store_on(backend, max_entries=3)
     ours.put(A[:4])
     batch = ours.announce(A[:8])
@@ -286,7 +287,7 @@ def test_a_page_that_another_process_has_stored_stays_when_it_is_given_up_here(f
 
 
 def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_can_be_evicted():
-    backend = MemoryBackend()
+    backend = MemoryPages()
     ours, theirs = store_on(backend, max_entries=3), store_on(backend, max_entries=3)
     batch = ours.announce(A[:8])
     theirs.put(A[:8])
@@ -307,7 +308,7 @@ def test_a_page_that_is_given_up_while_a_transaction_finds_it_stored_and_fails_c
 
 
 def test_a_page_that_is_deleted_and_captured_again_in_a_transaction_that_fails_can_be_evicted():
-    store = store_on(MemoryBackend(), max_entries=3)
+    store = store_on(MemoryPages(), max_entries=3)
     store.put(A[:4])
     store.engine._catalog.load_table(store.backend)
 
@@ -328,7 +329,7 @@ def test_a_page_that_is_deleted_and_captured_again_in_a_transaction_that_fails_c
 
 
 def test_a_table_that_is_filled_in_a_transaction_that_fails_has_what_that_had_deleted():
-    store = store_on(MemoryBackend(), max_entries=3)
+    store = store_on(MemoryPages(), max_entries=3)
     for number in range(3):
         store.put([number] * P)
     catalog = store.engine._catalog
@@ -366,7 +367,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        backend = MemoryBackend()
+        backend = MemoryPages()
         self.stores = [store_on(backend, max_entries=8, quota=Quota(9 * entry())) for _ in range(2)]
         self.waiting = [[], []]
 
@@ -468,7 +469,7 @@ def test_an_error_after_the_commit_leaves_a_catalog_that_finds_what_was_stored(t
 
 def test_a_lookup_that_is_interrupted_while_it_waits_for_a_transaction_does_not_hold_its_end_up(monkeypatch):
     monkeypatch.setattr(follow, "LONGEST_END", 0.01)
-    store = Store(MemoryBackend())
+    store = Store(MemoryPages())
     catalog = store.engine._catalog
     catalog._contents.journal = Journal()
     n = places_in(catalog._wait_for_outcome)

@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.eviction import POLICIES, Candidates
 from prefixstore.engine.page_columns import BLOCK
 from prefixstore.engine.page_table import PageTable
 from prefixstore.format.keys import as_tokens, page_keys
-from tests.support.engines import NS, A, B, C, P, Store
+from tests.support.engines import NS, A, B, C, MemoryPages, P, Store
 
 
 def key(i):
@@ -101,7 +100,7 @@ def test_in_a_table_of_several_blocks():
 
 @pytest.mark.parametrize("is_filled", [False, True])
 def test_an_engine_evicts_them_last_and_keeps_its_budget(is_filled):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     store = Store(backend, options={"write_behind": False})
     sequences = [A, B, C, *([i] * 12 for i in range(10, 20))]
     for tokens in sequences:

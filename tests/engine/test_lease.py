@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.lease import SECONDS, VALUE, Lease
+from tests.support.engines import MemoryPages
 
 
 def take(backend, lease) -> bool:
@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 
 def test_one_engine_at_a_time_holds_a_lease(clock):
-    backend, mine, other = MemoryBackend(), Lease(b"room"), Lease(b"room")
+    backend, mine, other = MemoryPages(), Lease(b"room"), Lease(b"room")
     assert is_free(backend, mine)
     assert take(backend, mine)
     assert (is_free(backend, mine), take(backend, mine)) == (True, True)
@@ -40,7 +40,7 @@ def test_one_engine_at_a_time_holds_a_lease(clock):
 
 
 def test_a_lease_that_is_not_renewed_expires(clock):
-    backend, mine, other = MemoryBackend(), Lease(b"room"), Lease(b"room")
+    backend, mine, other = MemoryPages(), Lease(b"room"), Lease(b"room")
     assert take(backend, mine)
     clock[0] = SECONDS - 1
     assert not is_free(backend, other)
@@ -51,7 +51,7 @@ def test_a_lease_that_is_not_renewed_expires(clock):
 
 
 def test_a_lease_is_renewed_by_the_work_when_half_of_its_time_has_passed(clock):
-    backend, mine, other = MemoryBackend(), Lease(b"room"), Lease(b"room")
+    backend, mine, other = MemoryPages(), Lease(b"room"), Lease(b"room")
     for part in range(6):
         clock[0] = part * SECONDS * 0.4
         assert take(backend, mine)
@@ -60,7 +60,7 @@ def test_a_lease_is_renewed_by_the_work_when_half_of_its_time_has_passed(clock):
 
 @pytest.mark.parametrize("value", [b"", b"x" * 24 + b"y", VALUE.pack(b"o" * 16, 2**63), VALUE.pack(b"o" * 16, 0)])
 def test_a_note_that_cannot_be_right_holds_nothing(value, clock):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with backend.update() as transaction:
         transaction.put_note(b"room", value)
     assert is_free(backend, Lease(b"room"))
@@ -68,7 +68,7 @@ def test_a_note_that_cannot_be_right_holds_nothing(value, clock):
 
 
 def test_where_notes_are_not_kept_every_engine_works():
-    class Forgetful(MemoryBackend):
+    class Forgetful(MemoryPages):
         """A backend without notes."""
 
     backend = Forgetful()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.far_pages import SharedPage
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.errors import UnavailableError
@@ -21,7 +21,7 @@ from prefixstore.stats import Counters
 from prefixstore.testing import FaultyBackend, SlowBackend
 from tests.support import PATIENCE, in_thread
 from tests.support.ctrl_c import interrupted, places_in, sample
-from tests.support.engines import MIB, NS, A, B, P, Store, gated, state_of, store_of, wait_for, writer_of
+from tests.support.engines import MIB, NS, A, B, MemoryPages, P, Store, gated, state_of, store_of, wait_for, writer_of
 from tests.support.fragile import known_keys
 
 # -- what is written, and when -----------------------------------------------------------------------------------------
@@ -29,13 +29,13 @@ from tests.support.fragile import known_keys
 
 @pytest.mark.parametrize("behind", [True, False])
 def test_submitted_pages_are_durable_after_a_flush(tmp_path, behind):
-    with store_of(LMDBBackend(tmp_path, MIB)) as store, writer_of(store, behind=behind) as writer:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store, writer_of(store, behind=behind) as writer:
         assert [writer.submit(new) for new in store.pages(A)] == [True] * 3
         writer.flush()
         assert len(store.stored_keys()) == 3
         assert writer.queued_bytes == 0
         # these pages are known already: the buffers are released at once
-        again = Store(MemoryBackend()).pages(A)
+        again = Store(MemoryPages()).pages(A)
         buffers = [new.buffer for new in again]
         assert [writer.submit(new) for new in again] == [False] * 3
         assert not any(buffer.hold() for buffer in buffers)
@@ -48,7 +48,7 @@ def opens_when(gate, condition):
 
 def test_close_writes_queued_pages_and_deferred_uses():
     gate = threading.Event()
-    with store_of(gated(MemoryBackend, gate)()) as store:
+    with store_of(gated(MemoryPages, gate)()) as store:
         with writer_of(store) as writer:
             for number in range(5):
                 for new in store.pages([number] * 4):
@@ -96,7 +96,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
         def close(self):
             closed.set()
 
-    store = Store(ClosedInside(MemoryBackend(), 0.0, ()))
+    store = Store(ClosedInside(MemoryPages(), 0.0, ()))
     for tokens in (A, B):
         for new in store.pages(tokens):
             assert store.engine.submit(new)
@@ -111,7 +111,7 @@ def test_a_close_in_the_write_thread_waits_for_nothing_and_the_thread_writes_wha
 def test_the_queue_is_bounded_and_has_space_again_when_its_pages_are_written():
     gate = threading.Event()
 
-    with store_of(gated(MemoryBackend, gate)()) as store, writer_of(store, queue_bytes=2500) as writer:
+    with store_of(gated(MemoryPages, gate)()) as store, writer_of(store, queue_bytes=2500) as writer:
         for number in (1, 2):
             (new,) = store.pages([number] * 4)
             assert writer.submit(new)
@@ -175,10 +175,10 @@ def test_without_a_background_thread_nothing_starts_one():
 
 
 def test_a_read_only_engine_writes_nothing(tmp_path):
-    LMDBBackend(tmp_path, MIB).close()
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    Pages(LMDBBackend(tmp_path, MIB)).close()
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         store.put(A)
-    with store_of(LMDBBackend(tmp_path, MIB, read_only=True)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB, read_only=True))) as store:
         with store.backend.view() as view:
             before = list(view.scan())
         with writer_of(store, read_only=True) as writer:
@@ -193,7 +193,7 @@ def test_a_read_only_engine_writes_nothing(tmp_path):
 
 
 def test_a_flush_raises_if_the_location_cannot_make_it_durable():
-    with store_of(FaultyBackend(MemoryBackend(), "sync")) as store, writer_of(store) as writer:
+    with store_of(FaultyBackend(MemoryPages(), "sync")) as store, writer_of(store) as writer:
         for new in store.pages(A):
             writer.submit(new)
         with pytest.raises(UnavailableError, match="sync"):
@@ -203,7 +203,7 @@ def test_a_flush_raises_if_the_location_cannot_make_it_durable():
 
 
 def test_a_bug_does_not_end_the_thread_of_the_queue():
-    backend = FaultyBackend(MemoryBackend(), "put", ZeroDivisionError(), at=2)
+    backend = FaultyBackend(MemoryPages(), "put", ZeroDivisionError(), at=2)
     with store_of(backend) as store, writer_of(store) as writer:
         for new in store.pages(A[:4]):
             writer.submit(new)
@@ -242,7 +242,7 @@ def captured(store, writer, tokens, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_many_threads_capture_restore_pin_and_clear_at_once(tmp_path, kind):
-    backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)
+    backend = MemoryPages() if kind == "memory" else Pages(LMDBBackend(tmp_path, MIB))
     failures, restored = [], itertools.count()
     with store_of(backend, max_bytes=MIB, max_entries=60) as store, writer_of(store, 100_000) as writer:
 
@@ -327,7 +327,7 @@ def queue_of(work):
 
 
 def a_page(queue):
-    (new,) = Store(MemoryBackend()).pages([1] * 4)
+    (new,) = Store(MemoryPages()).pages([1] * 4)
     return new
 
 
@@ -438,7 +438,7 @@ def test_a_ctrl_c_while_the_caller_commits_leaves_no_page_behind():
         held, page.weight = held - page.weight, 0
 
     queue = WriteQueue(Work(), MIB, Counters(), in_background=False, read_only=False, on_released=lambda: None)
-    (page, *_) = Store(MemoryBackend()).pages(A)
+    (page, *_) = Store(MemoryPages()).pages(A)
 
     def put():
         nonlocal held

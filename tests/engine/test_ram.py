@@ -8,19 +8,20 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.index import Page
+from prefixstore.engine.keyspace import CHANGE, change_row, everything
 from prefixstore.engine.ram import ENTRY_BYTES, RamTier
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
 from prefixstore.stats import Counters
 from prefixstore.store import PrefixStore
-from prefixstore.testing import make_page
+from tests.support.engines import MemoryPages
 from tests.support.models import answer, prompt
+from tests.support.pages import make_page
 from tests.support.timeouts import wait_for
 
 MIB = 1 << 20
@@ -49,7 +50,13 @@ def delete(backend, key):
 def tiered():
     """An engine with a RAM tier over a backend that others write to as well."""
     engine = Engine(
-        MemoryBackend(), Budget(64 * MIB), POLICIES["lru"](), pick("raw"), Counters(), ram_bytes=MIB, read_only=True
+        MemoryPages(),
+        Budget(64 * MIB),
+        POLICIES["lru"](),
+        pick("raw"),
+        Counters(),
+        ram_bytes=MIB,
+        read_only=True,
     )
     with closing(engine):
         yield engine
@@ -130,14 +137,18 @@ def test_a_page_that_is_deleted_from_the_location_leaves_the_tier(tiered, refres
     assert tiered.ram_bytes == 5 + 4 + ENTRY_BYTES
 
 
-def test_after_too_many_changes_to_follow_only_stored_pages_stay_in_the_tier(tiered, monkeypatch):
+def test_after_too_many_changes_to_follow_only_stored_pages_stay_in_the_tier(tiered):
     inner = tiered._backend
     gone, kept = put(inner, 1), put(inner, 2)
     look_up(tiered)
     for page in (gone, kept):
         tiered._ram.keep(page, b"state")
     delete(inner, gone.key)
-    monkeypatch.setattr(inner._pages, "changes", inner._pages.changes.__class__())
+    with inner.rows.update() as rows:
+        # what the last generations have changed, nobody can say
+        for row in rows.ranges([everything(CHANGE)])[0]:
+            rows.delete(row.key)
+        rows.put(change_row(1 << 60), b"")
     look_up(tiered)
     assert (tiered._ram.state(gone), tiered._ram.state(kept)) == (None, b"state")
 

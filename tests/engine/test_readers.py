@@ -12,6 +12,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import readers
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import ClosedError, CorruptError, IncompatibleError, UnavailableError
 from prefixstore.format.autocodec import encode
 from prefixstore.format.record import checksum
@@ -131,7 +132,7 @@ def test_leaving_while_a_page_is_verified_waits_for_the_thread(monkeypatch, tmp_
         over.append(1)
 
     monkeypatch.setattr(readers, "verify_checksum", slow)
-    with store_of(RAW, LMDBBackend(tmp_path / "kv", 1 << 24)) as store:
+    with store_of(RAW, Pages(LMDBBackend(tmp_path / "kv", 1 << 24))) as store:
         with store.fetcher.fetching(store.pages, streamed=True) as states:
             next(states)
             assert begun.wait(PATIENCE)

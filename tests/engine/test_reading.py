@@ -9,15 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.engine import contents, follow
+from prefixstore.engine.keyspace import CHILD, everything
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.format.keys import as_tokens
 from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
 from tests.support import PATIENCE
-from tests.support.engines import MIB, NS, P, Store, put_snapshots
+from tests.support.engines import MIB, NS, MemoryPages, P, Store, put_snapshots
 from tests.support.fragile import Fragile, Lent, assert_true
+from tests.support.pages import make_page
 from tests.support.places import place
 
 prompts = st.lists(st.integers(0, 2), max_size=4 * P + 3)
@@ -39,7 +40,7 @@ def test_a_lookup_finds_the_longest_prefix_of_anything_stored(scheme, kept, data
     location = place(scheme, tmp_path_factory.mktemp("store"), request)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contents, "CACHED_PAGES", kept)
-        backend = open_backend(location, max_bytes=64 * MIB, read_only=False)
+        backend = open_pages(location, max_bytes=64 * MIB, read_only=False)
         with (
             closing(Store(backend)) as writer,
             closing(Store(Lent(backend))) as reader,
@@ -56,7 +57,7 @@ def test_a_lookup_finds_the_longest_prefix_of_anything_stored(scheme, kept, data
 
 
 def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generation():
-    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    backend = MemoryPages()
     with closing(Store(backend)) as writer:
         for number in range(200):
             writer.put([number] * (3 * P + 1), 1)
@@ -81,7 +82,7 @@ def test_nothing_is_read_at_the_start_and_a_known_prompt_needs_only_the_generati
 def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, monkeypatch):
     """What it reads is newer than what the catalog knows, which learns of the commit a moment later."""
     monkeypatch.setattr(follow, "LONGEST_END", 1000.0)
-    backend = open_backend(place(scheme, tmp_path, request), max_bytes=64 * MIB, read_only=False)
+    backend = open_pages(place(scheme, tmp_path, request), max_bytes=64 * MIB, read_only=False)
     with closing(Store(backend)) as writer:
         writer.put([1] * (2 * P), 1)
         with closing(Store(Lent(backend))) as reader:
@@ -115,22 +116,22 @@ def test_a_lookup_waits_for_a_commit_that_just_ends(scheme, tmp_path, request, m
 def test_what_was_learned_while_indexes_were_built_again_is_forgotten(tmp_path):
     """A lookup in the meantime finds no children, and takes that for granted."""
     with (
-        closing(LMDBBackend(tmp_path, MIB)) as backend,
+        closing(Pages(LMDBBackend(tmp_path, MIB))) as backend,
         closing(Store(backend)) as writer,
-        closing(Store(Lent(LMDBBackend(tmp_path, MIB)))) as reader,
+        closing(Store(Lent(Pages(LMDBBackend(tmp_path, MIB))))) as reader,
     ):
         for number in range(3):
             writer.put([1] * P + [number] * 3, 1)
-        environment = backend._writable()
-        with environment.begin(write=True) as txn:
-            txn.drop(environment.databases[b"children"], delete=False)
+        with backend.rows.update() as rows:
+            for row in rows.ranges([everything(CHILD)])[0]:
+                rows.delete(row.key)
         assert reader.match([1] * P + [2] * 3) == P
         backend.reindex()
         assert reader.match([1] * P + [2] * 3) == P + 3
 
 
 def test_snapshots_are_found_by_an_engine_that_reads_only_what_it_needs():
-    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    backend = MemoryPages()
     with closing(Store(backend)) as writer:
         put_snapshots(writer, [1] * 12, [3, 6, 12])
         put_snapshots(writer, [1] * 8 + [2] * 4, [10])
@@ -147,7 +148,7 @@ def test_snapshots_are_found_by_an_engine_that_reads_only_what_it_needs():
 
 
 def test_pages_that_another_engine_adds_and_deletes_are_followed():
-    backend = open_backend("memory:", max_bytes=64 * MIB, read_only=False)
+    backend = MemoryPages()
     with closing(Store(backend)) as writer, closing(Store(Fragile(backend))) as reader:
         writer.put([1] * 8, 1)
         assert reader.match([1] * 12) == 8

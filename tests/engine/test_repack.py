@@ -8,18 +8,32 @@ from dataclasses import replace
 
 import pytest
 
-from prefixstore.backends import open_backend
-from prefixstore.backends.memory import MemoryBackend, _View
 from prefixstore.engine import repack
+from prefixstore.engine.pages import open_pages
 from prefixstore.engine.repack import Repacker
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import AutoCodec, encode
 from prefixstore.format.codec import CODECS, PACKINGS, decode
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Usage, checksum
-from prefixstore.testing import SlowBackend, make_page
+from prefixstore.testing import SlowBackend
 from tests.support import PATIENCE
-from tests.support.engines import MIB, NS, A, B, P, Store, compressible, rest, state_of, store_of, two_stores
+from tests.support.engines import (
+    MIB,
+    NS,
+    A,
+    B,
+    MemoryPages,
+    P,
+    Store,
+    compressible,
+    rest,
+    state_of,
+    store_of,
+    taken,
+    two_stores,
+)
+from tests.support.pages import make_page
 from tests.support.places import SCHEMES, place
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
@@ -30,7 +44,7 @@ NO_LIMIT = 2**63
 def store(request, tmp_path):
     """A store that holds two sequences of three raw pages, on each backend."""
     url = "memory:" if request.param == "memory" else place(request.param, tmp_path, request)
-    backend = open_backend(url, max_bytes=64 * MIB)
+    backend = open_pages(url, max_bytes=64 * MIB)
     with store_of(backend, codec="auto", state_of=compressible, settings=b'{"n":1}') as one:
         for tokens in (A, B):
             assert one.put(tokens, SIZE) == 3
@@ -186,50 +200,6 @@ def test_an_index_that_does_not_know_yet_that_pages_are_packed_restores_them(sto
         with store.engine.fetching(path.pages, streamed=streamed) as states:
             assert [bytes(state) for state in states] == [compressible(page.key, SIZE) for page in path.pages]
             assert states.verified() == 3
-
-
-def test_a_page_in_memory_that_is_replaced_while_it_is_fetched_is_whole(monkeypatch):
-    with store_of(codec="auto", state_of=compressible) as store:
-        store.put(A, SIZE)
-        repacker = repacker_of(store)
-        forms = [prepared(store, repacker)]
-        entry_of = _View._entry
-
-        def entry(view, key):
-            found = entry_of(view, key)
-            if forms:
-                replaced(store, repacker, forms.pop())
-            return found
-
-        path = store.engine.match(NS, as_tokens(A), P)
-        with store.backend.view() as view:
-            monkeypatch.setattr(_View, "_entry", entry)
-            for record, payload in view.fetch([page.key for page in path.pages]):
-                assert bytes(decode(record, payload)) == compressible(record.key, SIZE)
-        assert store.counters["packed"] == 3
-
-
-def test_a_check_that_sees_later_commits_finds_nothing_wrong_with_a_page_that_is_replaced_meanwhile(monkeypatch):
-    with store_of(codec="auto", state_of=compressible) as store:
-        store.put(A, SIZE)
-        repacker = repacker_of(store)
-        forms = [prepared(store, repacker)]
-        payload_of = _View.payload
-
-        def payload(view, key):
-            if forms:
-                replaced(store, repacker, forms.pop())
-            return payload_of(view, key)
-
-        monkeypatch.setattr(_View, "payload", payload)
-        assert store.engine.check() == []
-        assert forms == []
-        # but damage is found
-        with store.backend.update() as transaction:
-            key = next(transaction.scan())[0]
-            transaction.put(key, transaction.record(key), Usage(1), b"damaged")
-        assert [violation.rule for violation in store.engine.check()] == ["payload"]
-        store.engine.clear(None)
 
 
 # -- never the wrong state ---------------------------------------------------------------------------------------------
@@ -390,7 +360,7 @@ def test_no_view_and_no_transaction_is_open_while_pages_are_packed(monkeypatch):
                 yield transaction
                 opened.remove(transaction)
 
-    store = Store(Watched(MemoryBackend(), 0.0, ()), 4 * (SIZE + 1000), codec="auto", state_of=compressible)
+    store = Store(Watched(MemoryPages(), 0.0, ()), 4 * taken(size=SIZE) + 600, codec="auto", state_of=compressible)
     store.put(A, SIZE)
     store.put([7] * P, SIZE)
     encode, during = store.engine._encode, []

@@ -9,16 +9,29 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from prefixstore.backends.base import ConflictError
+from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.room import PAGES_AT_ONCE, PAUSE
 from prefixstore.errors import FullError
 from prefixstore.format.codec import CODECS
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
 from prefixstore.testing import FaultyBackend
-from tests.support.engines import MIB, NS, P, Store, compressible, entry, rest, state_of, store_of, two_stores, wait_for
+from tests.support.engines import (
+    MIB,
+    NS,
+    MemoryPages,
+    P,
+    Store,
+    compressible,
+    entry,
+    rest,
+    state_of,
+    store_of,
+    two_stores,
+    wait_for,
+)
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
 ENTRY = entry(P, SIZE)
@@ -45,7 +58,7 @@ def used(store):
 def filled(n, *, full=True, **options):
     """A store with `n` single pages, the first one the least recently used, in a budget for as many and a half."""
     options = {"state_of": compressible, "codec": "auto", **options}
-    store = Store(MemoryBackend(), int((n + 0.5 if full else 2 * n) * ENTRY), **options)
+    store = Store(MemoryPages(), int((n + 0.5 if full else 2 * n) * ENTRY), **options)
     for number in range(n):
         assert store.put(single(number), SIZE) == 1
     store.engine.commit([])
@@ -146,7 +159,7 @@ def test_pinned_pages_stay_and_end_the_work():
 
 @pytest.mark.parametrize("options", [{"write_behind": False}, {"housekeeping": False}, {"read_only": True}])
 def test_an_engine_without_a_background_thread_of_its_own_makes_no_room(options):
-    inner = MemoryBackend()
+    inner = MemoryPages()
     store = Store(inner, 100 * ENTRY, options={})
     for number in range(96):
         store.put(single(number), SIZE)
@@ -196,7 +209,7 @@ def test_the_coldest_pages_are_packed_and_none_is_evicted():
 
 
 def test_pages_that_others_follow_are_packed_too():
-    store = Store(MemoryBackend(), 20 * ENTRY, codec="auto", state_of=compressible)
+    store = Store(MemoryPages(), 20 * ENTRY, codec="auto", state_of=compressible)
     tokens = list(range(20 * P))
     store.put(tokens[: 19 * P + 1], SIZE)
     store.engine.commit([])
@@ -393,8 +406,8 @@ def test_an_engine_that_closes_leaves_the_work_to_others_at_once(tmp_path, monke
     monkeypatch.setattr("prefixstore.engine.lease.SECONDS", 1000.0)
     monkeypatch.setattr("prefixstore.engine.room.PAGES_AT_ONCE", 2)
     options = {"max_bytes": 30 * 6 * 4096, "high_water": 0.5, "low_water": 0.4}
-    with store_of(LMDBBackend(tmp_path, MIB), **options) as two:
-        with store_of(LMDBBackend(tmp_path, MIB), **options) as one:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB)), **options) as two:
+        with store_of(Pages(LMDBBackend(tmp_path, MIB)), **options) as one:
             for number in range(24):
                 one.put(single(number), SIZE)
             one.engine.do_idle_work()
@@ -480,7 +493,7 @@ def test_while_the_circuit_is_open_nothing_is_asked(monkeypatch):
 
 
 def test_the_write_thread_makes_room_when_it_has_nothing_to_write(tmp_path):
-    backend = LMDBBackend(tmp_path, 2 * MIB)
+    backend = Pages(LMDBBackend(tmp_path, 2 * MIB))
     store = Store(backend, 2 * MIB, codec="auto", state_of=compressible)
     store.buffers = store.engine._queue._buffers
     rng = np.random.default_rng(0)
@@ -510,7 +523,7 @@ def test_the_work_is_a_share_of_the_time():
 def test_a_smaller_budget_is_respected_in_short_transactions(monkeypatch):
     deleted = []
 
-    class Counting(MemoryBackend):
+    class Counting(MemoryPages):
         @contextmanager
         def update(self):
             with super().update() as transaction:

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine.delete import of_namespaces
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
-from tests.support.engines import MIB, NS, OTHER, A, B, P, Store, put_snapshots, store_of
+from tests.support.engines import MIB, NS, OTHER, A, B, MemoryPages, P, Store, put_snapshots, store_of
 from tests.support.fragile import Fragile
 from tests.support.newer import make_corrupt
 
@@ -38,7 +38,7 @@ def test_the_settings_of_an_evicted_namespace_are_deleted():
 
 @pytest.mark.slow
 def test_a_small_location_serves_any_number_of_tenants_one_after_another(tmp_path):
-    with closing(Store(LMDBBackend(tmp_path, 256 << 10), max_bytes=256 << 10)) as store:
+    with closing(Store(Pages(LMDBBackend(tmp_path, 256 << 10)), max_bytes=256 << 10)) as store:
         for number in range(400):
             namespace = Namespace({"salt": f"tenant {number}", "padding": "x" * 1000})
             store.settings = namespace.canonical
@@ -72,8 +72,7 @@ def test_whatever_deletes_the_last_page_deletes_the_settings(how, monkeypatch):
                 transaction.delete(page_keys(NS, as_tokens(A), P)[0])
             store.engine.repair(store.engine.check())
         else:
-            for key in page_keys(NS, as_tokens(A), P):
-                make_corrupt(store.backend, key, monkeypatch)
+            make_corrupt(store.backend, page_keys(NS, as_tokens(A), P)[0])
             store.open(ttl=60.0)
             assert store.match(A) == 0
             store.engine.commit([])
@@ -115,7 +114,7 @@ def test_settings_stay_as_long_as_a_damaged_page_is_stored():
 
 
 def test_settings_stay_if_a_page_is_found_damaged_while_empty_namespaces_are_looked_for():
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with store_of(backend) as store:
         store.put(A[:4])
         # its first transaction looks for empty namespaces
@@ -135,7 +134,7 @@ def test_settings_stay_if_a_page_is_found_damaged_while_empty_namespaces_are_loo
 
 @pytest.mark.parametrize("call", [6, 7])  # that which deletes the settings, and the commit
 def test_a_transaction_that_fails_keeps_the_settings(call):
-    store = Store(Fragile(MemoryBackend()))
+    store = Store(Fragile(MemoryPages()))
     store.put(A)
     store.backend.fails_at = call
     with pytest.raises(UnavailableError):
@@ -149,7 +148,7 @@ def test_a_transaction_that_fails_keeps_the_settings(call):
 
 
 def test_settings_that_were_left_without_pages_are_deleted_by_the_next_transaction(tmp_path):
-    with store_of(LMDBBackend(tmp_path, MIB)) as store:
+    with store_of(Pages(LMDBBackend(tmp_path, MIB))) as store:
         with store.backend.update() as transaction:
             transaction.put_namespace(OTHER, b"{}")
         store.put(A)

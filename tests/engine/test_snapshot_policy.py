@@ -1,4 +1,4 @@
-"""Where snapshots are taken and which are thinned, as functions of positions; then the same in an engine."""
+"""Which snapshots are thinned, as a function of positions; then the same in an engine."""
 
 from __future__ import annotations
 
@@ -9,77 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
-from prefixstore.engine.snapshot_policy import positions, thin
+from prefixstore.engine.pages import Pages
+from prefixstore.engine.snapshot_policy import thin
 from prefixstore.format.keys import SNAPSHOT, as_tokens
-from tests.support.engines import MIB, NS, P, put_snapshots, snapshot_of, state_of, store_of
-
-
-def test_a_prompt_has_a_snapshot_one_token_before_its_end():
-    assert positions(0, 500, [], 1024) == [499]
-    assert positions(499, 500, [], 1024) == []
-    assert positions(0, 1, [], 1024) == []
-
-
-def test_a_long_prompt_has_a_snapshot_at_every_interval():
-    assert positions(0, 4000, [], 1024) == [1024, 2048, 3072, 3999]
-    assert positions(1500, 4000, [], 1024) == [2048, 3072, 3999]
-
-
-def test_generation_has_a_snapshot_at_every_interval():
-    stops = [n for n in range(4000) if positions(n, n + 1, [], 1024)]
-    assert [positions(n, n + 1, [], 1024) for n in stops] == [[1024], [2048], [3072]]
-
-
-def test_there_are_snapshots_after_the_system_prompt_and_at_the_last_two_borders():
-    assert positions(0, 1000, [300, 400, 500, 600, 990], 1024) == [300, 600, 990, 999]
-    assert positions(450, 1000, [300, 400, 500, 600, 990], 1024) == [600, 990, 999]
-    assert positions(998, 1000, [300, 400, 500, 600, 990], 1024) == [999]
-
-
-def test_there_is_no_snapshot_at_a_bare_header_or_just_after_the_previous_turn():
-    assert positions(0, 1000, [300, 600, 997], 1024) == [300, 600, 999]
-    assert positions(0, 1000, [300, 600, 996], 1024) == [300, 600, 999]
-    assert positions(0, 1000, [300, 600, 995], 1024) == [300, 600, 995, 999]
-    assert positions(598, 1000, [300, 600, 997], 1024) == [999]
-    assert positions(592, 1000, [300, 600, 997], 1024) == [600, 999]
-
-
-def test_a_border_replaces_the_position_of_an_interval():
-    assert positions(0, 5000, [700, 1900, 4400, 4900], 1024) == [700, 1900, 3072, 4400, 4900, 4999]
-
-
-def test_an_interval_close_to_another_position_is_skipped():
-    assert positions(0, 1030, [], 1024) == [1029]
-    assert positions(0, 2048, [1020, 1024, 2040], 1024) == [1020, 1024, 2040, 2047]
-
-
-ranges = st.tuples(st.integers(0, 9000), st.integers(1, 9000)).map(lambda pair: (pair[0], sum(pair)))
-some_borders = st.lists(st.integers(1, 12000), unique=True).map(sorted)
-
-
-@given(ranges, some_borders, st.integers(1, 3000))
-def test_positions_are_ascending_in_range_and_few(place, borders, interval):
-    start, end = place
-    found = positions(start, end, borders, interval)
-    assert found == sorted(set(found))
-    assert all(start < position <= end for position in found)
-    if end in found:
-        assert end % interval == 0
-    assert len(found) <= 4 + (end - start) // interval + 1
-    if end - start > 1:
-        assert end - 1 in found
-    assert {border for border in borders if start < border < end} >= set(found) - {end - 1} - {
-        position for position in found if position % interval == 0
-    }
-    assert {border for border in borders[-2:] if start + 8 <= border < end - 4} <= set(found)
-
-
-@given(ranges, some_borders, st.integers(8, 3000))
-def test_no_long_stretch_is_without_a_snapshot(place, borders, interval):
-    start, end = place
-    found = positions(start, end, borders, interval)
-    assert all(b - a <= 2.5 * interval for a, b in itertools.pairwise([start, *found, end]))
+from tests.support.engines import MIB, NS, MemoryPages, P, put_snapshots, snapshot_of, state_of, store_of
 
 
 @given(
@@ -119,7 +52,7 @@ def test_thinning_one_by_one_spaces_older_positions_further_apart():
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
     location = tmp_path if kind == "lmdb" else None
-    backend = LMDBBackend(tmp_path, max_bytes=64 * MIB) if location else MemoryBackend()
+    backend = Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB)) if location else MemoryPages()
     tokens = list(range(30))
     with store_of(backend) as store:
         assert put_snapshots(store, tokens, [3, 8, 17, 29]) == 4
@@ -137,7 +70,7 @@ def test_snapshots_are_stored_found_and_fetched(tmp_path, kind):
             got = [bytes(state) for state in states]
         assert got == [b""] * 7 + [state_of(path.pages[-1].key, 100)]
         if location:
-            with store_of(LMDBBackend(tmp_path, max_bytes=64 * MIB)) as other:
+            with store_of(Pages(LMDBBackend(tmp_path, max_bytes=64 * MIB))) as other:
                 assert other.match_snapshot(tokens) == 29
 
 
@@ -195,6 +128,16 @@ def test_the_snapshot_before_a_branch_is_thinned_last():
         store.engine.thin(NS, as_tokens(tokens), P, 2, 8)
         store.engine.commit([])
         assert store.match_snapshot(tokens[:40]) == 17
+
+
+def test_a_valued_snapshot_is_thinned_last():
+    tokens = list(range(60))
+    with store_of() as store:
+        put_snapshots(store, tokens, [8, 17, 29, 40, 50, 58])
+        for valued in ((29,), ()):
+            store.engine.thin(NS, as_tokens(tokens), P, 3 if valued else 2, 8, valued)
+            store.engine.commit([])
+            assert (store.match_snapshot(tokens[:40]) == 29) == bool(valued)
 
 
 def test_expired_snapshots_are_not_found():

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
-from tests.support.engines import Writer
+from tests.support.engines import MemoryPages, Writer, entry
 from tests.support.fragile import known_keys
 from tests.support.models import TORTURE
 
@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> None:
         counters = Counters()
-        backend = LMDBBackend(self.directory / "kv", 64 << 20) if self.persistent else MemoryBackend()
+        backend = Pages(LMDBBackend(self.directory / "kv", 64 << 20)) if self.persistent else MemoryPages()
         engine = Engine(
             backend,
             self.budget,
@@ -219,7 +219,7 @@ class Small(Machine):
 
 
 class SmallMemory(Small):
-    budget = Budget(4 * ENTRY_BYTES + 6000, max_entries=6)
+    budget = Budget(4 * entry(0, 0) + 6000, max_entries=6)
     codec = "planes"
 
 

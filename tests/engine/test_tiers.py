@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.base import Backend
 from prefixstore.backends.lazy import LazyBackend
 from prefixstore.backends.memory import MemoryBackend
@@ -17,7 +16,9 @@ from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.far import FarEngine
+from prefixstore.engine.far_pages import Thinning
 from prefixstore.engine.history import read_history
+from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.engine.tiers import TieredEngine
 from prefixstore.errors import UnavailableError
 from prefixstore.format.autocodec import pick
@@ -25,7 +26,21 @@ from prefixstore.format.keys import as_tokens
 from prefixstore.format.namespace import Namespace
 from prefixstore.stats import Counters
 from tests.support import PATIENCE
-from tests.support.engines import MIB, SNAPSHOT, A, B, C, P, PendingPage, Store, gated, page_key, state_of, wait_for
+from tests.support.engines import (
+    MIB,
+    SNAPSHOT,
+    A,
+    B,
+    C,
+    MemoryPages,
+    P,
+    PendingPage,
+    Store,
+    gated,
+    page_key,
+    state_of,
+    wait_for,
+)
 from tests.support.places import place
 
 SPACE = Namespace({"n": 1})
@@ -132,14 +147,14 @@ def keys_of(backend):
 
 @contextmanager
 def tiers(near=None, far=None, **options):
-    with closing(Tiers(near or MemoryBackend(), far or MemoryBackend(), **options)) as store:
+    with closing(Tiers(near or MemoryPages(), far or MemoryPages(), **options)) as store:
         yield store
 
 
 @pytest.fixture(params=["memory", "lmdb", "sqlite", "postgresql", "valkey", "s3"])
 def far(request, tmp_path):
     """A far location of every kind, which several stores use one after the other."""
-    backend = open_backend(place(request.param, tmp_path, request, "far"), max_bytes=64 * MIB)
+    backend = open_pages(place(request.param, tmp_path, request, "far"), max_bytes=64 * MIB)
     with closing(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "close", lambda: None)
         yield backend
@@ -147,10 +162,10 @@ def far(request, tmp_path):
 
 @pytest.fixture
 def near(tmp_path):
-    return open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+    return open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
 
 
-class Failing(MemoryBackend):
+class Failing(MemoryPages):
     """Fails while it is told to."""
 
     is_down = False
@@ -185,7 +200,7 @@ def test_what_is_captured_is_in_both_locations(near, far):
 
 
 def test_what_another_host_has_stored_is_restored_and_kept(near, far, tmp_path):
-    with tiers(MemoryBackend(), far) as one:
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far) as other:
@@ -199,8 +214,8 @@ def test_what_another_host_has_stored_is_restored_and_kept(near, far, tmp_path):
 
 
 def test_each_page_comes_from_the_nearest_location_that_has_it(near):
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far) as one:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far) as other:
@@ -212,8 +227,8 @@ def test_each_page_comes_from_the_nearest_location_that_has_it(near):
 
 
 def test_the_longer_match_wins_and_the_nearer_one_if_they_are_equal():
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far) as one, tiers(MemoryBackend(), far) as other:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far) as one, tiers(MemoryPages(), far) as other:
         one.capture(A + LONG)
         one.engine.flush()
         other.engine.far._queue.close()
@@ -224,11 +239,11 @@ def test_the_longer_match_wins_and_the_nearer_one_if_they_are_equal():
 
 
 def test_a_location_that_is_too_small_keeps_what_fits():
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far) as one:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
-        with tiers(MemoryBackend(), far, near_bytes=6000) as other:
+        with tiers(MemoryPages(), far, near_bytes=6000) as other:
             for _ in range(3):
                 assert other.restore(LONG) == 10
                 other.engine.flush()
@@ -236,22 +251,22 @@ def test_a_location_that_is_too_small_keeps_what_fits():
 
 
 def test_packed_pages_are_kept_as_states():
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far, far_encoder="zstd") as one:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far, far_encoder="zstd") as one:
         one.capture(LONG)
         one.engine.flush()
-        with tiers(MemoryBackend(), far) as other:
+        with tiers(MemoryPages(), far) as other:
             assert other.restore(LONG) == 10
             other.engine.flush()
             assert other.restore(LONG) == 10
 
 
 def test_states_stay_valid_until_the_block_is_left():
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far, far_encoder="zstd") as one:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far, far_encoder="zstd") as one:
         one.capture(LONG)
         one.engine.flush()
-        with tiers(MemoryBackend(), far) as other:
+        with tiers(MemoryPages(), far) as other:
             path = other.engine.match(SPACE.key, as_tokens(LONG), P)
             with other.engine.fetching(path.pages) as fetched:
                 states = list(fetched)
@@ -259,12 +274,12 @@ def test_states_stay_valid_until_the_block_is_left():
 
 
 def test_read_only_keeps_and_writes_nothing(tmp_path):
-    far = MemoryBackend("shared", max_bytes=64 * MIB)
-    with tiers(MemoryBackend(), far) as one:
+    far = Pages(MemoryBackend("shared", max_bytes=64 * MIB))
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
-        near = MemoryBackend()
-        with tiers(near, MemoryBackend("shared", max_bytes=64 * MIB, read_only=True), read_only=True) as other:
+        near = MemoryPages()
+        with tiers(near, Pages(MemoryBackend("shared", max_bytes=64 * MIB, read_only=True)), read_only=True) as other:
             assert other.restore(LONG) == 10
             assert keys_of(near) == set()
 
@@ -275,7 +290,7 @@ def test_read_only_keeps_and_writes_nothing(tmp_path):
 def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_one():
     gate = threading.Event()
     gate.set()
-    near, far = MemoryBackend(), gated(MemoryBackend, gate)()
+    near, far = MemoryPages(), gated(MemoryPages, gate)()
     with tiers(near, far, queue_bytes=10_000) as store:
         gate.clear()
         sequences = [[100 * i + j for j in range(P)] for i in range(1, 31)]
@@ -295,7 +310,7 @@ def test_the_queue_of_the_far_location_is_bounded_and_does_not_hold_up_the_near_
 
 
 def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
-    near, far = MemoryBackend(), Failing()
+    near, far = MemoryPages(), Failing()
     with tiers(near, far) as store:
         far.is_down = True
         assert store.capture(LONG[: 6 * P]) == 6
@@ -310,7 +325,7 @@ def test_what_is_captured_while_the_far_location_is_away_is_made_up_for():
 
 
 def test_a_far_location_that_restarted_empty_is_filled_by_use(monkeypatch):
-    near, far = MemoryBackend(), MemoryBackend()
+    near, far = MemoryPages(), MemoryPages()
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
@@ -374,7 +389,7 @@ def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
     copied = []
     copy = FarEngine._copy
     monkeypatch.setattr(FarEngine, "_copy", lambda far, pages, _: copied.append(len(pages)) or copy(far, pages, None))
-    near, far = MemoryBackend(), Failing()
+    near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG, A) as store:
         use_at_once(store, LONG, A)
         store.engine.flush()
@@ -391,7 +406,7 @@ def test_pages_that_are_made_up_for_are_written_together(monkeypatch):
 def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
     open_views = threading.local()
 
-    class Near(MemoryBackend):
+    class Near(MemoryPages):
         @contextmanager
         def view(self):
             open_views.n = getattr(open_views, "n", 0) + 1
@@ -421,7 +436,7 @@ def test_no_view_of_the_near_location_is_open_while_the_far_one_is_written():
 
 
 def test_a_page_that_does_not_fit_beside_those_before_it_is_written_after_them():
-    near, far = MemoryBackend(), Failing()
+    near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG[:P], LONG[: 2 * P], sizes=[1000, 2500], queue_bytes=3000) as store:
         assert store.capture(LONG[: 3 * P]) == 1
         store.engine.flush()
@@ -432,7 +447,7 @@ def test_pages_that_are_not_reached_are_counted_and_may_be_offered_again(monkeyp
     def fails(*_):
         raise UnavailableError("down")
 
-    near, far = MemoryBackend(), Failing()
+    near, far = MemoryPages(), Failing()
     with filled_later(near, far, LONG, A) as store:
         before = store.far.counters["dropped:unavailable"]
         with monkeypatch.context() as patch:
@@ -452,14 +467,14 @@ def test_chats_that_begin_alike_are_all_thinned_and_each_once(monkeypatch):
     )
     with tiers() as store:
         for tokens in ([*A, 1], [*A, 2], [*A, 1, 3]):
-            store.far.thin_later(SPACE.key, as_tokens(tokens), P, 1, P)
+            store.far.thin_later(Thinning(SPACE.key, as_tokens(tokens), P, 1, P, frozenset()))
         store.engine.flush()
         assert thinned == [(FarEngine, [*A, 2]), (FarEngine, [*A, 1, 3])]
 
 
 def test_a_far_location_that_takes_nothing_is_told_with_what_waits(monkeypatch):
     gate = threading.Event()
-    with tiers(MemoryBackend(), gated(MemoryBackend, gate)()) as store:
+    with tiers(MemoryPages(), gated(MemoryPages, gate)()) as store:
         store.capture(A)
         with monkeypatch.context() as patch:
             patch.setattr("prefixstore.engine.queue.NO_PROGRESS_SECONDS", 0.05)
@@ -496,8 +511,8 @@ def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
         def close(self):
             pass
 
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far) as one, tiers(MemoryBackend(), far) as other:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far) as one, tiers(MemoryPages(), far) as other:
         one.capture(LONG)
         one.engine.flush()
         other.engine.tap = Listener()
@@ -507,8 +522,8 @@ def test_a_listener_hears_of_both_locations_and_not_of_what_is_kept():
 
 
 def test_snapshots_are_passed_on_and_come_back():
-    far = MemoryBackend()
-    with tiers(MemoryBackend(), far) as one:
+    far = MemoryPages()
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG, 0)
         path = one.engine.match(SPACE.key, as_tokens(LONG), P)
         new = PendingPage.of(
@@ -524,7 +539,7 @@ def test_snapshots_are_passed_on_and_come_back():
         new.buffer.view[:] = state_of(new.page.key, 500)
         assert one.engine.submit(new)
         one.engine.flush()
-        with tiers(MemoryBackend(), far) as other:
+        with tiers(MemoryPages(), far) as other:
             tokens = as_tokens([*LONG, 7, 8, 9])
             path = other.engine.match_snapshot(SPACE.key, tokens, P, len(tokens))
             assert path.n_tokens == len(LONG) + 2
@@ -574,11 +589,11 @@ def test_the_far_location_is_not_asked_while_its_circuit_is_open(near, monkeypat
 
 @pytest.mark.parametrize("max_delay", [None, 20.0])
 def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_delay, caplog):
-    class Broken(MemoryBackend):
+    class Broken(MemoryPages):
         def view(self):
             raise ValueError("a fault of a plug-in")
 
-    store = Tiers(MemoryBackend(), Broken(), max_delay=max_delay)
+    store = Tiers(MemoryPages(), Broken(), max_delay=max_delay)
     with closing(store.engine):
         store.capture(A)
         assert store.restore([*A, 7, 7]) == 3
@@ -588,7 +603,7 @@ def test_a_far_location_with_a_fault_of_its_own_costs_nothing_that_is_near(max_d
 def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
     released = threading.Event()
 
-    class Hanging(MemoryBackend):
+    class Hanging(MemoryPages):
         hangs = False
 
         @contextmanager
@@ -616,7 +631,7 @@ def test_a_lookup_does_not_wait_for_a_far_location_that_hangs(near):
 
 def test_near_pages_are_used_if_the_far_location_fails_after_the_lookup(near):
     far = Failing()
-    with tiers(MemoryBackend(), far) as one, tiers(near, far) as other:
+    with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
         one.capture(LONG)
         one.engine.flush()
         other.capture(LONG[: 4 * P])
@@ -653,7 +668,7 @@ class Stuck(Failing):
 
 def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
     far = Stuck()
-    with tiers(MemoryBackend(), far) as one, tiers(near, far) as other:
+    with tiers(MemoryPages(), far) as one, tiers(near, far) as other:
         one.capture(LONG)
         one.engine.flush()
         path = other.engine.match(SPACE.key, as_tokens(LONG), P)
@@ -668,7 +683,7 @@ def test_a_ctrl_c_in_a_restore_does_not_wait_for_the_far_location(near):
 def test_a_restore_asks_the_far_location_for_everything_in_other_threads(near, monkeypatch):
     monkeypatch.setattr("prefixstore.engine.tiers.KEPT_SETTINGS", 1)
     far = Stuck()
-    with tiers(MemoryBackend(), far) as one, tiers(near, far, max_delay=60.0) as other:
+    with tiers(MemoryPages(), far) as one, tiers(near, far, max_delay=60.0) as other:
         one.capture(LONG)
         one.engine.flush()
         far.askers.clear()
@@ -686,7 +701,7 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
         attempts.append(1)
         if len(attempts) < 3:
             raise UnavailableError("not there")
-        return MemoryBackend()
+        return MemoryPages()
 
     far = LazyBackend("valkey://h/0", open_it)
     with pytest.MonkeyPatch.context() as patch, tiers(near, far) as store:
@@ -701,7 +716,7 @@ def test_a_far_location_that_cannot_be_reached_at_first_is_opened_later(near):
 
 
 def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):
-    far = MemoryBackend()
+    far = MemoryPages()
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
@@ -720,7 +735,7 @@ def test_a_damaged_page_of_the_near_location_comes_from_the_far_one(near):
 
 
 def test_clear_pin_and_check_are_about_both_locations():
-    near, far = MemoryBackend(), MemoryBackend()
+    near, far = MemoryPages(), MemoryPages()
     with tiers(near, far) as store:
         store.capture(LONG)
         store.engine.flush()
@@ -738,8 +753,8 @@ def test_clear_pin_and_check_are_about_both_locations():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_uses_both_locations(tmp_path):
-    near = open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
-    far = open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
+    near = open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+    far = open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
     with tiers(near, far) as store:
         store.capture(LONG)
         child = os.fork()
@@ -757,12 +772,12 @@ def test_a_forked_child_uses_both_locations(tmp_path):
 
 
 def test_closing_writes_what_waits_for_the_far_location(tmp_path):
-    near = open_backend(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
-    far = open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
+    near = open_pages(f"lmdb://{tmp_path / 'near'}", max_bytes=64 * MIB)
+    far = open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)
     with tiers(near, far) as store:
         store.capture(LONG)
         store.capture(C)
-    with closing(open_backend(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)) as reopened:
+    with closing(open_pages(f"lmdb://{tmp_path / 'far'}", max_bytes=64 * MIB)) as reopened:
         assert len(keys_of(reopened)) == 13
 
 
@@ -782,7 +797,7 @@ class Until:
 def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(near):
     gate = threading.Semaphore(3)
 
-    class Slow(MemoryBackend):
+    class Slow(MemoryPages):
         is_local = False
 
         @contextmanager
@@ -791,7 +806,7 @@ def test_a_restore_that_is_late_uses_what_has_come_and_keeps_what_comes_late(nea
                 yield _SlowView(view, gate)
 
     far = Slow()
-    with tiers(MemoryBackend(), far) as one:
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far) as other:
@@ -821,7 +836,7 @@ class _SlowView:
 def test_a_lookup_waits_longer_where_computing_would_take_long(near):
     entered, released = threading.Event(), threading.Event()
 
-    class Late(MemoryBackend):
+    class Late(MemoryPages):
         is_late = False
 
         @contextmanager
@@ -833,7 +848,7 @@ def test_a_lookup_waits_longer_where_computing_would_take_long(near):
                 yield view
 
     far = Late()
-    with tiers(MemoryBackend(), far) as one:
+    with tiers(MemoryPages(), far) as one:
         one.capture(LONG)
         one.engine.flush()
         with tiers(near, far, max_delay=0.001) as store:

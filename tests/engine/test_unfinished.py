@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import contents, table_load
 from prefixstore.engine.duel import Access, Duel, Mode
 from prefixstore.engine.hazards import AGES, CLASSES
@@ -13,7 +12,7 @@ from prefixstore.engine.page_table import PageTable
 from prefixstore.engine.totals import Totals
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens
-from tests.support.engines import MIB, NS, A, B, C, P, Store, store_of
+from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, store_of
 
 
 def interrupt(*_, **__):
@@ -22,7 +21,7 @@ def interrupt(*_, **__):
 
 @pytest.mark.parametrize("where", ["index", "table", "totals"])
 def test_an_interrupt_in_the_middle_of_a_change_leaves_nothing_half_done(monkeypatch, where):
-    with store_of(MemoryBackend(), max_bytes=MIB) as store:
+    with store_of(MemoryPages(), max_bytes=MIB) as store:
         store.put(A)
         store.engine.evict_to(MIB)
         assert store.engine._catalog.has_table
@@ -76,7 +75,7 @@ def stored_in(store):
 @pytest.mark.parametrize("error", [UnavailableError("gone"), KeyboardInterrupt()])
 def test_a_table_that_was_filled_in_part_is_filled_anew(monkeypatch, error):
     monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryBackend()
+    backend = MemoryPages()
     for tokens in (A, B, C):
         Store(backend, max_bytes=MIB).put(tokens)
     store = Store(backend, max_bytes=MIB)
@@ -99,7 +98,7 @@ def test_a_table_that_was_filled_in_part_is_filled_anew(monkeypatch, error):
 
 def test_a_transaction_that_needs_the_table_while_another_thread_fills_it_has_all_of_it(monkeypatch):
     monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryBackend()
+    backend = MemoryPages()
     for tokens in (A, B, C):
         Store(backend, max_bytes=MIB).put(tokens)
     store = Store(backend, max_bytes=MIB)
@@ -124,7 +123,7 @@ def test_a_transaction_that_needs_the_table_while_another_thread_fills_it_has_al
 
 def test_the_table_has_a_page_that_the_open_transaction_has_put_before_it_is_filled(monkeypatch):
     monkeypatch.setattr(table_load, "FACTS_AT_ONCE", 2)
-    backend = MemoryBackend()
+    backend = MemoryPages()
     store = Store(backend, max_bytes=MIB)
     store.put(A)
     catalog = store.engine._catalog
@@ -137,7 +136,7 @@ def test_the_table_has_a_page_that_the_open_transaction_has_put_before_it_is_fil
 
 
 def test_a_page_that_is_given_up_in_a_transaction_that_fails_leaves_no_row():
-    store = Store(MemoryBackend(), max_bytes=MIB)
+    store = Store(MemoryPages(), max_bytes=MIB)
     catalog = store.engine._catalog
     batch = store.announce(A)
     put = catalog.put
@@ -180,7 +179,7 @@ def many(store, n=12):
 @pytest.mark.parametrize("name", ["load_all", "refresh"])
 def test_maintenance_sees_all_pages_while_lookups_forget_some(monkeypatch, name):
     monkeypatch.setattr(contents, "CACHED_PAGES", 4)
-    with store_of(MemoryBackend(), max_bytes=MIB) as store:
+    with store_of(MemoryPages(), max_bytes=MIB) as store:
         sequences = many(store)
         before = stored_in(store)
         lookups, inside = [], []
@@ -206,7 +205,7 @@ def test_maintenance_sees_all_pages_while_lookups_forget_some(monkeypatch, name)
 
 
 def test_maintenance_sees_all_pages_while_another_engine_adds_some(monkeypatch):
-    backend = MemoryBackend()
+    backend = MemoryPages()
     with store_of(backend, max_bytes=4 * MIB) as store:
         other = Store(backend, max_bytes=4 * MIB)
         sequences = many(other)

@@ -10,14 +10,14 @@ import pytest
 
 from prefixstore.backends.base import Used
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import contents
 from prefixstore.engine.budget import Budget, Evictor
 from prefixstore.engine.delete import of_namespaces, subtree
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_keys
 from tests.support import PATIENCE
-from tests.support.engines import MIB, NS, A, B, P, store_of
+from tests.support.engines import MIB, NS, A, B, MemoryPages, P, store_of
 from tests.support.fragile import known_keys
 
 N_SEQUENCES = 20
@@ -83,7 +83,7 @@ def test_a_page_is_pinned_with_descendants_that_were_forgotten(forgetful):
 @pytest.mark.parametrize("kind", ["memory", "lmdb"])
 def test_a_transaction_of_this_process_does_not_hide_pages(kind, tmp_path):
     """Nothing can be learned while one is open: what reads everything waits for it."""
-    backend = MemoryBackend() if kind == "memory" else LMDBBackend(tmp_path, MIB)
+    backend = MemoryPages() if kind == "memory" else Pages(LMDBBackend(tmp_path, MIB))
     with store_of(backend) as store:
         store.put(A)
         store.put(B)

@@ -313,6 +313,7 @@ def test_a_read_rate_is_the_best_of_the_last_reads_and_ignores_small_ones():
     assert rate.seconds_per_byte == 4.0 / (1 << 20)
 
 
+@pytest.mark.slow
 def test_a_frame_gets_no_more_memory_than_one_of_ours_needs():
     """A frame says how much zstd needs to unpack it, unless that can be done in one pass: not if it is cut off."""
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)

@@ -34,6 +34,7 @@ def test_the_order_of_the_settings_does_not_matter(values, chance):
     assert Namespace({name: values[name] for name in names}).key == Namespace(values).key
 
 
+@pytest.mark.slow
 @given(settings, settings)
 def test_other_settings_are_another_namespace(one, other):
     def typed(values):

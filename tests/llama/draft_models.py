@@ -42,19 +42,15 @@ def run(model: str, n_batch: int, options: dict[str, Any]) -> dict[str, Any]:
     for draft in (LlamaPromptLookupDecoding(num_pred_tokens=10), Nothing()):
         llm = load(model, n_ctx=1024, n_batch=n_batch, n_ubatch=8, draft_model=draft, logits_all=True, **options)
         cold = outcomes(llm)
-        for portable in (False, True):
-            forget(llm)
-            bound = None if portable else llm
-            with PrefixStore("memory:", bound, page_tokens=64, min_tokens=16, snapshot_interval=128) as store:
-                llm.set_cache(store)
-                found = []
-                for _ in range(3):
-                    found.append(outcomes(llm))
-                    forget(llm)
-                    store.flush()
-                restored = store.stats().tokens_restored
-            llm.set_cache(None)
-            results[f"{type(draft).__name__}, portable={portable}"] = (found == [cold] * 3, restored)
+        forget(llm)
+        with PrefixStore("memory:", page_tokens=64, min_tokens=16, snapshot_interval=128) as store:
+            llm.set_cache(store)
+            found = []
+            for _ in range(3):
+                found.append(outcomes(llm))
+                forget(llm)
+                store.flush()
+            results[type(draft).__name__] = (found == [cold] * 3, store.stats().tokens_restored)
     return results
 
 

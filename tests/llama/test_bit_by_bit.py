@@ -26,6 +26,7 @@ CUTS = [200, 256, 700, 1000, 1024, 1500, 1801, 2047]
 CORE = ("llama", "gemma3, window cache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.attack) for name in CONTEXTS]
 )

@@ -168,26 +168,6 @@ def test_a_block_is_that_of_one_store(llama, store):
         assert (stored(store, prompt(300)), stored(second, prompt(300))) == (0, 300)
 
 
-@pytest.mark.parametrize("arch", ["llama", "mamba"])
-def test_a_portable_store_is_gone_past_as_well(llama, store, arch):
-    llm, tokens = llama(arch), prompt(300)
-    llm.set_cache(store)
-    expected = answer(llama(arch), tokens, 4)
-    answer(llm, prompt(300, seed=1), 4)
-    store.drain()
-    entries = store.stats().entries
-    with store.bypass():
-        assert answer(llm, tokens, 4) == expected
-        assert answer(llm, prompt(300, seed=1), 1)
-    store.drain()
-    after = store.stats()
-    assert (after.entries, after.misses["bypassed"], after.hits) == (entries, 2, 0)
-    assert store.last.miss == "bypassed"
-    assert answer(llm, tokens, 4) == expected
-    store.drain()
-    assert store.stats().entries > entries
-
-
 def test_a_context_that_cannot_be_continued_is_emptied_in_a_block_too(llama, store):
     llm, tokens = attached(store, llama("gemma3", swa_full=False)), prompt(1500)
     expected = answer(llama("gemma3", swa_full=False), tokens[:700] + prompt(20, seed=3), 4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.llama.context import bypass_reason, is_multimodal, live_prefix_length
+from prefixstore.errors import ContextError
+from prefixstore.llama.binding import is_multimodal
+from prefixstore.llama.kv_memory import SnapshotMemory
 from prefixstore.llama.lineage import Lineage
 from prefixstore.llama.paged_memory import Missing, PagedMemory
-from prefixstore.llama.snapshot_memory import SnapshotMemory
 from prefixstore.stats import Kind
 from tests.support.models import prompt
 
@@ -24,7 +25,7 @@ from tests.support.models import prompt
 def test_the_kind_of_a_context_decides_how_it_is_stored(llama, arch, kind, memory):
     llm = llama(arch)
     with PrefixStore("memory:", llm) as store:
-        context = store._hook.context
+        context = store._hooks.current.context
         assert store.kind is kind
         assert context.kind is kind
         assert type(context.memory) is memory
@@ -32,30 +33,46 @@ def test_the_kind_of_a_context_decides_how_it_is_stored(llama, arch, kind, memor
         assert context.parameters.page_tokens == (64 if arch == "lfm2" else 256)
 
 
+@pytest.mark.parametrize("name", ["llama_model_has_encoder", "llama_get_memory"])
+def test_a_model_that_is_no_decoder_gets_an_error_that_says_so_before_anything_is_replaced(llama, monkeypatch, name):
+    """bert has no memory, and t5 an encoder: without a store an AssertionError, and the end of the process."""
+    llm = llama()
+    tokens = prompt(40)
+    with PrefixStore("memory:", namespace="any") as store:
+        monkeypatch.setattr(f"llama_cpp.{name}", lambda _: name == "llama_model_has_encoder")
+        with pytest.raises(ContextError, match="generates no text with llama"):
+            store.attach(llm)
+        monkeypatch.undo()
+        assert llm.cache is None
+        llm.eval(tokens)
+        assert llm.n_tokens == 40
+
+
 def test_a_context_is_bypassed_for_what_it_is_and_for_what_its_handler_does(llama):
     llm = llama()
-    assert bypass_reason(llm, Kind.PAGES) is None
-    assert bypass_reason(llm, Kind.ENCODER) == "encoder"
-    assert bypass_reason(llm, Kind.NO_MEMORY) == "no_memory"
-    llm.chat_handler = type("Handler", (), {"mmproj_path": "mmproj.gguf"})()
-    assert is_multimodal(llm)
-    assert bypass_reason(llm, Kind.PAGES) == "multimodal"
+    with PrefixStore("memory:", llm) as store:
+        context = store._hooks.current.context
+        assert context.bypass_reason() is None
+        llm.chat_handler = type("Handler", (), {"mmproj_path": "mmproj.gguf"})()
+        assert is_multimodal(llm)
+        assert context.bypass_reason() == "multimodal"
+        context.kind = Kind.STREAMS
+        assert context.bypass_reason() == "streams"
 
 
-def test_the_first_page_that_cannot_be_taken_is_returned_with_its_reason(llama):
+def test_taking_pages_ends_with_the_reason_for_the_first_that_is_missing(llama):
     llm, tokens = llama(), prompt(600)
     llm.eval(tokens)
-    assert live_prefix_length(llm, llm.input_ids[:600]) == 600
     memory, taken = PagedMemory(llm), []
     ranges = [(0, 256), (256, 512), (512, 768)]
     with PrefixStore("memory:", llm) as store:
         missing = memory.take(ranges, store.engine.acquire, lambda start, end, buffer: taken.append(buffer))
-        assert (missing.start, missing.end, missing.reason) == (512, 768, Missing.INCOMPLETE)
+        assert missing is Missing.INCOMPLETE
         assert len(taken) == 2
         for buffer in taken:
             buffer.release()
         missing = memory.take(ranges, lambda size: None, lambda *page: pytest.fail("there was no buffer"))
-        assert (missing.start, missing.end, missing.reason) == (0, 256, Missing.QUEUE_FULL)
+        assert missing is Missing.QUEUE_FULL
     # the tags are as they were
     assert memory.holds(600)
 

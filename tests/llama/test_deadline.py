@@ -12,9 +12,9 @@ from contextlib import closing, contextmanager
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine.compute_rate import MAX_SHARE, ComputeRate, RestoreDeadline
 from prefixstore.engine.index import Page
-from prefixstore.llama.compute_rate import MAX_SHARE, ComputeRate, RestoreDeadline
+from tests.support.engines import MemoryPages
 from tests.support.models import answer, attached, evaluated, forget, prompt
 from tests.support.places import place
 from tests.support.throttle import Throttled
@@ -149,7 +149,7 @@ class Until:
         return 60.0 if n_given < self.n else 0.0
 
 
-class Slow(MemoryBackend):
+class Slow(MemoryPages):
     """Another machine, of whose pages a gate lets some through."""
 
     is_local = False
@@ -180,14 +180,14 @@ class _SlowView:
 @pytest.mark.parametrize("n_in_time", [0, 2])
 def test_what_has_come_of_a_late_restore_is_used_and_the_rest_is_computed(llama, monkeypatch, n_in_time):
     backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x") as store:
         llm, tokens = attached(store, llama()), prompt(5 * PAGE)
         first = answer(llm, tokens, 6)
         store.flush()
         forget(llm)
         backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
-        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
+        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(n_in_time))
         assert answer(llm, tokens, 6) == first
         assert store.stats().late == 1
         assert store.stats().tokens_restored == n_in_time * PAGE
@@ -206,15 +206,15 @@ def test_a_page_of_which_most_has_come_is_waited_for_and_one_of_which_nothing_ha
             return 60.0 if arrived > 0.5 or n_given != 1 else 0.0
 
     # the second restore is tried, however long the first one has waited for a core
-    monkeypatch.setattr("prefixstore.llama.compute_rate.MAX_SLOWDOWN", 1e9)
+    monkeypatch.setattr("prefixstore.engine.compute_rate.MAX_SLOWDOWN", 1e9)
     backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x") as store:
         llm, tokens = attached(store, llama()), prompt(3 * PAGE)
         first = answer(llm, tokens, 6)
         store.flush()
         backend.is_slow, deadline = True, Soon()
-        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: deadline)
+        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: deadline)
         for arrived, n_restored in ((0, 1), (10**9, 3)):
             forget(llm)
             deadline.asked.clear()
@@ -233,7 +233,7 @@ def test_a_page_of_which_most_has_come_is_waited_for_and_one_of_which_nothing_ha
 
 def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monkeypatch):
     backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x", snapshot_interval=PAGE) as store:
         llm, tokens = attached(store, llama("mamba")), prompt(4 * PAGE)
         first = answer(llm, tokens, 6)
@@ -241,7 +241,7 @@ def test_after_a_snapshot_that_is_late_no_earlier_one_is_waited_for(llama, monke
         assert store.stats().snapshots_captured > 3
         forget(llm)
         backend.is_slow, backend.gate = True, threading.Semaphore(0)
-        monkeypatch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(0))
+        monkeypatch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(0))
         assert answer(llm, tokens, 6) == first
         assert (store.stats().late, store.last.miss) == (1, "unreadable")
         for _ in range(100):
@@ -255,47 +255,17 @@ def release_when(gate, seen, what):
         gate.release()
 
 
-@pytest.mark.parametrize("n_in_time", [0, 2, 5])
-def test_a_portable_store_uses_what_has_come_in_time(llama, monkeypatch, n_in_time):
-    backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
-    with PrefixStore("memory:", namespace="x") as store, PrefixStore("memory:", namespace="x") as portable:
-        llm, tokens = attached(store, llama()), prompt(5 * PAGE)
-        llm.eval(tokens[:PAGE])  # from here on it is known what computing costs
-        first = answer(llm, tokens, 6)
-        store.flush()
-        other, deadlines = llama(), []
-        other.set_cache(portable)
-
-        def until(pages, live, end):
-            deadlines.append(ComputeRate(1.0).deadline(pages, live, end))
-            return Until(n_in_time)
-
-        assert answer(other, prompt(20, seed=1), 1)
-        monkeypatch.setattr(portable._portable._builder._rate, "deadline", until)
-        forget(other)
-        backend.is_slow, backend.gate = True, threading.Semaphore(n_in_time)
-        assert answer(other, tokens, 6) == first
-        backend.is_slow = False
-        for _ in range(100):
-            backend.gate.release()
-        # the pages say what they cost
-        assert deadlines[0] is not None
-        assert portable.stats().late == (n_in_time < 5)
-        assert portable.stats().tokens_restored == min(n_in_time * PAGE, len(tokens) - 1)
-
-
 @pytest.mark.slow
 def test_restore_always_waits(llama, monkeypatch):
     backend = Slow()
-    monkeypatch.setattr("prefixstore.opening.open_backend", lambda *_, **__: backend)
+    monkeypatch.setattr("prefixstore.opening.open_pages", lambda *_, **__: backend)
     with PrefixStore("memory:", namespace="x", max_delay=0.01) as store:
         llm, tokens = attached(store, llama()), prompt(3 * PAGE)
         answer(llm, tokens, 1)
         store.flush()
         forget(llm)
         backend.is_slow, backend.gate = True, threading.Semaphore(0)
-        store._hook.context.rate.token_seconds = 1e-9
+        store._hooks.current.context.rate.token_seconds = 1e-9
         opening = threading.Timer(0.3, lambda: [backend.gate.release() for _ in range(100)])
         opening.start()
         assert store.restore(tokens, always=True) == len(tokens) - 1
@@ -323,13 +293,13 @@ def test_a_server_that_stops_in_the_middle_of_an_answer_does_not_stop_a_completi
             # lookups are small, so they pass; pages do not
             link.stall_at = link.n_bytes + 30_000
             with monkeypatch.context() as patch:
-                patch.setattr(store._hook.context.rate, "deadline", lambda *_, **__: Until(0))
+                patch.setattr(store._hooks.current.context.rate, "deadline", lambda *_, **__: Until(0))
                 assert answer(llm, tokens, 6) == first
             stats = store.stats()
             assert (stats.late, stats.tokens_restored) == (1, 0)
             link.stall_at = None
             # another prompt was computed meanwhile, faster or slower
-            monkeypatch.setattr("prefixstore.llama.compute_rate.MAX_SLOWDOWN", 1e9)
+            monkeypatch.setattr("prefixstore.engine.compute_rate.MAX_SLOWDOWN", 1e9)
             forget(llm)
             assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
             forget(llm)
@@ -342,6 +312,6 @@ def test_pages_that_were_restored_in_time_count_as_before(llama):
         answer(llm, tokens, 1)
         store.flush()
         forget(llm)
-        store._hook.context.rate.token_seconds = 10.0
+        store._hooks.current.context.rate.token_seconds = 10.0
         assert evaluated(store, lambda: answer(llm, tokens, 1)) == 1
         assert store.stats().late == 0

@@ -114,6 +114,7 @@ def test_the_reason_of_a_miss_is_the_one_that_is_counted(llama, store):
     tokens = prompt(300)
     assert missed(tokens, 1) == "not_found"
     assert missed([*tokens[:9], 5], 1) == "short"
+    assert missed([*tokens[:9], *range(5, 200)], 1) == "diverged"
     before = store.stats().misses.get("logprobs", 0)
     llm(llm.detokenize(tokens).decode("utf-8", "ignore"), max_tokens=1, logprobs=1, echo=True)
     assert store.last.miss == "logprobs"
@@ -165,14 +166,15 @@ def test_an_evaluation_that_fails_counts_what_it_has_done(llama, store, monkeypa
     assert sum(tokens_of(store.last)) == 600
 
 
-def test_several_llamas_of_a_portable_store_have_their_own_records(models):
+def test_several_llamas_of_one_store_have_their_own_records(models):
     n_threads, n_turns = 3, 4
     found, errors = {}, []
+    path = models("llama")
     with PrefixStore("memory:") as store:
 
         def work(number):
             try:
-                llm = load(models("llama"))
+                llm = load(path)
                 llm.set_cache(store)
                 for turn in range(n_turns):
                     tokens = prompt(100 + 10 * number + turn, seed=10 * number + turn)
@@ -183,7 +185,7 @@ def test_several_llamas_of_a_portable_store_have_their_own_records(models):
                     answer(llm, tokens, 1)
                     last = store.last_of(llm)
                     assert (last.source, last.restored, last.miss) == ("store", len(tokens) - 1, None)
-                    assert last.compute_seconds is None
+                    assert last.compute_seconds > 0
                     assert last.computed == 1
                 found[number] = last
             except BaseException as error:  # noqa: BLE001 - raised below
@@ -216,12 +218,12 @@ def test_what_is_no_prompt_leaves_no_record(llama, store):
     assert store.last is None
     answer(llm, prompt(30), 1)
     record = store.last
-    # another Llama with the same store is refused
+    # nor one that cannot be attached
     other = llama()
-    other.set_cache(store)
-    with pytest.raises(MisuseError):
+    with PrefixStore("memory:", other):
+        other.set_cache(store)
         answer(other, prompt(30), 1)
-    assert store.last == record
+    assert (store.last, store.last_of(other)) == (record, None)
     store.close()
     assert store.last == record
 

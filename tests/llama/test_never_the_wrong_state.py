@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +15,7 @@ import pytest
 from prefixstore import PrefixStore
 from prefixstore.backends.location import cache_directory
 from prefixstore.llama.fingerprint import llama_cpp_build, namespace_of
-from prefixstore.llama.model_file import file_digest
+from prefixstore.models.file import file_digest
 from prefixstore.testing import models as synthetic
 from tests.support import ROOT
 from tests.support.models import SHAPES, answer, forget, load, prompt, state_bytes, write_lora
@@ -78,29 +75,33 @@ def test_the_digest_is_sha256_and_no_digest_of_another_kind_is_taken_for_it(mode
     shutil.copy(models("llama"), path)
     expected = hashlib.sha256(path.read_bytes()).hexdigest()
     assert file_digest(path) == expected
-    memory = cache_directory() / "fingerprints.json"
-    known = json.loads(memory.read_bytes())
-    entry = known[str(path.resolve())]
-    assert entry.pop("sha256") == expected
-    for wrong in ({"digest": "0" * 32}, {"sha256": None}, {}):
-        memory.write_text(json.dumps(known | {str(path.resolve()): entry | wrong}))
+    (memory,) = (cache_directory() / "digests").iterdir()
+    known = memory.read_text()
+    assert known.endswith(f" {expected}")
+    forged = known.replace(expected, "0" * 64)
+    for wrong in (known[:-1], known.replace(expected, "0" * 32), f"[1] {expected}", forged[1:], "", "\xff" * 1000):
+        memory.write_bytes(wrong.encode("latin-1"))
         assert file_digest(path) == expected
-    memory.write_text("[" * 100_000)
-    assert file_digest(path) == expected
-    memory.write_text(json.dumps({str(path.resolve()): entry | {"sha256": "0" * 64}}))
+        assert memory.read_text() == known
+    memory.write_text(forged)
+    assert file_digest(path) == "0" * 64
     memory.chmod(0o666)
     assert file_digest(path) == expected
+    assert memory.read_text() == known
 
 
-def test_a_full_disk_leaves_nothing_of_a_digest(models, tmp_path, monkeypatch):
+def test_a_digest_is_not_written_through_a_link_nor_missed_where_it_cannot_be_kept(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("prefixstore.llama.model_file.json.dump", full)
-    assert len(file_digest(models("llama"))) == 64
-    assert list(cache_directory().iterdir()) == []
+    expected = file_digest(models("llama"))
+    (memory,) = (cache_directory() / "digests").iterdir()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    memory.unlink()
+    memory.symlink_to(victim)
+    assert file_digest(models("llama")) == expected
+    assert victim.read_text() == "mine"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(victim))
+    assert file_digest(models("llama")) == expected
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_flipped_bit_is_a_miss_and_the_page_is_removed(filled, models):
     llm = load(models("llama"))
     with PrefixStore(filled, llm, read_only=True) as store:
         # the state of the second page, somewhere in its middle
-        page = store._engine.match(*store._place(TOKENS)).pages[1]
+        page = store.path(TOKENS).pages[1]
         with store._engine._backend.view() as view:
             middle = bytes(view.payload(page.key)[100_000:100_064])
     at = content.index(middle)
@@ -252,7 +253,8 @@ def test_contexts_whose_length_chooses_other_rope_factors_share_nothing(tmp_path
     with PrefixStore(tmp_path / "kv", long) as store:
         assert store.match(TOKENS).n_tokens == 0
         assert names.differences(store.namespace) == {"long_context": (False, True), "n_ctx": (1024, 2048)}
-    with PrefixStore(tmp_path / "kv", load(path, n_ctx=1024, kv_overrides=overrides or None)) as store:
+    other = load(path, n_ctx=1024, kv_overrides=overrides or None)
+    with PrefixStore(tmp_path / "kv", other) as store:
         assert store.match(TOKENS).n_tokens == 600
 
 

@@ -57,22 +57,6 @@ def test_a_restore_of_packed_pages_gives_the_same_bytes_and_the_same_answer(llam
         assert store.check() == []
 
 
-@pytest.mark.parametrize("arch", ["llama", "mamba"])
-def test_the_portable_hook_restores_packed_pages_and_whole_states(llama, tmp_path, arch):
-    with PrefixStore(tmp_path / "kv", namespace="packed") as store:
-        llm = with_cache(store, llama(arch))
-        answer(llm, TOKENS)
-        held = llm.input_ids[: llm.n_tokens].tolist()
-        store.flush()
-        assert pack_all(store.engine) > 0
-        next_turn = held + prompt(30, 5)
-        assert answer(with_cache(store, llama(arch)), next_turn) == answer(llama(arch), next_turn)
-        assert store.stats().hits == 1
-        assert store.stats().tokens_restored >= len(held) - 1
-        assert store.kind == ("portable: pages" if arch == "llama" else "portable: whole states")
-        assert store.check() == []
-
-
 def test_an_export_of_packed_pages_can_be_imported_and_restored(llama, tmp_path):
     llm = llama()
     with PrefixStore(tmp_path / "kv", llm) as store:

@@ -17,8 +17,8 @@ from prefixstore.engine.fetch import States
 from prefixstore.errors import UnavailableError
 from prefixstore.format.codec import CODECS, decode
 from prefixstore.format.record import checksum
+from prefixstore.llama.kv_memory import SnapshotMemory
 from prefixstore.llama.paged_memory import PagedMemory
-from prefixstore.llama.snapshot_memory import SnapshotMemory
 from tests.support import in_thread
 from tests.support.garbage import NAN, OTHER, SHORT, Case, Victim, rows_replaced
 from tests.support.models import answer, forget, load, logits, prompt, state_digest
@@ -36,7 +36,7 @@ def victim(llama):
 
 def with_nan(victim: Victim, i: int) -> Case:
     """Rows of NaN under the key of page `i` of the prompt; the completion is in its last page."""
-    path = victim.store._engine.match(*victim.store._place(TOKENS)).pages
+    path = victim.store.path(TOKENS).pages
     record, _, payload = victim.pages[path[i].key]
     return Case(path[i].key, "nan", rows_replaced(bytes(decode(record, payload)), NAN))
 
@@ -65,7 +65,7 @@ def test_an_error_at_any_page_is_at_most_a_miss(victim, monkeypatch, where, erro
 
         monkeypatch.setattr(readers, where, fail)
         assert victim.run(case, live) == []
-        assert not victim.store._hook.context.memory.unverified
+        assert not victim.store._hooks.current.context.memory.unfinished.unverified
     monkeypatch.undo()
     victim.put()
     forget(victim.llm)
@@ -98,7 +98,7 @@ def test_an_interrupt_at_any_page_leaves_nothing_that_is_not_verified(victim, mo
             # a restore may make fewer of these calls
             with suppress(KeyboardInterrupt):
                 victim.answer_to(TOKENS)
-        assert not victim.store._hook.context.memory.unverified
+        assert not victim.store._hooks.current.context.memory.unfinished.unverified
         assert [victim.answer_to(tokens) for tokens in (SHORT, TOKENS, OTHER)] == [victim.cold[i] for i in (1, 0, 2)]
 
 
@@ -129,7 +129,7 @@ def test_a_snapshot_that_is_refused_or_interrupted_leaves_an_empty_context(llama
         llm = llama(arch, n_ctx=512, n_batch=PAGE)
         with PrefixStore("memory:", **SETTINGS) as store:
             victim = Victim(store, llm, TOKENS)
-            memory = store._hook.context.memory
+            memory = store._hooks.current.context.memory
             for error in (None, KeyboardInterrupt):
                 victim.put()
                 forget(llm)
@@ -138,7 +138,7 @@ def test_a_snapshot_that_is_refused_or_interrupted_leaves_an_empty_context(llama
                     patch.setattr(SnapshotMemory, "holds", raising(SnapshotMemory.holds, error))
                     with pytest.raises(error) if error else nullcontext():
                         assert victim.answer_to(TOKENS) == victim.cold[0]
-                assert not memory.unverified
+                assert not memory.unfinished.unverified
                 if error:
                     assert llm.n_tokens == 0
                 assert victim.answer_to(SHORT) == victim.cold[1]
@@ -150,7 +150,7 @@ def raising(real, error):
     done = []
 
     def holds(self, n):
-        if n > 100 and not done and self.unverified:
+        if n > 100 and not done and self.unfinished.unverified:
             done.append(1)
             if error is not None:
                 raise error
@@ -175,7 +175,7 @@ def test_the_good_pages_are_loaded_again_with_those_of_the_live_prefix(victim):
     llm.eval(TOKENS[: PAGE + 9])
     before = store.stats()
     assert store.restore(TOKENS) == 2 * PAGE
-    assert store._hook.context.lineage.n == llm.n_tokens == 2 * PAGE
+    assert store._hooks.current.context.lineage.n == llm.n_tokens == 2 * PAGE
     assert llm.input_ids[: 2 * PAGE].tolist() == TOKENS[: 2 * PAGE]
     assert state_digest(llm, 2 * PAGE) == expected
     assert store.stats().hits == before.hits + 1
@@ -187,7 +187,7 @@ def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
     victim.put(with_nan(victim, 1))
     forget(llm)
     llm.eval(TOKENS[: PAGE + 9])
-    path = store._engine.match(*store._place(TOKENS)).pages
+    path = store.path(TOKENS).pages
     fetching = store._engine.fetching
 
     def without_the_first(pages, **options):
@@ -199,7 +199,7 @@ def test_a_live_prefix_that_the_store_no_longer_has_is_given_up(victim):
     store._engine.fetching = without_the_first
     assert store.restore(TOKENS) == 0
     store._engine.fetching = fetching
-    assert llm.n_tokens == store._hook.context.lineage.n == 0
+    assert llm.n_tokens == store._hooks.current.context.lineage.n == 0
     assert llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(llm.ctx), 0) == -1
     assert victim.answer_to(TOKENS) == victim.cold[0]
 
@@ -262,13 +262,13 @@ BOMB = 1 << 28
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "mamba", "lfm2"])
 @pytest.mark.parametrize("codec", ["zstd", "planes"])
-@pytest.mark.parametrize(("portable", "known"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("known", [False, True])
 def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
-    llama, tmp_path, monkeypatch, arch, codec, portable, known
+    llama, tmp_path, monkeypatch, arch, codec, known
 ):
     llm = llama(arch, n_ctx=512, n_batch=PAGE)
     place = f"lmdb://{tmp_path / 'kv'}"
-    with PrefixStore(place, None if portable else llm, **SETTINGS) as store:
+    with PrefixStore(place, llm, **SETTINGS) as store:
         llm.set_cache(store)
         answer(llm, TOKENS, 4)
         # a state of recurrent memory is stored whole: it helps a prompt that continues it
@@ -287,7 +287,7 @@ def test_a_page_that_claims_more_than_the_context_can_hold_is_not_unpacked(
         real(record, *args)
 
     monkeypatch.setattr(readers, "decode_into", watched)
-    with PrefixStore(place, None if portable else llm, **SETTINGS) as store:
+    with PrefixStore(place, llm, **SETTINGS) as store:
         llm.set_cache(store)
         if known:
             # the shape is known from a page of its own
@@ -362,22 +362,16 @@ def test_places_and_not_the_padded_context_bound_what_is_restored(models, caplog
     """A Llama has as many places as it was asked for; its context has more, to the next multiple of 256."""
     tokens = prompt(500, seed=9)
     large = load(models("llama"), n_ctx=768)
-    for portable in (False, True):
-        with PrefixStore("memory:", None if portable else large, page_tokens=PAGE, namespace="x") as store:
-            large.set_cache(store)
-            forget(large)
-            answer(large, tokens, 2)
-            large.set_cache(None)
-            store.detach()
-            small = load(models("llama"), n_ctx=300)
-            small.set_cache(store)
-            if not portable:
-                store.attach(small)
-                assert store.restore(tokens) == 299
-                small.reset()
-            assert answer(small, tokens[:280], 4) == answer(load(models("llama"), n_ctx=300), tokens[:280], 4)
-            # more than it has places for: the same error as without a store
-            with pytest.raises(ValueError, match="broadcast"):
-                small(tokens[:400], max_tokens=4)
+    with PrefixStore("memory:", page_tokens=PAGE) as store:
+        large.set_cache(store)
+        answer(large, tokens, 2)
+        small = load(models("llama"), n_ctx=300)
+        small.set_cache(store)
+        assert store.restore(tokens, small) == 299
+        small.reset()
+        assert answer(small, tokens[:280], 4) == answer(load(models("llama"), n_ctx=300), tokens[:280], 4)
+        # more than it has places for: the same error as without a store
+        with pytest.raises(ValueError, match="broadcast"):
+            small(tokens[:400], max_tokens=4)
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]

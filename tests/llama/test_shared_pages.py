@@ -32,7 +32,7 @@ SETTINGS = {
 }
 CASES = [
     *itertools.product(KINDS, SETTINGS),
-    *itertools.product(["attention", "recurrent", "hybrid"], ["no window"]),
+    *itertools.product(["attention", "window", "recurrent", "hybrid"], ["no window"]),
     ("recurrent", "streams"),
 ]
 # these mean something for some kinds only
@@ -117,11 +117,10 @@ def test_attention_in_several_streams_is_neither_stored_nor_restored(tmp_path, o
 @pytest.mark.parametrize(
     ("kind", "setting", "differs"),
     [
-        ("window", ({}, {"swa_full": False}), {"swa_full"}),
         ("attention", ({}, {"attention_type": llama_cpp.LLAMA_ATTENTION_TYPE_NON_CAUSAL}), {"attention_type"}),
         ("attention", ({}, {"kv_overrides": {"llama.rope.freq_base": 2e4, "tokenizer.x": 5}}), {"kv_overrides"}),
     ],
-    ids=["window", "causality", "overrides"],
+    ids=["causality", "overrides"],
 )  # fmt: skip
 def test_settings_that_change_rows_or_their_layout_separate(opened, monkeypatch, kind, setting, differs):
     monkeypatch.setitem(SETTINGS, "this", setting)

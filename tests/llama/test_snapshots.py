@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.errors import CorruptError
-from prefixstore.llama import snapshot_restore as resume
-from prefixstore.llama import snapshots
-from prefixstore.llama.turns import TokenKinds, message_starts
+from prefixstore.errors import CorruptError, InvalidParameterError
+from prefixstore.format.keys import as_tokens, common_prefix
+from prefixstore.llama import snapshots, strategy
+from prefixstore.llama.binding import token_kinds
+from prefixstore.models.boundaries import message_starts
+from prefixstore.warming.tokens import chat_tokens
 from tests.support.models import answer, load, logits, prompt, state_bytes
 from tests.support.worker import in_process
 
@@ -121,7 +123,7 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     plain = llama(arch)
     expected = say(plain, edited)
     tokens = plain.input_ids[: plain.n_tokens]
-    last = message_starts(tokens, TokenKinds(plain).kind)[-2]
+    last = message_starts(list(map(token_kinds(plain), tokens)))[-2]
     new = evaluated(store, lambda: say(llm, edited, 1))
     # but for the end of the answer before, "<|im_end|>" and a line break
     assert new == len(tokens) - 7 - last + 3
@@ -130,7 +132,7 @@ def test_an_edited_question_evaluates_nothing_before_its_message(llama, store, a
     other = [SYSTEM, {"role": "user", "content": "Who are you?"}]
     plain.reset()
     expected = say(plain, other)
-    first = message_starts(plain.input_ids[: plain.n_tokens], TokenKinds(plain).kind)[0]
+    first = message_starts(list(map(token_kinds(plain), plain.input_ids[: plain.n_tokens].tolist())))[0]
     forget(llm)
     assert evaluated(store, lambda: say(llm, other, 1)) == plain.n_tokens - 7 - first
     assert say(llm, other) == expected
@@ -167,6 +169,7 @@ def test_two_processes_go_through_edits_forks_and_regenerations_as_without_a_cac
             assert done["misses"] == {}
 
 
+@pytest.mark.slow
 def test_a_restored_context_has_the_bytes_and_the_next_logits_of_a_computed_one(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(1500, seed=3)
     answer(llm, tokens, 1)
@@ -228,17 +231,88 @@ def test_snapshots_are_thinned(llama, arch):
         assert answer(llm, tokens, 8) == answer(llama(arch), tokens, 8)
 
 
+def asked(question: str, document: str) -> list[dict[str, str]]:
+    return [SYSTEM, {"role": "user", "content": document + question}]
+
+
+def test_another_question_about_a_document_evaluates_only_the_question(llama, store, arch):
+    document = "The names of temporary files are chosen at random, and nobody else may open them. " * 20 + "\n\n"
+    say(attached(store, llm := llama(arch)), asked(QUESTIONS[0], document), 1)
+    plain = llama(arch)
+    for question in QUESTIONS[1:3]:
+        plain.reset()
+        expected = say(plain, asked(question, document))
+        forget(llm)
+        written = f"{question}<|im_end|>\n<|im_start|>assistant\n"
+        new = len(llm.tokenize(written.encode(), add_bos=False, special=True))
+        assert evaluated(store, lambda question=question: say(llm, asked(question, document), 1)) == new
+        assert say(llm, asked(question, document)) == expected
+
+
+def test_where_two_prompts_part_the_third_one_is_resumed(llama, store, arch):
+    llm, parts = attached(store, llama(arch)), [[*prompt(700), *prompt(200, seed=seed)] for seed in (1, 2, 3)]
+    answer(llm, parts[0], 1)
+    assert evaluated(store, lambda: answer(llm, parts[1], 1)) > 300
+    assert evaluated(store, lambda: answer(llm, parts[2], 1)) == 200
+    assert answer(llm, parts[2], 8) == answer(llama(arch), parts[2], 8)
+
+
+@pytest.mark.parametrize("form", ["a number", "tokens", "messages"])
+def test_a_prompt_is_resumed_at_a_boundary_that_the_caller_names(llama, store, arch, form):
+    document = "The names of temporary files are chosen at random, and nobody else may open them. " * 20
+    llm, (first, other) = attached(store, llama(arch)), [asked(question, document) for question in QUESTIONS[:2]]
+    tokens = chat_tokens(llm, first, {}, generation_prompt=True)
+    n = common_prefix(tokens, chat_tokens(llm, asked("", document), {}, generation_prompt=False))
+    prefix = {"a number": n, "tokens": tokens[:n], "messages": {"messages": asked("", document)}}[form]
+    with store.boundary(prefix):
+        say(llm, first, 1)
+    assert n in stored(store)
+    say(llm, [SYSTEM], 1)
+    plain = llama(arch)
+    expected = say(plain, other)
+    forget(llm)
+    assert evaluated(store, lambda: say(llm, other, 1)) == plain.n_tokens - 7 - n
+    assert say(llm, other) == expected
+
+
+def test_a_boundary_applies_to_prompts_that_begin_with_it_inside_its_block(llama, store, arch):
+    llm = attached(store, llama(arch))
+    with store.boundary(prompt(300), 100), store.boundary(200):
+        answer(llm, prompt(400, seed=1), 1)
+    answer(llm, prompt(400), 1)
+    assert {100, 200} < set(stored(store))
+    assert 300 not in stored(store)
+    for wrong in (0, True):
+        with pytest.raises(InvalidParameterError, match="at least 1"):
+            store.boundary(wrong)
+
+
+def test_the_end_of_the_system_prompt_and_of_a_document_stay_when_a_conversation_grows(llama, arch):
+    llm, document = llama(arch), "The names of temporary files are chosen at random. " * 20 + "\n\n"
+    with PrefixStore("memory:", llm, snapshot_interval=128, max_snapshots=4) as store:
+        llm.set_cache(store)
+        messages = asked(QUESTIONS[0], document)
+        for question in [*QUESTIONS, *QUESTIONS]:
+            messages.append({"role": "assistant", "content": say(llm, messages, 2)})
+            messages.append({"role": "user", "content": question * 22})
+        assert len(stored(store)) <= 4
+        forget(llm)
+        written = f"{QUESTIONS[1]}<|im_end|>\n<|im_start|>assistant\n"
+        new = len(llm.tokenize(written.encode(), add_bos=False, special=True))
+        assert evaluated(store, lambda: say(llm, asked(QUESTIONS[1], document), 1)) == new
+
+
 def test_the_snapshot_at_which_conversations_fork_stays(llama, arch):
     llm = llama(arch)
     with PrefixStore("memory:", llm, snapshot_interval=128, max_snapshots=5) as store:
         llm.set_cache(store)
         for seed in range(3):
             # the system prompt ends at 391
-            tokens = [*prompt(390), 2, *prompt(20, seed=50), 2, 1, *prompt(900, seed=seed)]
+            tokens = [*prompt(390), 2, *prompt(80, seed=50), 2, 1, *prompt(900, seed=seed)]
             answer(llm, tokens, 1)
-        assert 413 - 1 in stored(store)
+        assert 473 - 1 in stored(store)
         forget(llm)
-        other = [*prompt(390), 2, *prompt(20, seed=50), 2, 1, *prompt(100, seed=9)]
+        other = [*prompt(390), 2, *prompt(80, seed=50), 2, 1, *prompt(100, seed=9)]
         assert evaluated(store, lambda: answer(llm, other, 1)) <= 102
 
 
@@ -266,7 +340,7 @@ def test_a_snapshot_that_waits_for_its_rows_is_dropped_when_the_context_has_move
     # few tokens after many: their rows would be copied at the end of the turn
     live = llm.n_tokens
     llm.eval(prompt(100, seed=1))
-    waiting = store._hook.strategy.waiting
+    waiting = store._hooks.current.strategy.waiting
     assert len(waiting) == (arch == "lfm2")
     llm._ctx.kv_cache_clear()
     llm.n_tokens = 0
@@ -312,7 +386,7 @@ def test_a_damaged_snapshot_is_removed_and_the_one_before_it_used(llama, arch, t
         llm.set_cache(store)
         answer(llm, tokens, 1)
         store.flush()
-        deepest = store._engine.match_snapshot(*store._place(tokens), 699).pages[-1]
+        deepest = store._engine.match_snapshot(store.namespace.key, as_tokens(tokens), store.page_tokens, 699).pages[-1]
         with store._engine._backend.view() as view:
             payload = bytes(view.payload(deepest.key))
     data = tmp_path / "data.mdb"
@@ -338,7 +412,7 @@ def test_a_state_that_llama_cpp_refuses_is_a_miss_and_is_computed(llama, store, 
     forget(llm)
     monkeypatch.setattr(llama_cpp, "llama_state_seq_set_data", lambda *a: 0)
     assert answer(llm, tokens, 8) == expected
-    assert store.stats().unreadable["refused"] == resume.ATTEMPTS
+    assert store.stats().unreadable["refused"] == strategy.ATTEMPTS
     assert store.stats().misses["unreadable"] == 1
 
 
@@ -466,14 +540,14 @@ def test_pin_and_clear_include_snapshots(llama, store, arch):
 def test_a_snapshot_whose_pages_have_no_rows_is_refused(llama, store, arch):
     llm, tokens = attached(store, llama(arch)), prompt(700)
     expected = answer(llm, tokens, 8)
-    path = store._engine.match_snapshot(*store._place(tokens), 699)
+    path = store._engine.match_snapshot(store.namespace.key, as_tokens(tokens), store.page_tokens, 699)
     store.flush()
     # as another version would have stored them, that could not cut
     for page in path.pages[:-1]:
         page.raw_bytes = 0
     forget(llm)
     assert answer(llm, tokens, 8) == expected
-    assert store.stats().unreadable.get("shape", 0) == (resume.ATTEMPTS if arch == "lfm2" else 0)
+    assert store.stats().unreadable.get("shape", 0) == (strategy.ATTEMPTS if arch == "lfm2" else 0)
 
 
 def test_a_context_that_was_cleared_without_the_store_is_not_stored(llama, store, arch):

@@ -73,7 +73,7 @@ def test_snapshots_and_windows_come_from_the_shared_location(llama, tmp_path, ar
         assert store.check() == []
 
 
-def test_the_portable_cache_works_through_tiers(llama, tmp_path, new_valkey):
+def test_a_store_that_attaches_by_itself_works_through_tiers(llama, tmp_path, new_valkey):
     far, llm = new_valkey(), llama()
     for name in ("one", "two"):
         with PrefixStore([f"lmdb://{tmp_path / name}", far], namespace="model", max_delay=None) as store:
@@ -93,7 +93,7 @@ def test_a_slow_shared_location_does_not_count_against_the_local_one(llama, tmp_
         store.flush()
     forget(llm)
     with opened(tmp_path, "two", f"lmdb://{tmp_path / 'far'}", llm) as store:
-        context = store._hook.context
+        context = store._hooks.current.context
         forget(llm)
         answer(llm, TOKENS[:600], 1)
         store.flush()

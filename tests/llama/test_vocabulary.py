@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefixstore.llama.prompt import Vocabulary
+from prefixstore.warming.tokens import Vocabulary
 
 
 def test_tokens_that_a_model_does_not_have_do_not_end_the_process(models):

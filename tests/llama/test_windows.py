@@ -55,12 +55,13 @@ def cuts(page: int, window: int, n: int, seed: int) -> list[int]:
     return sorted({cut for cut in (*near, *anywhere, n) if 20 < cut <= n and cut % 512 != 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_tokens", [100, *(pytest.param(n, marks=pytest.mark.attack) for n in (48, 1000))])
 def test_the_next_logits_are_those_of_a_cold_evaluation_wherever_a_restore_ends(llama, arch, swa_full, page_tokens):
     window, tokens = WINDOWS[arch], prompt(1400, seed=page_tokens)
     llm, cold = llama(arch, swa_full=swa_full), llama(arch, swa_full=swa_full)
     with PrefixStore("memory:", llm, page_tokens=page_tokens) as store:
-        page = store._hook.context.parameters.page_tokens
+        page = store._hooks.current.context.parameters.page_tokens
         assert page == min(page_tokens, window)
         llm.eval(tokens)
         store.capture()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.engine.pages import Pages
 from prefixstore.errors import InvalidParameterError, LocationError
 from prefixstore.format.keys import page_key
 from prefixstore.maintenance.archive import Archive
@@ -173,10 +174,10 @@ CHOICES = [
 def test_a_purge_deletes_pages_after_a_damaged_record_and_the_record(choice, monkeypatch):
     with Archive("memory:", create=True) as archive:
         paths = fill(archive.backend, MINE, SEQUENCES[:2])
-        make_corrupt(archive.backend, paths[0][0], monkeypatch)
+        make_corrupt(archive.backend, paths[0][0])
         assert archive.purge(**choice).pages == 4
         with archive.backend.view() as view:
-            assert set(view.payload_keys()) == set()
+            assert list(view.scan()) == []
             assert view.namespaces() == {}
 
 
@@ -198,9 +199,10 @@ def test_a_purge_deletes_pages_after_a_damaged_record_and_the_record(choice, mon
 def test_a_purge_deletes_pages_after_one_of_a_newer_version_as_far_as_they_match(choice, n, monkeypatch, caplog):
     with Archive("memory:", create=True) as archive:
         paths = fill(archive.backend, MINE, SEQUENCES[:2])
-        make_newer(archive.backend, paths[0][0], monkeypatch)
+        make_newer(archive.backend, paths[0][0])
         assert archive.purge(**choice).pages == n
-        assert len(list(archive.backend._pages.entries)) == 4 - n
+        with archive.backend.view() as view:
+            assert view.used.entries == 4 - n
         assert archive.n_newer == ("everything" not in choice)
         assert ("newer prefixstore" in caplog.text) == ("everything" not in choice)
 
@@ -237,14 +239,16 @@ def damage(location, key):
         with lmdb.open(location.removeprefix("lmdb://"), max_dbs=6, map_size=1 << 26) as env:
             payloads = env.open_db(b"payloads")
             with env.begin(write=True) as txn:
-                stored = bytearray(txn.get(key, db=payloads))
+                stored = bytearray(txn.get(b"r" + key, db=payloads))
                 stored[7] ^= 1
-                txn.put(key, bytes(stored), db=payloads)
+                txn.put(b"r" + key, bytes(stored), db=payloads)
         return
     with closing(sqlite3.connect(location.removeprefix("sqlite:///"))) as connection, connection:
-        row, stored = connection.execute("select rowid, data from prefixstore_pieces where page = ?", (key,)).fetchone()
+        row, stored = connection.execute(
+            "select rowid, data from prefixstore_payloads where key = ?", (b"r" + key,)
+        ).fetchone()
         damaged = bytes([stored[0] ^ 1]) + stored[1:]
-        connection.execute("update prefixstore_pieces set data = ? where rowid = ?", (damaged, row))
+        connection.execute("update prefixstore_payloads set data = ? where rowid = ?", (damaged, row))
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
@@ -277,7 +281,7 @@ def test_repair_evicts_down_to_a_given_budget(archive):
 def test_children_that_are_added_to_a_page_while_it_is_purged_are_purged_too(tmp_path, request, monkeypatch):
     with Archive(place("lmdb", tmp_path, request), create=True) as archive:
         fill(archive.backend, MINE, SEQUENCES)
-        other = LMDBBackend(tmp_path / "kv", 1 << 30)
+        other = Pages(LMDBBackend(tmp_path / "kv", 1 << 30))
         update = archive.backend.update
         written = []
 

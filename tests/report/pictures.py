@@ -9,13 +9,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from prefixstore.backends import open_backend
-from prefixstore.llama.prompt import Vocabulary
-from prefixstore.llama.quiet import silence
+from prefixstore.engine.pages import open_pages
+from prefixstore.llama.binding import silence
 from prefixstore.report.content import Content, content_of
 from prefixstore.report.history import Asked
 from prefixstore.report.page import html_of
 from prefixstore.testing.models import TINY, write_model
+from prefixstore.warming.tokens import Vocabulary
 from tests.report.test_in_browser import ENTER, ESCAPE
 from tests.support import ROOT
 from tests.support.browser import DESKTOP, MISSING, PHONE, Browser, programs
@@ -30,7 +30,7 @@ def content(folder: Path) -> Content:
     """Of a store that never was."""
     silence()
     words = Vocabulary(write_model(folder / "tiny.gguf", TINY["llama"]))
-    backend = open_backend(f"lmdb://{folder}/kv", max_bytes=1 << 28)
+    backend = open_pages(f"lmdb://{folder}/kv", max_bytes=1 << 28)
     lived_in(backend, words.tokens, now=NOW)
     with backend.view() as view:
         made = content_of(view, "lmdb:///var/cache/kv", words=words.text, max_bytes=40 << 30, clock=lambda: NOW * 10**9)

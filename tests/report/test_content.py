@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prefixstore.backends import open_backend
 from prefixstore.engine.adaptive_policy import Adaptive
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.record import Usage
 from prefixstore.format.saved_state import pack_state
 from prefixstore.maintenance.archive import Archive
@@ -19,9 +19,9 @@ from prefixstore.report.content import content_of
 from prefixstore.report.eviction import estimates, evicted_of
 from prefixstore.report.labels import visible
 from prefixstore.report.runs import limited, read_facts, runs_of
-from prefixstore.testing import make_page
 from tests.support.forest import DAY, Tree, chain, lived_in, put, space, wide
 from tests.support.newer import make_corrupt
+from tests.support.pages import make_page
 from tests.support.places import SCHEMES, fill, place
 from tests.support.places import space as small
 
@@ -31,7 +31,7 @@ MINE = small("mine")
 
 @pytest.fixture
 def backend(tmp_path):
-    opened = open_backend(f"lmdb://{tmp_path}/kv", max_bytes=1 << 28)
+    opened = open_pages(f"lmdb://{tmp_path}/kv", max_bytes=1 << 28)
     yield opened
     opened.close()
 
@@ -131,7 +131,7 @@ def test_pages_that_lost_their_parent_or_cannot_be_read_do_no_harm(monkeypatch):
         lost, damaged, _ = fill(archive.backend, MINE, ([1, 2, 3, 4, 5, 6, 7, 8, 9], [21, 22, 23, 24, 25], [30]))
         with archive.backend.update() as transaction:
             transaction.delete(lost[0])
-        make_corrupt(archive.backend, damaged[0], monkeypatch)
+        make_corrupt(archive.backend, damaged[0])
         content = report(archive.backend)
     assert content["unreadable"] == 1
     assert sorted(rows(content, "parent", "pages", "labels")) == [(-1, 1, "25"), (-1, 1, "30"), (-1, 2, "5 6 7 8 9")]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.report.content import content_of
 from prefixstore.report.history import Asked
 from prefixstore.report.page import html_of
@@ -22,7 +22,7 @@ LEFT, UP, RIGHT, DOWN, ENTER, ESCAPE = "\ue012", "\ue013", "\ue014", "\ue015", "
 
 def written(path, make, **options):
     """A page about a new location."""
-    backend = open_backend(f"lmdb://{path}/kv", max_bytes=1 << 30)
+    backend = open_pages(f"lmdb://{path}/kv", max_bytes=1 << 30)
     made = make(backend)
     with backend.view() as view:
         content = content_of(view, "lmdb:///var/cache/kv", **options)

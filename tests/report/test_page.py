@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import LocationError
 from prefixstore.report.content import content_of
 from prefixstore.report.page import html_of, live_html, write_page
@@ -19,7 +19,7 @@ EVIL = "</script><script>alert(1)</script><!--<script> & {{script}} \u2028 \ud80
 
 @pytest.fixture
 def content(tmp_path):
-    backend = open_backend(f"lmdb://{tmp_path}/kv", max_bytes=1 << 24)
+    backend = open_pages(f"lmdb://{tmp_path}/kv", max_bytes=1 << 24)
     fill(backend, space(EVIL.encode("utf-8", "replace").decode(), label=EVIL.replace("\ud800", "")), ([1, 2], [3, 4]))
     with backend.view() as view:
         yield content_of(view, f"lmdb:///{EVIL}", words=lambda tokens: EVIL)

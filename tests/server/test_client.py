@@ -43,7 +43,7 @@ def answering(code: int, body: object) -> Iterator[LlamaServer]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             with LlamaServer(f"http://127.0.0.1:{server.server_port}/", timeout=60) as client:
@@ -124,20 +124,17 @@ def test_each_fault_has_its_error(code: int, body: object, error: type[ServerErr
         assert client.slots(quiet=True) == () or body == [1]
 
 
-@pytest.mark.slow
 def test_a_slot_has_finite_numbers():
     body = b'[{"id": 0, "is_processing": false, "n_ctx": 1e999}]'
     with answering(200, body) as client, pytest.raises(ServerTooOldError, match="not known"):
         client.slots()
 
 
-@pytest.mark.slow
 def test_a_router_has_no_slots():
     with answering(200, {"role": "router"}) as client, pytest.raises(ServerRefusedError, match="router"):
         client.props()
 
 
-@pytest.mark.slow
 def test_while_the_model_is_loading_it_is_not_ready():
     with answering(503, {"error": {"message": "Loading model"}}) as client:
         assert client.health().status == "loading"
@@ -185,7 +182,6 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_repeated(key: str):
     assert key.strip() not in str(raised.value)
 
 
-@pytest.mark.slow
 def test_a_key_is_in_no_message():
     with answering(400, {"error": {"message": "bad"}}) as server:
         client = LlamaServer(server.url, api_key="secret")
@@ -193,3 +189,9 @@ def test_a_key_is_in_no_message():
             client.props()
         assert "secret" not in str(raised.value) + repr(client)
         client.close()
+
+
+@pytest.mark.parametrize(("code", "body"), [(404, {"error": {"message": "File Not Found"}}), (200, []), (200, {})])
+def test_a_server_that_is_no_prefixstore_serve_is_told_from_one(code: int, body: object):
+    with answering(code, body) as client, pytest.raises(ServerTooOldError, match="is no prefixstore serve"):
+        client.proxy_status()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +23,13 @@ from prefixstore.errors import (
     ServerTooOldError,
 )
 from prefixstore.llama.fingerprint import namespace_of
-from prefixstore.llama.gguf import read_metadata
 from prefixstore.llama.kv_memory import page_tokens_for
-from prefixstore.llama.state.shape import shape_of_sequence
+from prefixstore.llama.state.parse import parse_sequence
+from prefixstore.models.file import file_digest, read_metadata
 from prefixstore.server import SlotStore
 from prefixstore.server import namespace as namespace_module
 from prefixstore.server.arguments import FLAGS, HARMLESS_VARIABLES, KNOWN, REFUSED, VALUED, VARIABLES, parse_arguments
+from prefixstore.server.model_settings import gains_from_full_window
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.records import Props
 from prefixstore.server.slot_file import SlotLayout
@@ -67,6 +70,9 @@ SAME: dict[str, tuple[str, list[str], dict[str, str], dict[str, Any]]] = {
     "window": ("gemma3", [], {}, {"flash_attn": True, "swa_full": False}),
     "whole window": ("gemma3", ["--swa_full"], {}, {"flash_attn": True}),
     "recurrent": ("mamba", [], {}, {}),
+    # what `warm --for-server` takes; without attention it has no effect
+    "recurrent, as warmed": ("mamba", ["--flash-attn", "on"], {}, {"flash_attn": False}),
+    "recurrent, warmed for a server": ("mamba", [], {}, {"flash_attn": True}),
     "hybrid": ("lfm2", [], {}, {"flash_attn": True}),
 }
 
@@ -95,7 +101,7 @@ def test_it_is_that_of_a_llama_with_the_same_settings(
 
 def layout_of(llm: Any) -> SlotLayout:
     llm.eval([5, 6, 7])
-    return SlotLayout(shape_of_sequence(state_bytes(llm)), 1, is_packed=True)
+    return SlotLayout(parse_sequence(state_bytes(llm)).shape, 1, is_packed=True)
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +184,6 @@ def test_where_a_gpu_may_be_auto_stays_auto(
         (["--lora", "a.gguf"], {}, "lora"),
         (["--lora-scaled", "a.gguf:0.5"], {}, "lora"),
         (["--control-vector", "a.gguf"], {}, "control_vector"),
-        (["-md", "draft.gguf"], {}, "draft"),
-        (["--spec-draft-model", "draft.gguf"], {}, "draft"),
-        ([], {"LLAMA_ARG_SPEC_DRAFT_MODEL": "draft.gguf"}, "draft"),
-        (["--spec-type", "ngram-mod"], {}, "draft"),
         (["--context-shift"], {}, "context_shift"),
         (["--context_shift"], {}, "context_shift"),
         ([], {"LLAMA_ARG_CONTEXT_SHIFT": "true"}, "context_shift"),
@@ -195,8 +197,9 @@ def test_where_a_gpu_may_be_auto_stays_auto(
         (["--rope-scale", "1_0"], {}, "arguments"),
         (["--yarn-orig-ctx", "4_096"], {}, "arguments"),
         (["--override-kv", "llama.expert_used_count=int:1_0"], {}, "arguments"),
-        (["-hfrd", "a/b"], {}, "draft"),
         (["--embedding"], {}, "embeddings"),
+        (["--override-kv", "general.architecture=str:t5"], {}, "no_decoder"),
+        (["--override-kv", "general.architecture=str:nomic-bert"], {}, "no_decoder"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_with_a_reason(
@@ -204,6 +207,24 @@ def test_what_cannot_be_stored_is_refused_with_a_reason(
 ):
     props = Props(PROPS.build, str(models("llama")), 2, 4096)
     assert ServerIdentity.of_command(["llama-server", *arguments], environment, props).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (["-md", "draft.gguf", "--spec-type", "draft-simple", "--spec-draft-n-max", "8"], {}),
+        (["--spec-type", "draft-mtp", "-ctkd", "q8_0", "--no-spec-draft-backend-sampling"], {}),
+        (["--spec-default"], {}),
+        ([], {"LLAMA_ARG_SPEC_DRAFT_MODEL": "draft.gguf", "LLAMA_ARG_SPEC_TYPE": "ngram-mod"}),
+    ],
+)
+def test_a_draft_changes_no_row_so_its_server_shares_with_those_without(
+    arguments: list[str], environment: dict[str, str], layout: SlotLayout, models: Callable[..., Path]
+):
+    props = Props(PROPS.build, str(models("llama")), 2, 4096)
+    found = ServerIdentity.of_command(["llama-server", "-fa", "on", *arguments], environment, props)
+    assert found.reason is None
+    assert found.namespace(layout, page_tokens=256, salt=None).key == key_of(layout, models("llama"), "-fa", "on")
 
 
 def test_a_configuration_file_is_refused(tmp_path: Path, models: Callable[..., Path]):
@@ -246,24 +267,11 @@ def test_the_options_that_are_known_are_those_of_the_server():
     assert harmless - named <= set(), "variables that the server does not have"
 
 
-# options that end the server at once, those of drafts, which do nothing without a draft, and of the router
+# options that end the server at once, have been removed, or make its answers useless, and of the router
 NOT_KNOWN = set(
     """
--h --help --usage --version -cl --cache-list --completion-bash --list-devices --kv-unified-per-slot --pooling -lcs
---lookup-cache-static -lcd --lookup-cache-dynamic -hfrd -ctkd --cache-type-k-draft -ctvd --cache-type-v-draft
---spec-draft-type-k --spec-draft-type-v --spec-draft-threads -td --threads-draft --spec-draft-threads-batch -tbd
---threads-batch-draft --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft
---spec-draft-cpu-strict --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll --poll-draft
---spec-draft-cpu-mask-batch -Cbd --cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft
---spec-draft-prio-batch --prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-override-tensor
--otd --override-tensor-draft --spec-draft-cpu-moe -cmoed --cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe
--ncmoed --n-cpu-moe-draft --spec-draft-n-max --spec-draft-n-min --spec-synth-len --spec-synth-rates
---spec-draft-p-split --draft-p-split --spec-draft-p-min --draft-p-min --spec-draft-backend-sampling
---no-spec-draft-backend-sampling --spec-draft-device -devd --device-draft --spec-draft-ngl -ngld
---gpu-layers-draft --n-gpu-layers-draft --spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match
---spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits --spec-ngram-map-k-size-n
---spec-ngram-map-k-size-m --spec-ngram-map-k-min-hits --spec-ngram-map-k4v-size-n --spec-ngram-map-k4v-size-m
---spec-ngram-map-k4v-min-hits --draft --draft-n --draft-max --draft-min --draft-n-min --spec-ngram-size-n
+-h --help --usage --version -cl --cache-list --completion-bash --list-devices --kv-unified-per-slot --pooling
+--spec-synth-len --spec-synth-rates --draft --draft-n --draft-max --draft-min --draft-n-min --spec-ngram-size-n
 --spec-ngram-size-m --spec-ngram-min-hits --no-models-autoload
 """.split()  # noqa: SIM905 - to be read beside the help of llama-server
 )
@@ -328,3 +336,51 @@ def test_the_metadata_is_that_which_the_file_has(models: Callable[..., Path], tm
         (tmp_path / "cut.gguf").write_bytes(data[:n])
         with pytest.raises(ContextError, match="cannot read the metadata"):
             read_metadata(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize("alignment", ["32", 0, -1, 32.5, float("nan")])
+def test_an_alignment_that_is_no_number_of_bytes_is_named(tmp_path: Path, alignment: object):
+    writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
+    add = {str: writer.add_string, int: writer.add_int32, float: writer.add_float32}[type(alignment)]
+    add("general.alignment", alignment)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ContextError, match="alignment"):
+        read_metadata(tmp_path / "odd.gguf")
+
+
+def test_what_is_remembered_of_a_file_is_for_its_user_only(models: Callable[..., Path], tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        digest = file_digest(models("llama"))
+    finally:
+        os.umask(before)
+    (kept,) = (tmp_path / "cache").rglob("digests/*")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert digest == hashlib.sha256(models("llama").read_bytes()).hexdigest()
+
+
+def test_a_path_that_leads_nowhere_is_named(tmp_path: Path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "loop", "a\0b", tmp_path / "none"):
+        with pytest.raises(ContextError, match="fingerprint"):
+            file_digest(path)
+
+
+def test_the_full_window_is_asked_for_only_where_it_costs_nothing_and_nothing_else_helps(models: Callable[..., Path]):
+    def gains(arch: str, *arguments: str) -> bool:
+        return gains_from_full_window(parse_arguments(arguments, {}), str(models(arch)))
+
+    # the window has 256 tokens
+    assert gains("gemma3", "-c", "256")
+    assert gains("gemma3", "-c", "512", "-np", "2")
+    assert not gains("gemma3", "-c", "512", "-np", "2", "-kvu")
+    assert not gains("gemma3", "-c", "2048")
+    assert not gains("gemma3")
+    assert not gains("gemma3", "-c", "256", "--swa-full")
+    assert not gains("llama", "-c", "256")
+    assert not gains("lfm2", "-c", "256")
+    assert not gains_from_full_window(parse_arguments(["-c", "256"], {}), "no/such.gguf")
+    assert not gains_from_full_window(parse_arguments(["-c", "256"], {}), None)

@@ -37,6 +37,7 @@ KEY = "sk-tests-0123456789"
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_prompt_is_warm_after_both_processes_were_restarted(serve: Serve, alone: Running):
     right = own_answers(alone, prompt(1))
     served = serve()
@@ -98,6 +99,109 @@ def test_more_conversations_than_slots_come_from_the_store(serve: Serve, alone: 
         assert again["content"] in own_answers(alone, prompt(i))
         assert cached(again) > 200
     assert served.counts(3, "prefixstore_requests_total", source="store")
+
+
+@pytest.mark.slow
+def test_users_who_share_a_system_prompt_compute_it_once_and_their_own_text_once(serve: Serve):
+    served = serve("-np", "4", "-c", "16384")
+    users = ["Ann", "Bob", "Cem", "Dee"]
+    system = {"role": "system", "content": TEXT[:3300]}
+    chats = [
+        [system, {"role": "user", "content": f"I am {user}. {TEXT[20_000 + 1000 * i :][:1000]}"}]
+        for i, user in enumerate(users)
+    ]
+    computed: list[list[int]] = []
+    for turn in range(3):
+        computed.append([])
+        for chat in chats:
+            answer = served.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 8, "temperature": 0})
+            assert answer.status_code == 200
+            computed[-1].append(answer.json()["timings"]["prompt_n"])
+            chat += [answer.json()["choices"][0]["message"], {"role": "user", "content": f"And {turn}, what of it?"}]
+            # what is computed within a moment is saved in idle time only
+            served.until(lambda status: all(one["unsaved_tokens"] < 32 for one in status["slots"]))
+            served.until(lambda status: not status["copies"] and not status["store"]["queued_bytes"])
+    first, *later = computed
+    # the first one computes the system prompt, the others use it from its slot or from the store
+    assert first[0] > 1300
+    assert max(first[1:]) < 400
+    # a few words each, whoever came between
+    assert max(map(max, later)) < 32, computed
+    assert sum(slot["tokens"] > 1300 for slot in served.status()["slots"]) == len(users)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["trained", "gemma3"])
+def test_what_was_warmed_for_a_server_is_restored_for_its_first_prompt(
+    architecture, serve, models, docs_model, tmp_path
+):
+    model = docs_model if architecture == "trained" else models(architecture)
+    system = {"role": "system", "content": TEXT[:3000]}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": [system]} if architecture == "trained" else {"prompt": TEXT[:3000]}))
+    warming = ["warm", "--for-server", "--model", str(model), "--store", str(tmp_path / "store"), str(file)]
+    assert main(warming) == 0
+    served = serve("-np", "4", "-c", "16384", model=model)
+    assert "none for these settings" not in served.text()
+    assert served.status()["store"]["other_settings"] == []
+    if architecture == "trained":
+        messages = [system, {"role": "user", "content": "What is a slot?"}]
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        timings = served.post("/v1/chat/completions", json=body).json()["timings"]
+    else:
+        timings = served.complete(TEXT[:3000] + " What is a slot?")["timings"]
+    assert timings["cache_n"] > 400
+    assert timings["prompt_n"] < 64
+    assert served.counts(1, "prefixstore_requests_total", source="store")
+
+
+@pytest.mark.slow
+def test_a_server_finds_what_it_has_stored_at_the_ends_of_windows(serve: Serve, models: Callable[..., Path]):
+    served = serve(model=models("gemma3"))
+    served.complete(TEXT[:3000])
+    served.saved()
+    assert served.status()["store"]["other_settings"] == []
+    assert served.stop() == 0
+    served = serve(model=models("gemma3"))
+    assert "none for these settings" not in served.text()
+
+
+@pytest.mark.slow
+def test_a_server_says_if_the_pages_of_its_model_are_for_other_settings(serve: Serve, docs_model: Path, tmp_path: Path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": TEXT[:3000]}))
+    # as a Llama has it by default
+    assert main(["warm", "--model", str(docs_model), "--store", str(tmp_path / "store"), str(file)]) == 0
+    served = serve()
+    differ = "flash_attn_type is 1 here, 0 in the store"
+    assert f"has pages of this model, and none for these settings: {differ}\n" in served.text()
+    assert served.status()["store"]["other_settings"] == [differ]
+    served.complete(TEXT[:3000])
+    served.until(lambda status: status["store"]["other_settings"] == [])
+
+
+@pytest.mark.slow
+def test_a_chat_that_goes_on_in_its_slot_is_not_looked_up_and_one_that_was_lost_there_is_told(serve: Serve):
+    served = serve("-np", "1", "--api-key", KEY, headers={"Authorization": f"Bearer {KEY}"})
+    chat = [{"role": "system", "content": TEXT[:1500]}, {"role": "user", "content": "What is a slot?"}]
+
+    def ask() -> dict[str, Any]:
+        answer = served.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 8, "temperature": 0})
+        assert answer.status_code == 200
+        chat.extend([answer.json()["choices"][0]["message"], {"role": "user", "content": "And a page?"}])
+        return dict(answer.json()["timings"])
+
+    ask()
+    for _ in range(2):
+        assert ask()["prompt_n"] < 32
+    assert served.counts(1, "prefixstore_request_lookup_seconds_count")
+    # the slot is emptied past the proxy
+    argv = Path(f"/proc/{served.child()}/cmdline").read_bytes().decode().split("\0")
+    socket_of = httpx.HTTPTransport(uds=argv[argv.index("--host") + 1])
+    with httpx.Client(transport=socket_of, timeout=60, headers=served.headers) as past:
+        assert past.post("http://server/slots/0?action=erase").status_code == 200
+    assert ask()["prompt_n"] > 400
+    assert served.counts(1, "prefixstore_request_misses_total", reason="not_asked")
 
 
 ENDPOINTS = {
@@ -176,6 +280,7 @@ def test_the_official_client_streams_and_sees_the_cached_tokens(serve: Serve):
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
+@pytest.mark.slow
 def test_a_stream_is_passed_on_as_it_comes(serve: Serve):
     served = serve("-np", "1")
     with served.endless(prompt(10, 300)) as lines:
@@ -295,16 +400,6 @@ def test_what_the_store_cannot_serve_is_passed_on_and_counted(
 
 
 @pytest.mark.slow
-def test_a_server_that_drafts_is_passed_through(serve: Serve, docs_model: Path):
-    served = serve("--spec-type", "ngram-simple")
-    assert served.status()["passed_through"] == "draft"
-    for _ in range(2):
-        answer = served.complete(prompt(15))
-    assert cached(answer) > 200, "the server finds its slot itself"
-    assert served.counts(2, "prefixstore_requests_passed_total", reason="draft")
-
-
-@pytest.mark.slow
 def test_rows_of_a_lora_adapter_are_never_stored_and_their_slot_is_emptied(serve: Serve, alone: Running):
     served = serve("-np", "1")
     body = {"prompt": prompt(16), "n_predict": 4, "temperature": 0, "lora": [{"id": 0, "scale": 0.5}]}
@@ -368,7 +463,7 @@ def test_images_pass_through_and_are_counted(serve: Serve, alone: Running):
     # this model takes no images: the server says so
     assert answers[0].status_code == answers[1].status_code >= 400
     assert answers[0].json() == answers[1].json()
-    assert served.counts(1, "prefixstore_requests_passed_total", endpoint="/v1/chat/completions", reason="media")
+    assert served.counts(1, "prefixstore_requests_passed_total", endpoint="/v1/chat/completions", reason="no_tokens")
     assert served.complete("Hello")["content"]
 
 

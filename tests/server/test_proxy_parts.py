@@ -17,7 +17,7 @@ from prefixstore.errors import ClosedError, CorruptError, InvalidParameterError,
 from prefixstore.server import slot_manager as slot_manager_module
 from prefixstore.server.answers import AnswerTail, Usage
 from prefixstore.server.bodies import BodyBudget
-from prefixstore.server.command import ServerCommand, drafts
+from prefixstore.server.command import ServerCommand
 from prefixstore.server.exchange import Exchange
 from prefixstore.server.lifetime import RunningServer
 from prefixstore.server.own_endpoints import OwnEndpoints
@@ -26,8 +26,9 @@ from prefixstore.server.prompts import MAX_PARTS, Ask, parse, pinned
 from prefixstore.server.rates import RETRY_EVERY, SMALLEST_FILE, Rates
 from prefixstore.server.request_fields import unknown_field
 from prefixstore.server.slot_manager import SlotManager, Timing
-from prefixstore.server.slot_pool import PoolFullError, SlotPool
+from prefixstore.server.slot_pool import PoolFullError, Request, SlotPool
 from prefixstore.server.tenants import NoTenantError, TenantSource
+from prefixstore.server.turns import Turns
 from prefixstore.server.upstream import Upstream, end_to_end
 
 CHAT = "/v1/chat/completions"
@@ -48,7 +49,7 @@ def tokens(*values: int) -> Any:
         ("/completion", {"prompt": "a", "n": 2, "lora": [{"id": 0}]}, "lora", False, True),
         # n_cache_reuse is overridden in whatever is passed on
         ("/completion", {"prompt": "a", "n": 2, "n_cache_reuse": 1}, "several_answers", False, False),
-        ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["AA=="]}}, "media", True, True),
+        ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["AA=="]}}, None, True, False),
         ("/completion", {"prompt": 3}, "invalid", False, True),
         ("/completion", {"prompt": "a", "id_slot": None, "control_vector": None}, None, True, False),
         ("/completion", {"prompt": "a", "control_vector": "x"}, "unknown_field", True, True),
@@ -59,7 +60,9 @@ def tokens(*values: int) -> Any:
         ("/infill", {"input_prefix": "a", "input_suffix": "b", "steering": 1}, "infill", True, True),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "infill", True, False),
         (CHAT, {"messages": []}, None, True, False),
-        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "media", True, True),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, None, True, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [IMAGE]}]}, "media", False, False),
+        ("/v1/responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "media", True, False),
         (CHAT, {"messages": [], "cache_prompt": False}, "cache_prompt", True, False),
         ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}, None, False, False),
         ("/v1/responses", {"input": "a"}, None, True, False),
@@ -197,6 +200,8 @@ class Copying:
     """A store in which nothing is found, and whose copy of a slot ends when it is told to."""
 
     n_bytes = n_tokens = n_restores = 0
+    reason = None
+    has_media = False
 
     def __init__(self):
         self.begun, self.may_end = threading.Event(), threading.Event()
@@ -209,7 +214,7 @@ class Copying:
         self.n_restores += 1
         return SimpleNamespace(n_tokens=self.n_tokens, n_bytes=self.n_bytes, saved_seconds=0.0, reason=None)
 
-    def copy(self, slot: int, *, salt: str | None = None) -> Any:
+    def copy(self, slot: int, *, salt: str | None = None, expected: Any = None) -> Any:
         self.begun.set()
         assert self.may_end.wait(60)
         return self
@@ -309,15 +314,15 @@ def test_nobody_waits_for_the_save_of_what_is_soon_computed(n_tokens: int, saves
 
 @pytest.mark.parametrize(("soon", "store", "chosen"), [(10.0, True, 0), (0.01, True, 1), (0.01, False, 0)])
 def test_slots_are_compared_by_what_is_done_and_not_by_saves_that_are_left_out(soon: float, store: bool, chosen: int):
-    """The first slot holds less, and what is in it is not stored; the second one costs more unless that is saved."""
+    """The first slot holds less, and not all of it is stored; the second one costs more unless that is saved."""
     copying = Copying()
     copying.tokens = tokens(*range(200))
     copying.may_end.set()
 
     async def run() -> tuple[int, int]:
-        pool = SlotPool([(0, 500), (1, 500)], Rates(token_seconds=1e-3, save_seconds=1e-6))
+        pool = SlotPool([(0, 500), (1, 500)], Rates(token_seconds=1e-3, restore_seconds=2e-7, save_seconds=1e-6))
         manager = SlotManager(pool, copying if store else None, lambda _: None, Timing(soon=soon))
-        pool.slots[0].tokens, pool.slots[0].n_unsaved = tokens(*range(200)), 200
+        pool.slots[0].tokens, pool.slots[0].n_unsaved = tokens(*range(200)), 40
         pool.slots[1].tokens = tokens(*range(400))
         held = await manager.acquire(tokens(*range(400, 460)), None)
         await manager.keep_copies(60)
@@ -715,15 +720,86 @@ def test_requests_wait_in_order_and_one_that_gives_up_wakes_the_next():
     assert asyncio.run(asyncio.wait_for(scene(), 120)) == ["b", "c"]
 
 
-def test_the_next_turn_of_a_conversation_is_known_by_its_bytes():
-    pool = SlotPool([(0, 100), (1, 100)], Rates())
-    pool.remember(pool.slots[1], CHAT, b"x" * 5000)
-    assert pool.continued(CHAT, b"y" * 5000, None) is None
-    assert pool.continued("/v1/messages", b"x" * 5100, None) is None
-    assert pool.continued(CHAT, b"x" * 5100, "ann") is None
-    assert pool.continued(CHAT, b"x" * 9000, None) is None
-    assert pool.continued(CHAT, b"x" * 5100, None) is pool.slots[1]
-    assert pool.continued(CHAT, b"x" * 5100, None) is None
+SYSTEM = {"role": "system", "content": "Be brief. " * 400}
+ASKED = [SYSTEM, {"role": "user", "content": "I am Ann. What is a slot?"}]
+ANSWERED = {"role": "assistant", "content": "A part of the context."}
+NEXT = [*ASKED, ANSWERED, {"role": "user", "content": "And a page?"}]
+
+
+def _turns(messages: list[dict[str, Any]], **others: Any) -> Turns:
+    ask = parse(CHAT, json.dumps({"messages": messages, **others}).encode())
+    assert ask.turns is not None
+    return ask.turns
+
+
+@pytest.mark.parametrize(
+    ("messages", "others"),
+    [
+        (ASKED, {}),
+        ([SYSTEM, {"role": "user", "content": "I am Bob. What is a page?"}], {}),
+        ([SYSTEM, {"role": "user", "content": "I am Ann. What is a slot? And a page?"}], {}),
+        ([SYSTEM, {"role": "user", "content": "I am Bob."}, *NEXT[2:]], {}),
+        ([{"role": "system", "content": "Be long."}, *NEXT[1:]], {}),
+        ([*ASKED, {"role": "user", "content": "And a page?"}], {}),
+        ([*ASKED, ANSWERED, {"role": "user", "content": "x" * 3000}], {}),
+        (NEXT, {"tools": [{"type": "function", "function": {"name": "look"}}]}),
+        ([SYSTEM], {}),
+    ],
+    ids=[
+        "same",
+        "another_user",
+        "longer_question",
+        "other_before",
+        "other_system",
+        "no_answer",
+        "long_text",
+        "other_tools",
+        "less",
+    ],
+)
+def test_a_request_that_lacks_or_adds_more_than_the_next_messages_continues_no_conversation(messages, others):
+    assert not _turns(messages, **others).follow(_turns(ASKED))
+    assert _turns(NEXT).follow(_turns(ASKED))
+
+
+def test_the_next_request_of_a_conversation_gets_its_slot_and_that_of_another_user_does_not():
+    pool, answered = SlotPool([(0, 100), (1, 100)], Rates()), Request(CHAT, _turns(ASKED), 60)
+    pool.slots[1].request = answered
+    other = [SYSTEM, {"role": "user", "content": "I am Bob. What is a slot?"}, *NEXT[2:]]
+    assert pool.continued(CHAT, _turns(other), None) is None
+    assert pool.continued("/v1/messages", _turns(NEXT), None) is None
+    assert pool.continued(CHAT, _turns(NEXT), "ann") is None
+    # the slot that has the most of it
+    pool.slots[0].request = Request(CHAT, _turns(NEXT), 70)
+    later = _turns([*NEXT, ANSWERED, {"role": "user", "content": "And a token?"}])
+    assert pool.continued(CHAT, later, None) is pool.slots[0]
+    assert pool.continued(CHAT, later, None) is pool.slots[1]
+    assert pool.continued(CHAT, later, None) is None
+
+
+def test_what_was_not_saved_is_lost_to_a_request_only_if_nothing_else_is_as_fast():
+    """Users who share a system prompt: each gets an empty slot, and the shared part from the store."""
+    pool = SlotPool([(0, 4096), (1, 4096)], Rates(token_seconds=5e-4))
+    pool.is_worth_a_wait = lambda slot: False
+    shared = np.arange(1000, dtype=np.int32)
+    ann, bob = (np.concatenate([shared, np.full(300, n, np.int32)]) for n in (1, 2))
+    pool.slots[0].tokens = ann
+    for n_unsaved, n_found, wanted in ((300, 1000, 1), (0, 1000, 0), (300, 0, 0)):
+        pool.slots[0].n_unsaved = n_unsaved
+        pool.hold(pool.slots[0])
+        slot = pool.swap(pool.slots[0], bob, None, n_found, n_found * 4096)
+        assert slot.id == wanted
+        pool.release(slot)
+
+
+def test_a_chat_of_very_many_messages_or_of_another_form_is_always_looked_up():
+    assert parse(CHAT, json.dumps({"messages": [SYSTEM] * 5000}).encode()).turns is None
+    assert parse(CHAT, b'{"messages": "Hello"}').turns is None
+    assert parse("/completion", b'{"prompt": "Hello"}').turns is None
+    nested = b"[" * 900 + b"]" * 900
+    assert parse(CHAT, b'{"messages": [{"role": "user", "content": %s}]}' % nested).chat is not None
+    anthropic = json.dumps({"messages": ASKED[1:], "system": "Be brief.", "max_tokens": 8}).encode()
+    assert parse("/v1/messages", anthropic).turns is not None
 
 
 def test_headers_of_one_connection_stay_there():
@@ -744,6 +820,13 @@ def test_tenants_come_from_keys_or_headers_and_keys_are_not_kept():
     for text in ("", "header", "header:", "header:a b", "ip", "header:Authorization", "header:X-Api-Key"):
         with pytest.raises(InvalidParameterError):
             TenantSource.parse(text)
+
+
+def test_names_of_tenants_that_end_in_any_letter_are_different():
+    source = TenantSource.parse("header:X-Tenant")
+    names = ["societ", "societ\u00e0", "societ\u00c5", "societ\u0420", "societ\u5185", "societ\u51a0"]
+    salts = {source.salt(Headers(raw=[(b"x-tenant", b" " + name.encode() + b"\t")])) for name in names}
+    assert len(salts) == len(names)
 
 
 def test_the_private_directory_is_private_and_what_a_killed_process_left_is_removed(tmp_path: Path):
@@ -817,7 +900,6 @@ def test_options_are_known_in_both_spellings(tmp_path: Path):
     (second := tmp_path / "second").mkdir(mode=0o700)
     with pytest.raises(InvalidParameterError, match="cache-ram 512"):
         ServerCommand(["llama-server", "-cram", "0", "--cache_ram", "512"], {}, second, separated=True)
-    assert drafts(["llama-server", "--model_draft", "x"], {})
 
 
 def exchange(path: str, sent: list[Any]) -> Exchange:
@@ -841,7 +923,7 @@ def test_a_location_that_does_not_answer_stops_no_request(path: str):
         raise ClosedError("the store is closed") if path != "/metrics" else UnavailableError("too late")
 
     store = SimpleNamespace(store=SimpleNamespace(stats=ask), kind=None)
-    session: Any = SimpleNamespace(is_ready=False, reason=None, manager=None, store=store)
+    session: Any = SimpleNamespace(is_ready=False, reason=None, why="", manager=None, store=store)
     sent: list[Any] = []
 
     async def scene() -> None:

@@ -24,6 +24,7 @@ def _passed(served: Served, text: Any, **options: Any) -> dict[str, Any]:
     return served.complete(text, **UNKNOWN, **options)
 
 
+@pytest.mark.slow
 def test_a_request_with_an_unknown_field_goes_past_the_store_and_keeps_its_slot(serve: Serve, alone: Running):
     served = serve()
     first = _passed(served, prompt(1))

@@ -240,7 +240,7 @@ def test_a_handler_with_template_settings_still_shows_that_it_brings_images(clie
     answer = ask(made)
     assert cached(answer) is None
     assert told.seen == [(PATH, "multimodal")]
-    assert made.app.state.prefixstore.stats().misses == {"multimodal": 1}
+    assert made.app.state.prefixstore.stats().misses == {"multimodal": 1, "not_found": 1}
 
 
 def test_one_application_a_process_and_another_after_it_is_closed(tmp_path, settings):

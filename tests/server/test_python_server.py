@@ -89,6 +89,7 @@ def test_streams_are_those_of_the_server_and_what_they_compute_is_stored(models,
         assert cached(answer) == answer.usage.prompt_tokens - 1
 
 
+@pytest.mark.slow
 def test_completions_with_text_and_the_raw_answer(models, location):
     prompt = "The list of files is sorted. " * 20
     with start(models, location) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefixstore.errors import CorruptError
-from prefixstore.llama.state.view import StateView
+from prefixstore.errors import CorruptError, UnknownVersionError
 from prefixstore.server.slot_file import HEAD, SlotFile, parse_slot_file, slot_assembly
 from tests.support.llama_server import Running
 from tests.support.models import prompt, write
@@ -39,8 +39,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def written(file: SlotFile, slot: int) -> bytes:
     assert file.layout is not None
     recurrent = file.view.recurrent.data if file.view.recurrent is not None else b""
-    view = StateView(None, file.view.sections, None)
-    assembly = slot_assembly(file.layout, view, view.positions, file.tokens, slot, recurrent)
+    view = replace(file.view, recurrent=None)
+    assembly = slot_assembly(file.layout, view.shape, view.positions, file.tokens, slot, recurrent)
     data = bytearray(assembly.size)
     assembly.write(memoryview(data), [view])
     return bytes(data)
@@ -86,7 +86,7 @@ def test_a_changed_byte_is_refused_or_changes_only_what_it_says(saved: bytes, da
     changed[at] = data.draw(st.integers(0, 255))
     try:
         file = parse_slot_file(bytes(changed), SLOT)
-    except CorruptError:
+    except (CorruptError, UnknownVersionError):
         return
     if file.layout is not None:
         assert len(written(file, SLOT)) == len(saved)
@@ -111,16 +111,33 @@ def test_images_are_seen_and_plain_tokens_are_read(saved: bytes):
     rest = saved[12 + 4 * n_words :]
     with_media = words.copy()
     with_media[-1] = 1
-    assert parse_slot_file(HEAD.pack(magic, version, n_words) + with_media.tobytes() + rest, SLOT).has_media
+    with pytest.raises(CorruptError, match="not tokens"):
+        parse_slot_file(HEAD.pack(magic, version, n_words) + with_media.tobytes() + rest, SLOT)
+    # the place of the first token, and the picture itself
+    with_media = np.append(with_media, np.array([20, 1, 7], "<i4"))
+    with_media[3 + 20 : 3 + 30] = -1
+    pictured = parse_slot_file(HEAD.pack(magic, version, n_words + 3) + with_media.tobytes() + rest, SLOT)
+    assert pictured.has_media
+    assert pictured.layout == file.layout
+    assert pictured.tokens.tolist() == file.tokens[:20].tolist()
+    assert pictured.view is not None
+    assert pictured.view.recurrent is None
+    for section in pictured.view.sections:
+        assert (section.positions < 20).all()
     plain = file.tokens.tobytes()
     older = parse_slot_file(HEAD.pack(magic, version, len(file.tokens)) + plain + rest, SLOT)
     assert older.tokens.tolist() == file.tokens.tolist()
     assert older.layout is not None
     assert not older.layout.is_packed
     assert parse_slot_file(written(older, 0), 0).tokens.tolist() == file.tokens.tolist()
-    for wrong in (HEAD.pack(magic, version + 1, n_words), HEAD.pack(magic + 1, version, n_words)):
-        with pytest.raises(CorruptError, match="begins with"):
-            parse_slot_file(wrong + saved[12:], SLOT)
+    with pytest.raises(CorruptError, match="begins with"):
+        parse_slot_file(HEAD.pack(magic + 1, version, n_words) + saved[12:], SLOT)
+    with pytest.raises(UnknownVersionError, match="slot files of version 4, and prefixstore knows 3"):
+        parse_slot_file(HEAD.pack(magic, version + 1, n_words) + saved[12:], SLOT)
+    packed = words.copy()
+    packed[1] = 2
+    with pytest.raises(UnknownVersionError, match="tokens of slot files in version 2, and prefixstore knows 1"):
+        parse_slot_file(saved[:12] + packed.tobytes() + rest, SLOT)
     negative = words.copy()
     negative[4] = -5
     with pytest.raises(CorruptError, match="not tokens"):

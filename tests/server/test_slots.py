@@ -24,9 +24,10 @@ from prefixstore.errors import (
     ServerUnreachableError,
     UnavailableError,
 )
-from prefixstore.format.keys import page_keys
+from prefixstore.format.keys import PAGE, page_keys
+from prefixstore.llama.capture import Capture
+from prefixstore.llama.state.form import Form
 from prefixstore.server import LlamaServer, SlotStore
-from prefixstore.server import slot_pages as slot_pages_module
 from prefixstore.server.namespace import ServerIdentity
 from prefixstore.server.slot_directory import PREFIX, SlotDirectory
 from tests.support.llama_server import Running
@@ -269,7 +270,7 @@ def test_a_fault_or_a_ctrl_c_leaves_no_file_behind(running: Running, monkeypatch
                 raise error
 
             with monkeypatch.context() as patch:
-                patch.setattr(slot_pages_module, "submit_page", fail)
+                patch.setattr(Capture, "store", fail)
                 patch.setattr("prefixstore.server.slot_files.parse_slot_file", fail)
                 with pytest.raises(error):
                     slots.save(0)
@@ -382,8 +383,8 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
         assert mine is not None
         slots.engine.clear(None)
         with PrefixStore("memory:", other, page_tokens=256) as wrong:
-            wrong._hook.context.namespace = mine  # as if the fingerprints were equal
-            wrong._hook.context.lineage.namespace = mine.key
+            wrong._hooks.current.context.namespace = mine  # as if the fingerprints were equal
+            wrong._hooks.current.context.lineage.namespace = mine.key
             other.set_cache(wrong)
             answer(other, tokens)
             wrong.engine.drain()
@@ -395,9 +396,9 @@ def test_pages_of_another_shape_never_reach_the_server(running: Running, models:
             keys = page_keys(mine.key, np.asarray(tokens, "<i4"), 256)
             parent = keys[i - 1] if i else mine.key
             place = slots._place(None)
-            span = (i * 256, (i + 1) * 256)
-            array = np.asarray(tokens, "<i4")
-            assert slot_pages_module.submit_page(slots.engine, slots.rate, place, parent, array, span, buffer)
+            array = np.asarray(tokens[i * 256 : (i + 1) * 256], "<i4")
+            forged = Capture(slots.engine, place, Form(), slots.rate.compute_us, slots.store.parameters)
+            assert forged.submit(array, parent, i * 256, buffer, PAGE)
         assert slots.find(tokens).n_tokens == 512
         assert slots.restore(1, tokens).reason == "unreadable"
         assert running.is_alive()
@@ -577,10 +578,9 @@ def test_a_full_slot_directory_is_a_full_error(running: Running, monkeypatch: py
     [
         (["--context-shift"], "context_shift"),
         (["--cache-reuse", "256"], "cache_reuse"),
-        (["--spec-type", "ngram-simple"], "draft"),
     ],
 )
-def test_with_shifted_rows_or_drafts_nothing_is_stored_and_the_reason_is_said(
+def test_with_shifted_rows_nothing_is_stored_and_the_reason_is_said(
     arguments: list[str], reason: str, models: Callable[..., Path], llama_server: Callable[..., Running]
 ):
     running = llama_server(models("llama", n_head=2), *arguments)

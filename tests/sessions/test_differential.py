@@ -5,19 +5,14 @@ from __future__ import annotations
 import random
 from itertools import islice
 
-import numpy as np
 import pytest
 
 from prefixstore import PrefixStore
-from prefixstore.format.keys import common_prefix
 from tests.support import seeds
-from tests.support.models import TORTURE, load, logits
-from tests.support.trust import CLOSE
+from tests.support.models import TORTURE, load
 
 KINDS = {
     "attention": ("llama", {}),
-    "parked": ("llama", {"max_resident": 5}),
-    "parked, flash attention": ("llama", {"max_resident": 2, "flash_attn": True}),
     "window, full cache": ("gemma3", {"swa_full": True}),
     "window": ("gemma3", {"swa_full": False}),
     "recurrent": ("mamba", {}),
@@ -36,8 +31,6 @@ class Conversations:
 
     def __init__(self, path, options, location, chance):
         self.chance = chance
-        options = dict(options)
-        self.max_resident = options.pop("max_resident", 0)
         self.open = lambda: load(path, **SMALL, **options)
         self.llm = self.open()
         self.store = PrefixStore(
@@ -48,7 +41,7 @@ class Conversations:
             snapshot_interval=32,
             max_snapshots=64,
         )
-        self.sessions = self.store.sessions(max_sessions=64, max_resident=self.max_resident)
+        self.sessions = self.store.sessions(max_sessions=64)
         self.alone = {}
         self.said = {}
         self.tail = {}
@@ -87,10 +80,7 @@ class Conversations:
         reuse = self.chance.choice(["live", "store", "none"]) if act == "reuse" else "both"
         before = self.n_separate
         answer, computed = self.in_session(name, prompt, n, act, reuse)
-        if self.max_resident:
-            self.follow(self.alone[name], prompt, answer)
-        else:
-            assert answer == list(islice(self.alone[name].generate(prompt, temp=0), n)), (name, act)
+        assert answer == list(islice(self.alone[name].generate(prompt, temp=0), n)), (name, act)
         separate = self.n_separate - before
         at_most = separate + self.tail.pop(name, 0) if reuse == "both" else len(prompt) + n
         assert computed <= at_most, (name, act, computed, separate)
@@ -98,17 +88,6 @@ class Conversations:
         if act == "break":
             # nothing is captured at the end of a block that fails
             self.tail[name] = n
-
-    @staticmethod
-    def follow(llm, prompt, answer):
-        """The `Llama` would have said the same, but for rounding: the cells of a sum may be in another order."""
-        llm.n_tokens = min(common_prefix(llm.input_ids[: llm.n_tokens], np.array(prompt)), len(prompt) - 1)
-        llm.eval(prompt[llm.n_tokens :])
-        for i, token in enumerate(answer):
-            if i:
-                llm.eval([answer[i - 1]])
-            found = logits(llm)
-            assert found[token] > found.max() - CLOSE
 
     def in_session(self, name, prompt, n, act, reuse):
         before = self.store.stats().tokens_computed
@@ -142,8 +121,7 @@ def test_sessions_answer_as_separate_contexts_and_compute_no_more(kind, seed, mo
     for _ in range(60):
         both.step()
     stats, counts = both.store.stats(), both.sessions.stats()
-    assert counts.store + counts.parked > 10
-    assert counts.parked > 5 or not both.max_resident
+    assert counts.store > 10
     assert counts.discarded == both.n_broken > 0
     assert stats.dropped == {}
     assert both.store.check() == []

@@ -11,7 +11,7 @@ import pytest
 from llama_cpp import LogitsProcessorList
 
 from prefixstore import BusyError, MisuseError, NotAttachedError, StaleLeaseError
-from prefixstore.llama.parking import Parking
+from prefixstore.sessions import session as session_module
 from prefixstore.sessions.place import Place
 from prefixstore.sessions.queue import Queue
 from prefixstore.sessions.saved import SavedSessions
@@ -36,19 +36,18 @@ def assert_free(llm, store, sessions):
     assert len(sessions._queue) == 0
     assert sessions._table.leased_one() is None
     assert llm.cache is None
-    assert store._hook.reads
-    assert store._hook.writes
+    assert store._hooks.current.reads
+    assert store._hooks.current.writes
     assert not store.engine.wants_all
 
 
 # -- Ctrl-C while a session is admitted -------------------------------------------------------------------------------
 
 STEPS = {
-    "the last one is parked": (Parking, "park"),
     "it is looked up": (SavedSessions, "find"),
     "it was leased": (SessionTable, "lease"),
-    "its rows are brought": (Parking, "bring"),
     "the Llama is taken": (Place, "take"),
+    "its rows are restored": (session_module, "resume"),
     "it is counted": (Counters, "count"),
 }
 
@@ -57,7 +56,7 @@ STEPS = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
 def test_ctrl_c_before_the_block_changes_no_session(step, when, llm, store, monkeypatch):
-    sessions = store.sessions(max_resident=2)
+    sessions = store.sessions()
     for i, name in enumerate(("alice", "bob")):
         turn(sessions, name, prompt(60, seed=i))
     expected = [held(sessions, name) for name in ("alice", "bob")]
@@ -93,7 +92,7 @@ def test_a_second_ctrl_c_while_the_first_is_handled_changes_no_session_either(ll
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Parking, "bring", interrupted)
+        patch.setattr(session_module, "resume", interrupted)
         patch.setattr(Queue, "leave", interrupted)
         patch.setattr(Place, "give_back", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -234,7 +233,7 @@ def test_a_store_is_attached_after_a_call_that_its_predecessor_has_left(
     begun.wait()
     settled = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(store._hook.context), "settle", lambda _: settled.append(1))
+        patch.setattr(type(store._hooks.current.context), "settle", lambda _: settled.append(1))
         getattr(store, end)()
     assert settled == []
     threads[1].start()

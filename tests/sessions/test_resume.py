@@ -69,6 +69,7 @@ def test_sessions_go_on_in_another_process_after_a_kill(kind, llama, open_store,
     assert store.check() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_sessions_are_kept_in_every_location(scheme, tmp_path, request, llm, open_store):
     where = place(scheme, tmp_path, request)

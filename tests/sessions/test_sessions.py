@@ -19,7 +19,7 @@ from prefixstore import (
     PrefixStore,
     StaleLeaseError,
 )
-from prefixstore.llama.parking import Parking
+from prefixstore.sessions import sessions as sessions_module
 from tests.support import in_thread
 from tests.support.models import answer, forget, load, logits, prompt
 
@@ -552,12 +552,10 @@ FAULTS = {
     "a bug": RuntimeError("a bug"),
 }
 STEPS = {
-    "capture": lambda store: type(store._hook.strategy),
-    "before_leaving": lambda store: type(store._hook.strategy),
-    "known_tokens": lambda store: type(store._hook),
-    "keys": lambda store: type(store._hook),
+    "capture": lambda store: type(store._hooks.current.strategy),
+    "before_leaving": lambda store: type(store._hooks.current.strategy),
+    "known_tokens": lambda store: sessions_module,
     **{name: lambda store: type(store.engine) for name in ("bookmarks", "whole_bookmarks", "keep", "set_bookmark")},
-    "park": lambda _: Parking,
 }
 
 
@@ -565,7 +563,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_a_fault_of_the_store_leaves_no_block(step, fault, llama, store, monkeypatch, caplog):
     alone = llama(**SMALL)
-    sessions = store.sessions(max_sessions=2, max_resident=1)
+    sessions = store.sessions(max_sessions=2)
     turn(sessions, "alice", prompt(60))
     turn(sessions, "bob", prompt(50, seed=1))
 
@@ -579,7 +577,7 @@ def test_a_fault_of_the_store_leaves_no_block(step, fault, llama, store, monkeyp
             with sessions.admit(name) as session:
                 found = session.create_completion(tokens, max_tokens=4, temperature=0)["choices"][0]["text"]
             assert found == answer(alone, tokens, 4)
-        if step not in ("known_tokens", "keys"):
+        if step != "known_tokens":
             sessions.fork("bob", "dave")
         sessions.names()
         sessions.evict("dave")
@@ -697,7 +695,7 @@ def test_evaluating_in_sessions_is_no_prompt_that_was_not_looked_up(llm, open_st
 def test_counts_read_as_english(sessions):
     turn(sessions, "alice", prompt(30))
     says = str(sessions.stats())
-    assert says.startswith("1 session (0 parked) with 35 cells of the context; admitted: 0 live, 0 parked, 0 restored,")
+    assert says.startswith("1 session; admitted: 0 live, 0 restored, 1 cold;")
     sessions.fork("alice", "bob")
     assert "2 sessions" in str(sessions.stats())
     assert "1 fork, 0 discarded, 0 evicted, 0 timeouts, 0 stale calls" in str(sessions.stats())
@@ -732,11 +730,12 @@ def test_what_is_cleared_inside_a_block_is_stored_again_at_its_end(store, sessio
 
 
 def test_there_is_one_for_each_store(llm, store, sessions):
+    other = load(llm.model_path, **SMALL)
     assert store.sessions(max_sessions=8) is sessions
     with pytest.raises(MisuseError, match="max_sessions=8"):
         store.sessions(max_sessions=9)
     with pytest.raises(InvalidParameterError, match="max_sessions=0"):
-        PrefixStore("memory:", load(llm.model_path, **SMALL)).sessions(max_sessions=0)
+        PrefixStore("memory:", other).sessions(max_sessions=0)
     with pytest.raises(NotAttachedError):
         PrefixStore("memory:").sessions()
 

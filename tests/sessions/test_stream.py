@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from prefixstore import ContextError, InvalidParameterError, MisuseError
-from prefixstore.llama.kv_memory import pointer_of
-from prefixstore.llama.moving_window import MovingWindow
+from prefixstore.llama.binding import pointer_of
+from prefixstore.sessions.moving_window import MovingWindow
 from tests.support.models import answer, logits, prompt
 
 SMALL = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64}
@@ -220,7 +220,7 @@ def test_a_shift_that_is_interrupted_leaves_an_empty_context(llama, open_store, 
     llm, alone = llama(**SMALL), llama(**SMALL)
     store = open_store(llm)
     llm.set_cache(store)
-    window, tokens = MovingWindow(store._hook, sink=SINK, window=WINDOW, exact=False), prompt(129)
+    window, tokens = MovingWindow(store._hooks.current, sink=SINK, window=WINDOW, exact=False), prompt(129)
     window.feed(tokens[window.begin(np.asarray(tokens, "<i4")) :])
 
     def interrupt(*_):
@@ -234,12 +234,3 @@ def test_a_shift_that_is_interrupted_leaves_an_empty_context(llama, open_store, 
     window.end()
     assert answer(llm, tokens, 4) == answer(alone, tokens, 4)
     assert store.check() == []
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_long_stream_is_one_prompt_that_was_looked_up(exact, llama, open_store, caplog):
-    llm = llama(**SMALL)
-    sessions = open_store(llm).sessions()
-    with sessions.admit("alice") as alice:
-        list(alice.stream(prompt(900), sink=SINK, window=WINDOW, exact=exact, max_tokens=400, temp=0))
-    assert "nothing of the last" not in caplog.text

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from prefixstore.backends.lmdb.backend import LMDBBackend
-from prefixstore.backends.memory import ENTRY_BYTES, MemoryBackend
+from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import NO_LIMIT, Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
+from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.engine.repack import Repacker
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
+from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
 from prefixstore.stats import Counters
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "A",
     "B",
     "C",
+    "MemoryPages",
     "P",
     "Store",
     "Writer",
@@ -42,6 +45,7 @@ __all__ = [
     "snapshot_of",
     "state_of",
     "store_of",
+    "taken",
     "two_stores",
     "wait_for",
     "writer_of",
@@ -52,6 +56,16 @@ P = 4  # tokens per page
 NS, OTHER = b"n" * 32, b"o" * 32
 # three sequences of three pages, which share nothing
 A, B, C = [1] * 12, [2] * 12, [3] * 12
+
+
+class MemoryPages(Pages):
+    """Pages in the memory of this process. A closed one can be used again, as a location that is opened again."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+
+    def close(self) -> None:
+        """Keep what is in it."""
 
 
 class Writer:
@@ -170,7 +184,7 @@ class Store:
 @contextmanager
 def store_of(backend=None, **options):
     """A store that is checked at the end."""
-    store = Store(MemoryBackend() if backend is None else backend, **options)
+    store = Store(MemoryPages() if backend is None else backend, **options)
     with closing(store):
         yield store
 
@@ -178,7 +192,10 @@ def store_of(backend=None, **options):
 @contextmanager
 def two_stores(path, **options):
     """Two stores on one location, as two processes have them."""
-    with store_of(LMDBBackend(path, MIB), **options) as one, store_of(LMDBBackend(path, MIB), **options) as two:
+    with (
+        store_of(Pages(LMDBBackend(path, MIB)), **options) as one,
+        store_of(Pages(LMDBBackend(path, MIB)), **options) as two,
+    ):
         yield one, two
 
 
@@ -225,8 +242,17 @@ def gated(kind, gate):
 
 
 def entry(n_tokens=P, size=1000):
-    """What a page costs in memory."""
-    return ENTRY_BYTES + 4 * n_tokens + size
+    """What a page costs in memory at most: its record with its payload, its usage, and two rows among its siblings."""
+    return (
+        taken(n_tokens, size)
+        + COSTS.of(bytes(33), bytes(USAGE.size))
+        + 2 * COSTS.of(bytes(17 + 4 * n_tokens), bytes(33))
+    )
+
+
+def taken(n_tokens=P, size=1000):
+    """What a page takes in memory."""
+    return COSTS.of(bytes(33), bytes(RECORD.size + RECORD_SEAL.size + 4 * n_tokens), size)
 
 
 def wait_for(condition, what="it"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefixstore.llama.quiet import silence
+from prefixstore.llama.binding import silence
 from tests.support import ROOT
 
 NAME = "llama_cpp_python_example_server"

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from prefixstore.backends.memory import MemoryBackend
 from prefixstore.buffers import BufferPool
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.engine import Engine
@@ -16,6 +15,7 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.format.autocodec import Encoder, encode
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
+from tests.support.engines import MemoryPages
 
 __all__ = ["SIZE", "P", "forging", "state_of", "store_of"]
 
@@ -62,7 +62,7 @@ class WatchedView:
         return getattr(self.view, name)
 
 
-class Watcher(MemoryBackend):
+class Watcher(MemoryPages):
     """A backend in memory that can be slow, or forge what it returns."""
 
     def __init__(self):

@@ -11,7 +11,7 @@ from itertools import pairwise
 from prefixstore.backends.base import Backend
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
+from tests.support.pages import make_page
 
 PAGE_TOKENS = 256
 MINUTE, HOUR, DAY = 60, 3600, 86_400

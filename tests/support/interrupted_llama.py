@@ -26,6 +26,7 @@ FILES = {
     str(path)
     for path in (
         *PACKAGE.glob("llama/**/*.py"),
+        PACKAGE / "engine" / "miss.py",
         PACKAGE / "store.py",
         BINDINGS / "llama.py",
         BINDINGS / "_internals.py",
@@ -89,11 +90,17 @@ def is_finalizer(frame: FrameType | None) -> bool:
 def at_line(k: int) -> Iterator[Steps]:
     """The `k`-th line of the files that lie between a completion and llama.cpp raises. A step is a line."""
     steps = Steps()
+    closed: set[FrameType] = set()
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
+    def trace(frame: FrameType, event: str, value: Any) -> Any:
         if frame.f_code.co_filename not in FILES or is_finalizer(frame):
             return None
-        if event in ("line", "return"):
+        if event == "exception" and value[0] is GeneratorExit:
+            # a generator that is dropped before its end: Python ignores what is raised there, too
+            closed.add(frame)
+        if frame in closed:
+            closed.difference_update({frame} if event == "return" else ())
+        elif event in ("line", "return"):
             steps.made += 1
             if steps.made == k + 1:
                 raise KeyboardInterrupt
@@ -154,7 +161,7 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "lookup": (on_top, lambda llm, store: store[TEXT]),
     "restore": (stored, lambda llm, store: store.restore(TEXT, always=True)),
     "capture": (live, lambda llm, store: store.capture()),
-    "completed": (live, lambda llm, store: store.__setitem__(TEXT, None)),
+    "completed": (live, lambda llm, store: store._hooks.find(llm).completed()),
     "save_state": (live, lambda llm, store: llm.save_state()),
     "load_state": (saved, lambda llm, store: llm.load_state(store.kept)),
     "reset": (live, lambda llm, store: llm.reset()),
@@ -172,9 +179,9 @@ def attempt(on: Bench, operation: str, interrupt: Interrupt) -> bool:
     with PrefixStore("memory:", llm, **PAGES) as store:
         llm.set_cache(store)
         prepare(llm, store)
-        if store._hook is not None:
+        if store._hooks.current is not None:
             # whether a restore pays depends on the speed of the machine
-            store._hook.context.rate.is_worth = lambda *_: True
+            store._hooks.current.context.rate.is_worth = lambda *_: True
         with contextlib.suppress(KeyboardInterrupt), interrupt:
             act(llm, store)
             happened = False
@@ -228,8 +235,8 @@ def count(on: Bench, operation: str, at: Callable[[int], Interrupt]) -> int:
     with PrefixStore("memory:", on.llm, **PAGES) as store:
         on.llm.set_cache(store)
         prepare(on.llm, store)
-        if store._hook is not None:
-            store._hook.context.rate.is_worth = lambda *_: True
+        if store._hooks.current is not None:
+            store._hooks.current.context.rate.is_worth = lambda *_: True
         with at(1 << 40) as steps:
             act(on.llm, store)
     on.llm.set_cache(None)

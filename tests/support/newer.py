@@ -1,44 +1,33 @@
-"""Records that cannot be read, in a memory backend: of a newer version, or damaged."""
+"""Records that cannot be read: of a newer version, or damaged."""
 
 from __future__ import annotations
 
-from prefixstore.backends import memory
-from prefixstore.errors import CorruptError, IncompatibleError
+import xxhash
 
-__all__ = ["make_corrupt", "make_newer"]
+from prefixstore.engine.keyspace import record_row
+from prefixstore.format.record import FORMAT_VERSION
 
-
-class _NewerError(IncompatibleError):
-    """Stands for a record, of which a memory backend knows the place and the tokens."""
+__all__ = ["make_corrupt", "make_newer", "newer"]
 
 
-class _DamagedError(CorruptError):
-    """As above."""
+def newer(stored):
+    """A stored record as a newer version would write it."""
+    body = bytes([FORMAT_VERSION + 1]) + stored[1:-8]
+    return body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def make_newer(backend, key, monkeypatch):
+def make_newer(backend, key):
     """Make a stored page one that a newer version has written."""
-    _replace(backend, key, _NewerError("written by a newer version"), monkeypatch)
+    _replace(backend, key, newer)
 
 
-def make_corrupt(backend, key, monkeypatch):
+def make_corrupt(backend, key):
     """Make the record of a stored page unreadable."""
-    _replace(backend, key, _DamagedError("damaged"), monkeypatch)
+    _replace(backend, key, lambda stored: stored[:-1])
 
 
-def _replace(backend, key, error, monkeypatch):
-    monkeypatch.setattr(memory._View, "record", _record)
-    entry = backend._pages.entries[key]
-    # what a location knows of a page beside its record
-    for name in ("parent", "form", "tokens", "stored_bytes", "raw_bytes"):
-        setattr(error, name, getattr(entry.record, name))
+def _replace(backend, key, changed):
     with backend.update() as transaction:
-        transaction._staged[key] = memory._Entry(error, entry.usage, entry.payload)
-        transaction._structural.append(key)
-
-
-def _record(view, key):
-    entry = view._entry(key)
-    if entry is not None and isinstance(entry.record, Exception):
-        raise entry.record
-    return entry.record if entry is not None else None
+        rows = transaction._rows
+        rows.put(record_row(key), changed(rows.get([record_row(key)])[0]))
+        transaction._changed.append(key)

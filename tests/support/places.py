@@ -6,11 +6,11 @@ from contextlib import closing
 
 import numpy as np
 
-from prefixstore.backends import open_backend
+from prefixstore.engine.pages import open_pages
 from prefixstore.errors import PrefixStoreError
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
+from tests.support.pages import make_page
 
 # where writers wait for each other by a lock
 LOCKING = ("lmdb", "sqlite", "postgresql", "valkey")
@@ -31,13 +31,13 @@ def place(scheme, tmp_path, request, name="kv"):
 
 def opened(url, **options):
     """The backend of a location, closed at the end of the block."""
-    return closing(open_backend(url, max_bytes=64 * MIB, **options))
+    return closing(open_pages(url, max_bytes=64 * MIB, **options))
 
 
 def refusal(url, **options):
     """Class and message of the error with which a location is refused."""
     try:
-        open_backend(url, max_bytes=MIB, **options).close()
+        open_pages(url, max_bytes=MIB, **options).close()
     except PrefixStoreError as error:
         return f"{type(error).__name__}: {error}"
     return "opened"

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from sqlalchemy import BigInteger, Column, MetaData, SmallInteger
 
-from prefixstore.backends import open_backend
 from prefixstore.backends.sql import migrations as migrate
 from prefixstore.backends.sql import postgresql_tables, schema
+from prefixstore.engine.pages import open_pages
 from prefixstore.format.record import Usage
-from prefixstore.testing import make_page
+from tests.support.pages import make_page
+from tests.support.sql_rows import contents, opened
 
 NAMESPACE = bytes(range(32))
 # what the pages of `write_old` weigh
@@ -32,9 +33,9 @@ down_revision = "{OLD}"
 
 def upgrade():
     for name in ("one", "two", "three", "four"):
-        op.add_column("prefixstore_pages", sa.Column(name, sa.SmallInteger(), nullable=False, server_default="0"))
+        op.add_column("prefixstore_rows", sa.Column(name, sa.SmallInteger(), nullable=False, server_default="0"))
     op.add_column("prefixstore_meta", sa.Column("counted", sa.BigInteger(), nullable=False, server_default="0"))
-    op.execute("UPDATE prefixstore_meta SET counted = (SELECT count(*) FROM prefixstore_pages)")
+    op.execute("UPDATE prefixstore_meta SET counted = (SELECT count(*) FROM prefixstore_rows)")
     op.create_table("prefixstore_later", sa.Column("name", sa.LargeBinary(), primary_key=True))
 '''
 
@@ -46,7 +47,7 @@ def later_tables() -> MetaData:
         table.to_metadata(tables)
     added = [Column(name, SmallInteger, nullable=False, server_default="0") for name in ("one", "two", "three", "four")]
     for column in added:
-        tables.tables["prefixstore_pages"].append_column(column)
+        tables.tables["prefixstore_rows"].append_column(column)
     tables.tables["prefixstore_meta"].append_column(Column("counted", BigInteger, nullable=False, server_default="0"))
     return tables
 
@@ -66,22 +67,17 @@ def a_later_version(directory: Path) -> Iterator[None]:
         yield
 
 
-def old_pages():
-    """Pages that follow each other: keys, records and payloads."""
-    pages, parent = [], NAMESPACE
-    for i, size in enumerate(SIZES):
-        payload = np.random.default_rng(i).bytes(size)
-        key, record = make_page(payload, [i, i + 1, i + 2, i + 3], parent=parent, start=4 * i)
-        pages.append((key, record, payload))
-        parent = key
-    return pages
-
-
-def write_old(url: str) -> None:
-    """Write a store with three pages, as this version does."""
+def write_old(url: str) -> dict[bytes, tuple[bytes, bytes | None]]:
+    """Write a store with three pages, as this version does; value and payload of each row."""
     migrate.upgrade(url)
-    with closing(open_backend(url, max_bytes=1 << 26)) as backend:
-        for i, (key, record, payload) in enumerate(old_pages()):
+    parent = NAMESPACE
+    with closing(open_pages(url, max_bytes=1 << 26)) as backend:
+        for i, size in enumerate(SIZES):
+            payload = np.random.default_rng(i).bytes(size)
+            key, record = make_page(payload, [i, i + 1, i + 2, i + 3], parent=parent, start=4 * i)
             with backend.update() as transaction:
                 transaction.put_namespace(NAMESPACE, b'{"label":"contract"}')
                 transaction.put(key, record, Usage(1000 + i, i, pinned=i == 1), payload)
+            parent = key
+    with opened(url) as rows:
+        return contents(rows)

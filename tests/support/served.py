@@ -159,13 +159,19 @@ class Served:
 Serve = Callable[..., Served]
 
 
-def launch(tmp_path: Path, name: str, arguments: list[str], environment: dict[str, str] | None = None) -> Served:
+def launch(
+    tmp_path: Path,
+    name: str,
+    arguments: list[str],
+    environment: dict[str, str] | None = None,
+    program: object = "prefixstore",
+) -> Served:
     """Start the command."""
     log = tmp_path / f"{name}.log"
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     with log.open("wb") as file:
         process = subprocess.Popen(
-            untimed("prefixstore", "serve", *arguments),
+            untimed(program, "serve", *arguments),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

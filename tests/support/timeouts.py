@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prefixstore.engine import breaker, tiers
-from prefixstore.llama import compute_rate
-from prefixstore.server import rates
+from prefixstore.engine import breaker, compute_rate, tiers
+from prefixstore.server import prefill, rates, slot_manager
 
 # the limits from which on something counts as slow, and values that are never reached
 ENDLESS = (
@@ -19,6 +18,8 @@ ENDLESS = (
     (tiers, "UNKNOWN_SECONDS", 1000.0),  # a lookup in a far location, before it is known what computing takes
     (tiers, "SHARE", 1e3),  # and after that
     (rates, "MAX_SLOWDOWN", 1e9),  # work of a server on its slots that waited for a core
+    (prefill, "MAX_SHARE", 1e9),  # a stop in a prompt
+    (slot_manager, "COPY_SECONDS", 1000.0),  # what is copied there, until it is stored
 )
 # what they are to a user
 _USUAL = {(module, name): getattr(module, name) for module, name, _ in ENDLESS}

@@ -1,4 +1,4 @@
-"""Processes for tests: ``in_process("complete", location=...)`` runs a function of this module, `in_fork` forks."""
+"""Processes for tests: ``in_process("answer_turns", location=...)`` runs a function of this module, `in_fork` forks."""
 
 from __future__ import annotations
 
@@ -207,24 +207,6 @@ def answer_turns(*, model: str, location: str, turns: list[list[int]]) -> dict:
         "computed": stats.tokens_computed,
         "misses": stats.misses,
         "dropped": stats.dropped,
-        "check": problems,
-    }
-
-
-def complete(*, model: str, location: str, tokens: list[int], options: dict) -> dict:
-    """One completion through a store that is not attached; what it says and what it did."""
-    llm = load(model, **options)
-    with PrefixStore(location, namespace="n") as cache:
-        llm.set_cache(cache)
-        text = answer(llm, tokens, 8)
-        cache.flush()
-        stats = cache.stats()
-        problems = [str(violation) for violation in cache.check()]
-    return {
-        "text": text,
-        "hits": stats.hits,
-        "restored": stats.tokens_restored,
-        "captured": stats.pages_captured,
         "check": problems,
     }
 

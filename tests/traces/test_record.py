@@ -15,6 +15,7 @@ import pytest
 
 from prefixstore import InvalidParameterError, PrefixStore
 from prefixstore.format.keys import as_tokens
+from prefixstore.format.namespace import Namespace
 from prefixstore.traces.read import read_trace
 from prefixstore.traces.recorder import Recorder
 from prefixstore.traces.replay import replay
@@ -279,12 +280,25 @@ def test_a_line_that_was_cut_does_not_take_the_next_recording_with_it(tmp_path):
     assert json.loads(lines[2])["policy"] == "lru"
 
 
+def test_requests_of_a_model_with_a_window_are_recorded(models, tmp_path):
+    """Each is looked up in two places: what a `Llama` has stored, and what a llama-server has."""
+    llm, tokens = load(models("gemma3")), prompt(300)
+    with PrefixStore("memory:", llm) as store:
+        llm.set_cache(store)
+        with store.trace(tmp_path / "trace.jsonl"):
+            for _ in range(2):
+                llm(tokens, max_tokens=1)
+                forget(llm)
+    found = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
+    assert [one["input_length"] for one in found if "input_length" in one] == [300, 300]
+
+
 def test_other_threads_and_lookups_that_are_no_requests_are_not_mixed_up(tmp_path):
     with (
         PrefixStore(tmp_path / "kv", namespace="n", page_tokens=4) as store,
         store.trace(tmp_path / "t", block_tokens=2),
     ):
-        engine, key = store.engine, store.namespace.key
+        engine, key = store.engine, Namespace({"label": "n"}).key
 
         def ask(seed):
             for i in range(20):
@@ -294,7 +308,7 @@ def test_other_threads_and_lookups_that_are_no_requests_are_not_mixed_up(tmp_pat
 
         threads = [in_thread(ask, seed) for seed in range(4)]
         for _ in range(20):
-            store.match(prompt(30, 1))
+            engine.match(key, as_tokens(prompt(30, 1)), 4)
         for thread in threads:
             thread.join()
         # without a lookup before it

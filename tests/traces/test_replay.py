@@ -300,6 +300,7 @@ def test_an_archive_that_is_damaged_is_told(tmp_path, run):
     assert (code, "cannot be read" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_command_is_recorded_and_its_exit_code_kept(models, tmp_path, run):
     out = tmp_path / "t.jsonl"
     code = (

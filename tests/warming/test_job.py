@@ -12,7 +12,9 @@ import pytest
 
 import prefixstore
 from prefixstore import PrefixStore
+from prefixstore.engine.keyspace import NOTE, everything
 from prefixstore.errors import MisuseError
+from prefixstore.llama.hook import Hook
 from prefixstore.stats import Kind
 from prefixstore.warming import prompt_trie as trie
 from prefixstore.warming.estimate import estimate
@@ -72,6 +74,7 @@ def test_as_many_tokens_are_evaluated_as_the_trie_has(llama, tmp_path, arch, opt
         assert store.stats().tokens_computed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "options"), [("llama", {}), ("gemma3", {"swa_full": False})])
 def test_warmed_states_equal_computed_states(llama, tmp_path, arch, options):
     llm = llama(arch, **options)
@@ -118,7 +121,7 @@ def test_prompts_of_every_kind_can_be_warmed(llama, tmp_path):
         ):
             llm.reset()
             before = store.stats()
-            store._hook.context.rate.token_seconds = 1.0  # otherwise a prompt this short would be computed
+            store._hooks.current.context.rate.token_seconds = 1.0  # otherwise a prompt this short would be computed
             call()
             assert store.stats().tokens_restored >= before.tokens_restored + 15
             assert store.stats().tokens_computed <= before.tokens_computed + 16
@@ -140,7 +143,7 @@ def test_it_restores_even_if_computing_is_faster(llama, tmp_path):
     with PrefixStore(tmp_path, llm) as store:
         warm(llm, store, [prompt(700)])
         llm.reset()
-        store._hook.context.rate.token_seconds, store._hook.context.rate.page_seconds = 1e-9, 1e12
+        store._hooks.current.context.rate.token_seconds, store._hooks.current.context.rate.page_seconds = 1e-9, 1e12
         assert warm(llm, store, [prompt(700) + prompt(40, seed=i) for i in range(4)]).evaluated_tokens == 160
 
 
@@ -242,9 +245,8 @@ def test_an_exception_keeps_what_was_computed_and_leaves_no_lease(llama, tmp_pat
             warm(llm, store, PROMPTS, progress=tell)
         computed = store.stats().tokens_computed
         assert warm(llm, store, PROMPTS).evaluated_tokens == UNIQUE - computed
-        with store.engine._backend.view() as view:
-            notes = view._txn.cursor(view._db[b"meta"]).iternext(values=False)
-            assert [name for name in notes if bytes(name).startswith(b"note:" + PREFIX)] == []
+        with store.engine._backend.rows.view() as rows:
+            assert [row for row in rows.ranges([everything(NOTE)])[0] if row.key[1:].startswith(PREFIX)] == []
 
 
 def test_it_can_be_stopped_while_it_reads(llama, tmp_path):
@@ -320,20 +322,32 @@ def test_an_unattached_store_is_attached_for_the_job(llama, tmp_path):
         assert store.llm is None
 
 
-def test_a_store_of_another_llama_or_a_read_only_one_is_refused(llama, tmp_path):
+def test_a_llama_beside_the_one_that_is_used_is_warmed(llama, tmp_path):
+    llm, other = llama(), llama("gemma3")
+    with PrefixStore(tmp_path) as store:
+        store.attach(other)
+        store.attach(llm)
+        store.restore(prompt(20), llm)
+        assert warm(other, store, [prompt(300)]).evaluated_tokens == 300
+        assert (store.match(prompt(300), other).n_tokens, store.match(prompt(300), llm).n_tokens) == (300, 0)
+        assert store.is_attached(other)
+
+
+def test_a_llama_of_another_store_or_a_read_only_one_is_refused(llama, tmp_path):
     llm = llama()
-    with PrefixStore(tmp_path, llm) as store, pytest.raises(MisuseError, match="another Llama"):
-        warm(llama(), store, [prompt(300)])
+    refused = pytest.raises(MisuseError, match="another PrefixStore")
+    with PrefixStore("memory:", llm), PrefixStore(tmp_path) as store, refused:
+        warm(llm, store, [prompt(300)])
     with PrefixStore(tmp_path, llm, read_only=True) as store, pytest.raises(MisuseError, match="read_only"):
         warm(llm, store, [prompt(300)])
 
 
 def test_a_model_whose_states_cannot_be_stored_is_refused(llama, monkeypatch):
     llm = llama()
-    monkeypatch.setattr(PrefixStore, "kind", Kind.ENCODER)
+    monkeypatch.setattr(Hook, "kind", Kind.STREAMS)
     with (
         PrefixStore("memory:", llm) as store,
-        pytest.raises(MisuseError, match="states of this model cannot be stored: encoder"),
+        pytest.raises(MisuseError, match="states of this model cannot be stored: streams"),
     ):
         warm(llm, store, [prompt(300)])
 
@@ -385,7 +399,8 @@ def test_two_jobs_on_one_list_divide_the_work(models, llama, tmp_path, prompts, 
     # both did a share, whichever started first
     assert min(evaluated) > 0.1 * unique
     assert [end["unstored"] for end in ends] == [[], []]
-    with PrefixStore(location_in(tmp_path, scheme), llama()) as store:
+    llm = llama()
+    with PrefixStore(location_in(tmp_path, scheme), llm) as store:
         assert holds_all(store, prompts)
 
 
@@ -403,7 +418,8 @@ def test_another_job_takes_over_from_a_killed_one(models, llama, tmp_path):
     rest = told(other)[-1]
     assert rest["unstored"] == []
     assert UNIQUE <= lost + 128 + rest["evaluated"] <= 1.1 * UNIQUE + 128
-    with PrefixStore(tmp_path / "kv", llama()) as store:
+    llm = llama()
+    with PrefixStore(tmp_path / "kv", llm) as store:
         assert holds_all(store)
 
 

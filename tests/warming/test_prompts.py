@@ -10,8 +10,8 @@ import llama_cpp
 import pytest
 
 from prefixstore.errors import InvalidParameterError
-from prefixstore.llama.prompt import chat_tokens
 from prefixstore.warming.prompts import Problem, Prompt, encode, read, tokenized
+from prefixstore.warming.tokens import chat_tokens
 from tests.support.warming import write_jsonl
 
 TOOLS = [{"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}}]

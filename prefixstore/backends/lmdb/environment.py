@@ -50,9 +50,9 @@ CHECKS = 10
 MAGIC = b"prefixstore"
 # in the database meta: changes with each scrub
 SCRUBS = b"scrubs"
-DATABASES = (b"meta", b"namespaces", b"records", b"usage", b"payloads", b"changes", b"children")
-# version of the databases and of what is in them besides records and usage, which have one of their own
-LMDB_VERSION = 3
+DATABASES = (b"meta", b"rows", b"payloads")
+# version of the databases; what is in the rows has versions of its own
+LMDB_VERSION = 4
 META_FORMAT = struct.Struct("<I")
 
 
@@ -99,7 +99,6 @@ class Environment:
         self.users: WeakSet[object] = WeakSet()
         # transactions are inside; the handle is replaced, resized and closed while none is open
         self._handle_lock = HandleLock()
-        self._scrubs = b""
         self.file = str(path / DATA)
         self._map_size = map_size
         self._is_broken = False
@@ -110,6 +109,7 @@ class Environment:
     def _open(self, map_size: int) -> None:
         path, read_only = self.path, self.read_only
         self.databases: dict[bytes, Any] = {}
+        self._scrubs = b""
         # inode number and size of the file; another file may get the number when this one is gone
         self._bytes = (0, 0)
         try:
@@ -184,34 +184,30 @@ class Environment:
         self._check_trees()
         with self.begin(write=False) as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
-        if not names and self.read_only:
-            raise refusals.no_store(self.path)
-        if names:
-            self._require_format(names)
-        if self.read_only:
-            databases = {name: self.env.open_db(name) for name in DATABASES}
-        else:
+        if not names:
+            if self.read_only:
+                raise refusals.no_store(self.path)
             # in one transaction, so that no process sees half of a new store
             with self.begin(write=True) as txn:
-                databases = _make_databases(self.env, txn)
+                return _make_databases(self.env, txn)
+        databases = {name: self.env.open_db(name, create=False) for name in DATABASES if name in names}
         with self.begin(write=False) as txn:
+            self._require_format(txn, databases)
             self._scrubs = bytes(txn.get(SCRUBS, b"", db=databases[b"meta"]))
         return databases
 
-    def _require_format(self, names: set[bytes]) -> None:
+    def _require_format(self, txn: lmdb.Transaction, databases: dict[bytes, Any]) -> None:
         """Refuse an environment with these databases if it is not a store of this version. Nothing is written to it."""
         foreign = refusals.foreign(self.path, "LMDB database")
-        if b"meta" not in names:
+        if b"meta" not in databases:
             raise foreign
-        meta = self.env.open_db(b"meta", create=False)
-        with self.begin(write=False) as txn:
-            magic, version = (bytes(txn.get(name, b"", db=meta)) for name in (b"magic", b"format"))
+        magic, version = (bytes(txn.get(name, b"", db=databases[b"meta"])) for name in (b"magic", b"format"))
         if magic != MAGIC or len(version) != META_FORMAT.size:
             raise foreign
         found = META_FORMAT.unpack(version)[0]
         if found != LMDB_VERSION:
             raise refusals.other_format(self.path, found, LMDB_VERSION)
-        if not names >= set(DATABASES):
+        if len(databases) < len(DATABASES):
             raise foreign
 
     def _wait_for_writer(self) -> None:
@@ -236,16 +232,21 @@ class Environment:
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[lmdb.Transaction]:
         """A transaction. The map is not resized while one is open; a thread opens one at a time."""
+        with self.translated(), self._begun(write) as txn:
+            yield txn
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raise the prefixstore error for an LMDB error in this block. After damage the file is walked when opened."""
         try:
-            with self._begun(write) as txn:
-                yield txn
+            yield
         except lmdb.Error as error:
             translated = translate(error, self.path)
             if isinstance(translated, CorruptError):
                 self._checked.forget()
             raise translated from error
         except CorruptError:
-            # of a page, or of the file: there may be more
+            # of a row, or of the file: there may be more
             self._checked.forget()
             raise
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prefixstore.errors import UnavailableError
 
-__all__ = ["common", "erase", "punch", "split"]
+__all__ = ["common", "overwrite", "punch", "split"]
 
 ZEROS = bytes(1 << 20)
 # of fallocate(2)
@@ -44,7 +44,7 @@ def split(ranges: Iterable[tuple[int, int]], size: int) -> tuple[list[tuple[int,
     return first, rest
 
 
-def erase(handle: int, start: int, end: int) -> int:
+def overwrite(handle: int, start: int, end: int) -> int:
     """Overwrite a range of a file with zeros where it holds anything else; returns the bytes written."""
     written = 0
     for at in range(start, end, len(ZEROS)):

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from prefixstore.backends import refusals
-from prefixstore.backends.base import ConflictError
+from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects.client import Client, Version
 from prefixstore.backends.objects.manifest import (
     HEAD,

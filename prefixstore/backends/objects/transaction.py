@@ -18,7 +18,8 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
-from prefixstore.backends.base import ConflictError, Transaction, Used
+from prefixstore.backends.base import Transaction, Used
+from prefixstore.backends.contract import ConflictError
 from prefixstore.backends.objects.client import Client
 from prefixstore.backends.objects.log import Log
 from prefixstore.backends.objects.manifest import NONCE_BYTES, Payload, Segment, Stored, name_of
@@ -185,7 +186,9 @@ class ObjectsTransaction(ObjectsView, Transaction):
             return
         self._staged[key] = Stored(stored.record, usage, stored.nonce, stored.packed)
         if announce:
-            self._announced.add(key)
+            # the usage of a page that is put here replaces nothing
+            if key not in self._put:
+                self._announced.add(key)
             self._structural.append(key)
 
     def put_namespace(self, key: bytes, settings: bytes) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.contract import Backend
 from prefixstore.backends.location import scheme_of
 from prefixstore.errors import InvalidParameterError, MissingExtraError
 
@@ -25,14 +25,12 @@ def open_sql(location: str, *, max_bytes: int, read_only: bool) -> Backend:
         If SQLAlchemy, Alembic or psycopg is not installed.
     """
     database = database_of(location, read_only=read_only)
-    from prefixstore.backends.sql.backend import SQLBackend  # noqa: PLC0415 - needs an extra
-
     database.open()
-    return SQLBackend(database)
+    return database
 
 
 def database_of(location: str, *, read_only: bool) -> Database:
-    """The connections to this database; nothing is opened yet.
+    """The database that a location names; nothing is opened yet.
 
     Raises
     ------

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sqlalchemy import Integer, LargeBinary, bindparam, func, literal_column, select, tuple_, update
+from sqlalchemy import BigInteger, Integer, LargeBinary, bindparam, cast, func, literal_column, select, tuple_, update
 
-from prefixstore.backends.sql.database import Database
-from prefixstore.backends.sql.schema import META, PIECES
+from prefixstore.backends.sql.database import Database, again, translated
+from prefixstore.backends.sql.schema import META, PAYLOADS
 
 __all__ = ["Compaction"]
 
@@ -30,27 +30,28 @@ ROUNDS = 4
 PIECE_EXTRA = 256
 
 _SPACE = select(
-    func.pg_catalog.pg_total_relation_size(func.to_regclass(PIECES.name)).label("size"),
-    META.c.entries,
-    META.c.stored_bytes,
-).where(META.c.id == 1)
+    func.pg_catalog.pg_total_relation_size(func.to_regclass(PAYLOADS.name)).label("size"),
+    func.count(PAYLOADS.c.key).label("n_pieces"),
+    # the server knows the length of a piece without reading it
+    cast(func.coalesce(func.sum(func.octet_length(PAYLOADS.c.data)), 0), BigInteger).label("n_bytes"),
+)
 _TURN = select(META.c.id).where(META.c.id == 1).with_for_update()
 _SOME = (
-    select(PIECES.c.page, PIECES.c.number)
+    select(PAYLOADS.c.key, PAYLOADS.c.piece)
     .where(
-        tuple_(PIECES.c.page, PIECES.c.number)
-        > tuple_(bindparam("after_page", type_=LargeBinary), bindparam("after_number", type_=Integer))
+        tuple_(PAYLOADS.c.key, PAYLOADS.c.piece)
+        > tuple_(bindparam("after_key", type_=LargeBinary), bindparam("after_piece", type_=Integer))
     )
-    .order_by(PIECES.c.page, PIECES.c.number)
+    .order_by(PAYLOADS.c.key, PAYLOADS.c.piece)
     .limit(bindparam("count", type_=Integer))
     .cte("some")
 )
 # a value that is written as it is would stay where it is
 _REWRITE = (
-    update(PIECES)
-    .where(PIECES.c.page == _SOME.c.page, PIECES.c.number == _SOME.c.number)
-    .values(data=PIECES.c.data.op("||")(literal_column("''::bytea", LargeBinary)))
-    .returning(PIECES.c.page, PIECES.c.number, func.length(PIECES.c.data).label("size"))
+    update(PAYLOADS)
+    .where(PAYLOADS.c.key == _SOME.c.key, PAYLOADS.c.piece == _SOME.c.piece)
+    .values(data=PAYLOADS.c.data.op("||")(literal_column("''::bytea", LargeBinary)))
+    .returning(PAYLOADS.c.key, PAYLOADS.c.piece, func.octet_length(PAYLOADS.c.data).label("size"))
 )
 
 
@@ -92,10 +93,10 @@ class Compaction:
                 return
 
     def _space(self) -> _Space:
-        with self._database.connection() as connection:
-            (row,) = self._database.rows(connection, _SPACE, retry=True)
+        with self._database.connection() as connection, translated(self._database.location):
+            row = again(connection, lambda: connection.execute(_SPACE).one())
         # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
-        needed = row.stored_bytes + row.stored_bytes // 16 + row.entries * PIECE_EXTRA
+        needed = row.n_bytes + row.n_bytes // 16 + row.n_pieces * PIECE_EXTRA
         return _Space(row.size, max(row.size - needed, 0))
 
     def _round(self) -> None:
@@ -115,9 +116,9 @@ class Compaction:
 
     def _step(self, after: tuple[bytes, int]) -> tuple[tuple[bytes, int] | None, int]:
         """Rewrite the pieces after this one, some of them; the last one, or None at the end, and their bytes."""
-        with self._database.writing() as connection:
+        with self._database.writing() as connection, translated(self._database.location):
             # writers take turns by this row: so none of them waits for one that waits for it
-            self._database.rows(connection, _TURN)
-            given = {"after_page": after[0], "after_number": after[1], "count": AT_ONCE}
-            rows = self._database.rows(connection, _REWRITE, given)
-        return max(((bytes(row.page), row.number) for row in rows), default=None), sum(row.size for row in rows)
+            connection.execute(_TURN)
+            given = {"after_key": after[0], "after_piece": after[1], "count": AT_ONCE}
+            rows = connection.execute(_REWRITE, given).all()
+        return max(((bytes(row.key), row.piece) for row in rows), default=None), sum(row.size for row in rows)

@@ -1,22 +1,26 @@
-"""What the two SQL databases have in common: connections, turns, retries, and the translation of their errors."""
+"""What the two SQL databases have in common: connections, turns, retries, memory, and the translation of errors."""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Executable, FromClause, Row, exists, select
+import numpy as np
+import numpy.typing as npt
+from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
 from prefixstore.backends import refusals
+from prefixstore.backends.contract import Backend, ConflictError
 from prefixstore.backends.handle_lock import HandleLock
-from prefixstore.backends.sql.schema import PAGES, RECORD_COLUMNS
+from prefixstore.buffers import BufferPool
 from prefixstore.errors import (
     CorruptError,
     FullError,
@@ -26,7 +30,6 @@ from prefixstore.errors import (
     StorageError,
     UnavailableError,
 )
-from prefixstore.format.record import Buffer, Record
 
 __all__ = ["Database", "again", "parse_url", "translate", "translated"]
 
@@ -36,6 +39,8 @@ AT_ONCE = 1.0
 # SQLSTATE of PostgreSQL, or the beginning of one
 _STATES: tuple[tuple[str, type[StorageError]], ...] = (
     ("53100", FullError),
+    ("40001", ConflictError),
+    ("40P01", ConflictError),
     ("XX001", CorruptError),
     ("XX002", CorruptError),
     ("42501", LocationError),  # no privilege
@@ -49,7 +54,7 @@ _TEXTS: tuple[tuple[str, type[StorageError]], ...] = (
     ("is full", FullError),
     ("is not a database", IncompatibleError),
     ("malformed", CorruptError),
-    ("Could not decode", CorruptError),  # text where bytes were written
+    ("cannot open value", CorruptError),  # something else where bytes were written
     ("unable to open", LocationError),
     ("readonly", LocationError),
     ("no such table", IncompatibleError),
@@ -117,8 +122,8 @@ def again(connection: Connection, work: Callable[[], T]) -> T:
     return work()
 
 
-class Database(ABC):
-    """Connections to one store, and the statements that differ from database to database.
+class Database(Backend):
+    """Rows in one database, and the connections to it.
 
     All connections are in autocommit mode; a transaction begins with a BEGIN that is sent here. So everything that is
     sent is visible here: the drivers would begin transactions of their own otherwise.
@@ -126,33 +131,19 @@ class Database(ABC):
 
     # what begins a transaction that writes
     BEGIN: str
-    # `Backend.is_local`
-    is_local = False
-    # records and usage of those of the wanted pages that are stored
-    RECORDS: Executable
-    # those of the wanted pages after which anything is stored
-    FOLLOWED: Executable
-    # what builds the indexes of the pages again
-    REINDEX: str
-    # `children.neighbors`
-    NEIGHBORS: Executable
-    # `children.beside`, where one statement is faster than several
-    BESIDE: Executable | None = None
-    # the newest generation that a view has read
-    seen: int | None = None
-
-    def __init_subclass__(cls) -> None:
-        wanted = cls.wanted()
-        cls.RECORDS = select(*RECORD_COLUMNS).where(PAGES.c.key.in_(select(wanted.c.key)))
-        cls.FOLLOWED = select(wanted.c.key).where(exists().where(PAGES.c.parent == wanted.c.key))
 
     def __init__(self, location: str, *, read_only: bool) -> None:
-        self.location = location
+        self._location = location
         self.read_only = read_only
         self._closed = False
         self._handle_lock = HandleLock()
         self._writing = threading.Lock()
+        self._buffers = BufferPool(limit=None)
         self._engine = self.connect()
+
+    @property
+    def location(self) -> str:
+        return self._location
 
     @abstractmethod
     def connect(self) -> Engine:
@@ -201,10 +192,6 @@ class Database(ABC):
                 with translated(self.location):
                     connection.close()
 
-    @abstractmethod
-    def reading(self) -> AbstractContextManager[Connection]:
-        """A connection for a view."""
-
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A connection in a transaction, one at a time in this process; committed unless the block raises."""
@@ -218,7 +205,7 @@ class Database(ABC):
                 with translated(self.location):
                     connection.exec_driver_sql("COMMIT")
             except FullError:
-                # SQLite has done that itself, unless it is `require_space` that has raised
+                # SQLite has mostly done that itself
                 with suppress(SQLAlchemyError):
                     connection.exec_driver_sql("ROLLBACK")
                 self.after_full(connection)
@@ -228,111 +215,42 @@ class Database(ABC):
         """Begin a transaction that writes."""
         connection.exec_driver_sql(self.BEGIN)
 
-    def require_space(self, connection: Connection, n_bytes: int) -> None:  # noqa: B027 - a server knows its disk
-        """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
-
-    def after_full(self, connection: Connection) -> None:  # noqa: B027 - most databases have nothing to do
+    def after_full(self, connection: Connection) -> None:
         """Free disk space after a transaction that found none."""
 
-    def rows(
-        self,
-        connection: Connection,
-        statement: Executable,
-        parameters: Mapping[str, Any] | None = None,
-        *,
-        retry: bool = False,
-    ) -> Sequence[Row[Any]]:
-        """What a statement returns. With `retry` it may be sent again on another connection."""
-        with translated(self.location):
-            if not retry:
-                return connection.execute(statement, parameters).all()
-            return again(connection, lambda: connection.execute(statement, parameters).all())
+    def memory(self, size: int) -> npt.NDArray[np.uint8]:
+        """Reused memory for a payload: it is free once nothing refers to it. Fresh memory is slower by half.
 
-    @staticmethod
-    @abstractmethod
-    def wanted() -> FromClause:
-        """A table with the columns ``key`` and ``position`` (from 0) out of the parameters that `keys` makes.
-
-        So many keys are one parameter: a list of thousands takes longer to bind than to look up.
+        Raises
+        ------
+        UnavailableError
+            If there is none.
         """
-
-    @staticmethod
-    def keys(keys: Sequence[bytes]) -> dict[str, Any]:
-        """The parameters for `wanted`; at least one key."""
-        return {"keys": b"".join(keys), "last": len(keys) - 1}
-
-    @abstractmethod
-    def children(
-        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
-    ) -> Iterable[Sequence[Row[Any]]]:
-        """The rows of the children of each parent that has any, as `View.children` orders them; at least one parent.
-
-        `rows_of` takes a statement and its parameters.
-        """
-
-    @abstractmethod
-    def fix(self, connection: Connection) -> None:
-        """Have all further reads of a view see one moment."""
-
-    @abstractmethod
-    def fetch(
-        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
-    ) -> Iterator[tuple[Record, Buffer]]:
-        """`View.fetch`; `arrived` may be told how many bytes of the next payload are there."""
-
-    @abstractmethod
-    def payloads(
-        self, connection: Connection, records: Mapping[bytes, Record]
-    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
-        """The payload of each of these pages, or why it cannot be read, or None if it is missing.
-
-        Valid until the next one is requested. All of them may be in memory at a time.
-        """
-
-    def bypass_cache(self, connection: Connection) -> None:  # noqa: B027 - a server has no such cache
-        """Read next from shared storage, not from a cache of this connection."""
-
-    @abstractmethod
-    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
-        """Bytes that the location uses with so many pages of so many bytes (payloads and tokens)."""
-
-    @abstractmethod
-    def cost(self, record: Record, n_bytes: int) -> int:
-        """`Transaction.cost`."""
-
-    @abstractmethod
-    def sync(self) -> None:
-        """`Backend.sync`."""
-
-    @abstractmethod
-    def reclaim(self) -> None:
-        """`Backend.reclaim`."""
-
-    @abstractmethod
-    def scrub(self) -> None:
-        """`Backend.scrub`."""
-
-    def flaws(self, connection: Connection) -> Sequence[tuple[str, str]]:
-        """Rules and messages of `View.flaws`. A server checks its own files."""
-        return ()
-
-    def reindex(self, connection: Connection) -> None:
-        """Rebuild the indexes of the pages, in a writing transaction."""
-        with translated(self.location):
-            connection.exec_driver_sql(self.REINDEX)
-
-    def compact(self) -> None:
-        """`Backend.compact`."""
-        # a full rewrite leaves nothing free
-        self.scrub()
+        try:
+            buffer = self._buffers.acquire(size, wait=True)
+        except (MemoryError, ValueError) as error:
+            raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
+        assert buffer is not None, "it waits until there is one"
+        array = np.asarray(buffer.view)
+        weakref.finalize(array, buffer.release).atexit = False
+        return array
 
     @abstractmethod
     def disk_bytes(self) -> int:
         """The size of the files or tables."""
 
+    def compact(self, *, erase: bool = False) -> int:
+        before = self.disk_bytes()
+        self.rewrite(erase=erase)
+        return max(before - self.disk_bytes(), 0)
+
     @abstractmethod
+    def rewrite(self, *, erase: bool) -> None:
+        """`compact`, without the number of bytes."""
+
     def after_fork(self) -> None:
-        """`Backend.after_fork`."""
+        self._writing = threading.Lock()
+        self._buffers = BufferPool(limit=None)
 
     def close(self) -> None:
         """Close all connections once none is in use."""

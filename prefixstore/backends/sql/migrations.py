@@ -74,13 +74,13 @@ def revision_of(connection: Connection, where: str) -> str | None:
         raise foreign
     try:
         revisions = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalars().all()  # noqa: S608 - a constant
-        magic = connection.execute(select(META.c.magic)).scalars().all()
+        meta = connection.execute(select(META.c.magic, META.c.format)).all()
     except SQLAlchemyError as error:
         # an unreachable server or a lock says nothing about the tables
         if isinstance(translate(error, where), IncompatibleError):
             raise foreign from None
         raise
-    if magic != [MAGIC] or len(revisions) != 1:
+    if [row.magic for row in meta] != [MAGIC] or len(revisions) != 1:
         raise foreign
     if revisions[0] in schema.UNRELEASED:
         raise IncompatibleError(
@@ -92,6 +92,7 @@ def revision_of(connection: Connection, where: str) -> str | None:
             f"{where} has schema {revisions[0]}, this prefixstore knows up to {schema.HEAD}; upgrade "
             "prefixstore, or choose another location"
         )
+    schema.require_format(meta, where)
     return str(revisions[0])
 
 

@@ -1,70 +1,35 @@
 """A store in a PostgreSQL database.
 
-Round trips are the cost here. A view sends nothing until it is read, and each read is one statement that commits by
-itself; only a walk through the whole location gets a transaction, so that it sees one moment. As such a read depends on
+A view sends nothing until it is read, and each read is one statement that commits by itself. As such a read depends on
 nothing before it, it is sent again on a new connection if the server has closed the old one.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from itertools import groupby
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import psycopg
-from sqlalchemy import (
-    Connection,
-    CursorResult,
-    Engine,
-    FromClause,
-    Integer,
-    LargeBinary,
-    Row,
-    bindparam,
-    column,
-    create_engine,
-    event,
-    func,
-    select,
-)
+from sqlalchemy import Connection, Engine, create_engine, event
 
 from prefixstore.backends import refusals
+from prefixstore.backends.contract import Draft, View
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.location import require_plain_password, without_password
-from prefixstore.backends.sql.children import beside, children_of_many, neighbors
 from prefixstore.backends.sql.compaction import Compaction
 from prefixstore.backends.sql.database import Database, again, parse_url, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
+from prefixstore.backends.sql.postgresql_rows import COSTS, PostgreSQLTurn, PostgreSQLView
 from prefixstore.backends.sql.postgresql_tables import SET_SEARCH_PATH, require_our_columns, require_plain_tables
-from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA, PAGES
-from prefixstore.backends.sql.streaming import (
-    Cursor,
-    StreamedCursor,
-    StreamingConnection,
-    kept_memory,
-    pages_of,
-    payload_of,
-    select_pages,
-    select_payloads,
-)
-from prefixstore.buffers import BufferPool
-from prefixstore.errors import InvalidParameterError, LocationError, StorageError
-from prefixstore.format.keys import KEY_BYTES
-from prefixstore.format.record import Buffer, Record
+from prefixstore.backends.sql.schema import APPLICATION_ID, METADATA
+from prefixstore.backends.sql.streaming import Cursor, StreamedCursor, StreamingConnection
+from prefixstore.errors import InvalidParameterError, LocationError
 
 __all__ = ["PostgreSQL"]
 
-# Payload bytes in the answer to one query. It is used as it arrives, but the server keeps old rows until it ends.
-ANSWER_BYTES = 1 << 30
-# rows are received when they are asked for
-_STREAMED = {"stream_results": True, "yield_per": 1}
 LOCK_SECONDS = 30
 # a process that stops in the middle of a transaction blocks the others no longer than this
 IDLE_SECONDS = 60
@@ -77,9 +42,6 @@ SILENT_WRITING = 60.0
 LONGEST_POLL = 0.5
 # of the advisory lock under which the schema changes
 UPGRADE_LOCK = APPLICATION_ID
-# The most that a page takes besides its bytes: rows, keys, the last chunk of each kind, its changes; measured.
-ENTRY_BYTES = 5120
-BASE_BYTES = 256 << 10
 
 # of a forked child's parent: never closed, because that would end the parent's sessions
 _inherited: list[Engine] = []
@@ -144,7 +106,7 @@ def _accept_silence(connection: Connection, seconds: float | None) -> None:
 
 
 class PostgreSQL(Database):
-    """Connections to a PostgreSQL database.
+    """Rows in a PostgreSQL database.
 
     Parameters
     ----------
@@ -165,8 +127,6 @@ class PostgreSQL(Database):
     """
 
     BEGIN = "BEGIN"
-    REINDEX = f"REINDEX TABLE {PAGES.name}"
-    NEIGHBORS = neighbors(by_prefix=True)
 
     def __init__(self, location: str, *, read_only: bool) -> None:
         require_plain_password(location)
@@ -174,7 +134,6 @@ class PostgreSQL(Database):
         if url.drivername not in ("postgresql", "postgres", "postgresql+psycopg", "postgres+psycopg"):
             raise InvalidParameterError("location: unknown driver; pass postgresql+psycopg://user@host/db (psycopg 3)")
         self._url = url.set(drivername="postgresql+psycopg")
-        self._buffers = BufferPool(limit=None)
         super().__init__(without_password(self._url.render_as_string(hide_password=True)), read_only=read_only)
 
     def prepare(self) -> None:
@@ -235,117 +194,26 @@ class PostgreSQL(Database):
                 yield connection
             finally:
                 if not connection.invalidated and _driver(connection).streamed is not None:
-                    # the caller who asked for pages has lost interest
+                    # the caller who asked for payloads has lost interest
                     connection.invalidate()
 
-    def reading(self) -> AbstractContextManager[Connection]:
-        return self.connection()
+    @contextmanager
+    def view(self) -> Iterator[View]:
+        with self.connection() as connection:
+            yield PostgreSQLView(self, connection)
+
+    @contextmanager
+    def update(self) -> Iterator[Draft]:
+        with self.writing() as connection:
+            turn = PostgreSQLTurn(self, connection)
+            draft = Draft(turn, COSTS)
+            yield draft
+            turn.write(draft.changes)
 
     def begin(self, connection: Connection) -> None:
         # what follows may wait for a lock
         again(connection, lambda: connection.exec_driver_sql(self.BEGIN))
         _accept_silence(connection, SILENT_WRITING)
-
-    @staticmethod
-    def wanted() -> FromClause:
-        positions = (
-            func.generate_series(0, bindparam("last", type_=Integer))
-            .table_valued(column("position", Integer), name="positions")
-            .render_derived()
-        )
-        key = func.substring(
-            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
-        )
-        return select(positions.c.position, key.label("key")).subquery("wanted")
-
-    def children(
-        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
-    ) -> Iterable[Sequence[Row[Any]]]:
-        found = rows_of(_CHILDREN, **self.keys(parents), form=form, count=at_most)
-        return (list(rows) for _, rows in groupby(found, key=lambda row: row.position))
-
-    def fix(self, connection: Connection) -> None:
-        with translated(self.location):
-            again(connection, lambda: connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"))
-
-    def fetch(
-        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
-    ) -> Iterator[tuple[Record, Buffer]]:
-        left = list(keys)
-        while left:
-            n_pages = 0
-            with closing(self._answer(connection, left, arrived, retry=retry)) as pages:
-                for page in pages:
-                    n_pages += 1
-                    yield page
-            if not n_pages:
-                return
-            del left[:n_pages]
-
-    def _answer(
-        self, connection: Connection, keys: Sequence[bytes], arrived: Callable[[int], None], *, retry: bool
-    ) -> Generator[tuple[Record, Buffer], None, None]:
-        """Pages as they arrive, as many as one query returns."""
-
-        def execute() -> CursorResult[Any]:
-            given = self.keys(keys) | {"limit": ANSWER_BYTES}
-            return connection.execute(_FETCH, given, execution_options=_STREAMED)
-
-        with translated(self.location):
-            result = again(connection, execute) if retry else execute()
-        rows = self._arriving(result)
-        try:
-            yield from pages_of(rows, len(keys), self._memory, arrived)
-        finally:
-            self._end(connection, rows, retry=retry)
-
-    def _memory(self, size: int) -> npt.NDArray[np.uint8]:
-        return kept_memory(self._buffers, size, self.location)
-
-    def _arriving(self, result: CursorResult[Any]) -> Iterator[Row[Any]]:
-        # a query that returns nothing is not known to have columns
-        while result.returns_rows:
-            with translated(self.location):
-                row = result.fetchone()
-            if row is None:
-                return
-            yield row
-
-    def _end(self, connection: Connection, rows: Iterator[Row[Any]], *, retry: bool) -> None:
-        """Receive no more rows, or drop them if the transaction must continue."""
-        if connection.closed or connection.invalidated or _driver(connection).streamed is None:
-            return
-        if not retry:
-            deque(rows, maxlen=0)
-            return
-        # a new connection costs some milliseconds, the rest of the answer as much time as it takes
-        connection.invalidate()
-        connection.rollback()
-
-    def payloads(
-        self, connection: Connection, records: Mapping[bytes, Record]
-    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
-        with translated(self.location):
-            result = connection.execute(_PAYLOADS, self.keys(list(records)), execution_options=_STREAMED)
-        rows = self._arriving(result)
-        try:
-            row = next(rows, None)
-            for position, key in enumerate(records):
-                payload: Buffer | None = None
-                if row is not None and row.position == position:
-                    payload = payload_of(row, rows, self._memory)
-                    # what comes after a whole payload of this page has no bytes
-                    row = next((each for each in rows if each.position != position), None)
-                yield key, payload
-        finally:
-            self._end(connection, rows, retry=False)
-
-    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
-        # the files shrink only when the server vacuums them; this counts what will be left
-        return BASE_BYTES + _weight(entries, n_bytes)
-
-    def cost(self, record: Record, n_bytes: int) -> int:
-        return _weight(1, n_bytes + len(record.tokens)) + 1
 
     def sync(self) -> None:
         """The server flushes commits, unless configured not to; then one flushed commit flushes those before it."""
@@ -364,42 +232,32 @@ class PostgreSQL(Database):
         """Have the server vacuum the tables now."""
         self._vacuum("VACUUM")
 
-    def reindex(self, connection: Connection) -> None:
-        # of a million pages it takes minutes
-        _accept_silence(connection, None)
-        super().reindex(connection)
-
-    def compact(self) -> None:
+    def rewrite(self, *, erase: bool) -> None:
         """Rewrite payloads, some at a time, so that a vacuum can cut off the end of the table.
 
-        Only the owner of the tables can.
+        With `erase` the server rewrites all tables, and all others wait; its log and its backups are not covered. Only
+        the owner of the tables can do either. What was counted is counted again.
         """
-        Compaction(self, self._vacuum_or_fail).run()
+        if erase:
+            self._vacuum_or_fail("VACUUM FULL", "deleted data is still in the files")
+        else:
+            Compaction(self, lambda: self._vacuum_or_fail("VACUUM", "no space was returned")).run()
+        with self.writing() as connection:
+            _accept_silence(connection, None)
+            PostgreSQLTurn(self, connection).count_again()
 
-    def _vacuum_or_fail(self) -> None:
-        if warnings := self._vacuum("VACUUM"):
+    def _vacuum_or_fail(self, command: str, otherwise: str) -> None:
+        # the server skips a table that it must not rewrite, and calls that a success
+        if warnings := self._vacuum(command):
             raise LocationError(
-                f"{self.location}: no space was returned, since the server says: {warnings[0]}; "
-                "compact as the owner of the tables"
+                f"{self.location}: {otherwise}, since the server says: {warnings[0]}; compact as "
+                "the owner of the tables"
             )
 
     def disk_bytes(self) -> int:
         sizes = " + ".join(f"pg_catalog.pg_total_relation_size('{name}'::regclass)" for name in sorted(METADATA.tables))
         with self.connection() as connection, translated(self.location):
             return int(again(connection, lambda: connection.exec_driver_sql(f"SELECT {sizes}").scalar_one()))
-
-    def scrub(self) -> None:
-        """Have the server rewrite all tables; all others wait. Its log and its backups are not covered.
-
-        Only the owner of the tables can.
-        """
-        warnings = self._vacuum("VACUUM FULL")
-        if warnings:
-            # the server skips a table that it must not rewrite, and calls that a success
-            raise LocationError(
-                f"{self.location}: deleted data is still in the files, since the server says: {warnings[0]}; "
-                "scrub as the owner of the tables"
-            )
 
     def _vacuum(self, command: str) -> list[str]:
         """Vacuum all tables; the server's warnings."""
@@ -427,19 +285,7 @@ class PostgreSQL(Database):
         return warnings
 
     def after_fork(self) -> None:
+        super().after_fork()
         _inherited.append(self._engine)
         self._handle_lock = HandleLock()
-        self._writing = threading.Lock()
-        self._buffers = BufferPool(limit=None)
         self._engine = self.connect()
-
-
-_FETCH = select_pages(PostgreSQL.wanted())
-_PAYLOADS = select_payloads(PostgreSQL.wanted())
-_CHILDREN = children_of_many(PostgreSQL.wanted())
-PostgreSQL.BESIDE = beside(PostgreSQL.wanted())
-
-
-def _weight(entries: int, n_bytes: int) -> int:
-    # chunks of 1996 bytes, of which 4 are in a page of 8192, and their keys: 4 percent
-    return entries * ENTRY_BYTES + n_bytes + n_bytes // 16

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection
 from sqlalchemy.dialects import postgresql
-from sqlalchemy.schema import ForeignKeyConstraint, PrimaryKeyConstraint
+from sqlalchemy.schema import PrimaryKeyConstraint
 
 from prefixstore.backends.sql.schema import METADATA, VERSION_TABLE
 from prefixstore.errors import IncompatibleError
@@ -157,10 +157,4 @@ def _expected_constraints() -> set[tuple[str, ...]]:
             names = ", ".join(column.name for column in constraint.columns)  # type: ignore[attr-defined] # of a unique one
             if isinstance(constraint, PrimaryKeyConstraint):
                 expected.add((table.name, f"PRIMARY KEY ({names})"))
-            elif isinstance(constraint, ForeignKeyConstraint):
-                target = next(iter(constraint.elements)).column
-                referred = f"{target.table.name}({target.name})"
-                expected.add(
-                    (table.name, f"FOREIGN KEY ({names}) REFERENCES {referred} ON DELETE {constraint.ondelete}")
-                )
     return expected

@@ -9,46 +9,21 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-from sqlalchemy import (
-    Connection,
-    Engine,
-    FromClause,
-    LargeBinary,
-    Row,
-    bindparam,
-    create_engine,
-    func,
-    literal_column,
-    select,
-)
-from sqlalchemy.dialects import sqlite as dialect
+from sqlalchemy import Connection, Engine, create_engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from prefixstore.backends import refusals
+from prefixstore.backends.contract import Change, Draft, View
 from prefixstore.backends.files import sync_path
 from prefixstore.backends.forks import ForkLevel, ForkLock, register_at_fork
-from prefixstore.backends.sql.children import children_of_one, neighbors
 from prefixstore.backends.sql.database import Database, translated
 from prefixstore.backends.sql.idle_pool import IdlePool
 from prefixstore.backends.sql.migrations import is_head, require_head, revision_of, sql_between, upgrade_connection
-from prefixstore.backends.sql.schema import (
-    APPLICATION_ID,
-    PAGES,
-    PIECE_BYTES,
-    PIECES,
-    readable,
-)
+from prefixstore.backends.sql.schema import APPLICATION_ID, META, ROWS, require_format
 from prefixstore.backends.sql.sqlite_file import (
     BUSY_SECONDS,
     PAGE_BYTES,
@@ -60,21 +35,11 @@ from prefixstore.backends.sql.sqlite_file import (
     recognize,
     require_trusted,
 )
-from prefixstore.buffers import BufferPool
-from prefixstore.errors import (
-    CorruptError,
-    FullError,
-    LocationError,
-    StorageError,
-    UnavailableError,
-)
-from prefixstore.format.keys import KEY_BYTES
-from prefixstore.format.record import Buffer, Record
+from prefixstore.backends.sql.sqlite_rows import COSTS, SQLiteView, space_of, write
+from prefixstore.errors import CorruptError, FullError, LocationError, UnavailableError
 
 __all__ = ["SQLite"]
 
-# a store without a page in it, and some space for more tables
-EMPTY_BYTES = 21 * PAGE_BYTES
 # the most that SQLite maps, unless it was built with another limit; the rest is read
 MAP_BYTES = 0x7FFF0000
 LOG_BYTES = 64 << 20
@@ -84,23 +49,7 @@ CHECKPOINT_BYTES = 1 << 20
 RESERVE_BYTES = 4 << 20
 OLDEST = (3, 35, 0)
 
-_PIECES = str(
-    select(PIECES.c.data)
-    .where(PIECES.c.page == bindparam("key"))
-    .order_by(PIECES.c.number)
-    .compile(dialect=dialect.dialect())
-)
-_ROWS = str(
-    select(literal_column("rowid"))
-    .select_from(PIECES)
-    .where(PIECES.c.page == bindparam("key"))
-    .order_by(PIECES.c.number)
-    .compile(dialect=dialect.dialect())
-)
-_CHILDREN = children_of_one()
-_SIZES = (
-    "SELECT page_count, freelist_count, page_size FROM pragma_page_count(), pragma_freelist_count(), pragma_page_size()"
-)
+_META = select(META.c.format).where(META.c.id == 1)
 
 # held while a file is created, recognized or upgraded
 _opening = ForkLock()
@@ -109,7 +58,7 @@ _abandoned: list[Engine] = []
 
 
 class SQLite(Database):
-    """Connections to a SQLite file.
+    """Rows in a SQLite file.
 
     Parameters
     ----------
@@ -128,8 +77,6 @@ class SQLite(Database):
     """
 
     BEGIN = "BEGIN IMMEDIATE"
-    REINDEX = f"REINDEX {PAGES.name}"
-    NEIGHBORS = neighbors(by_prefix=False)
     is_local = True
 
     def __init__(self, location: str, *, read_only: bool) -> None:
@@ -137,7 +84,6 @@ class SQLite(Database):
         super().__init__(f"sqlite:///{self.path}", read_only=read_only)
         if sqlite3.sqlite_version_info < OLDEST:
             raise LocationError(f"SQLite {sqlite3.sqlite_version} is too old; 3.35 is needed")
-        self._buffers = BufferPool(limit=None)
         self._identity: tuple[int, int] | None = None
         # how long the file was when a transaction began
         self._size = 0
@@ -154,7 +100,6 @@ class SQLite(Database):
         connection = connect(self.path, read_mode(self.path) if self.read_only else "mode=rw")
         try:
             for pragma in (
-                "foreign_keys=ON",
                 "synchronous=NORMAL",
                 f"mmap_size={MAP_BYTES}",
                 f"journal_size_limit={LOG_BYTES}",
@@ -280,23 +225,40 @@ class SQLite(Database):
             yield connection
 
     @contextmanager
-    def reading(self) -> Iterator[Connection]:
+    def view(self) -> Iterator[View]:
         with self.connection() as connection:
             with translated(self.location):
                 wait_for_locks(connection, READ_SECONDS)
                 connection.exec_driver_sql("BEGIN")
-            yield connection
+            yield SQLiteView(_driver(connection), self.location, self.memory)
+
+    @contextmanager
+    def update(self) -> Iterator[Draft]:
+        with self.writing() as connection:
+            with translated(self.location):
+                require_format(connection.execute(_META).all(), self.location)
+            driver = _driver(connection)
+
+            def apply(changes: Sequence[Change]) -> None:
+                with translated(self.location):
+                    write(driver, changes, lambda n_bytes: self._require_space(driver, n_bytes))
+
+            draft = Draft(SQLiteView(driver, self.location, self.memory, is_cached=False), COSTS, apply)
+            yield draft
+            draft.flush()
 
     def begin(self, connection: Connection) -> None:
         wait_for_locks(connection, BUSY_SECONDS)
         super().begin(connection)
 
-    def require_space(self, connection: Connection, n_bytes: int) -> None:
-        with translated(self.location):
-            pages, free, size = connection.exec_driver_sql(_SIZES).one()
+    def _require_space(self, driver: sqlite3.Connection, n_bytes: int) -> None:
+        """Raise `FullError` if the disk has no space for so many bytes, and for deletions afterwards."""
+        if not n_bytes:
+            return
+        used, _ = space_of(driver)
         try:
             log = Path(f"{self.path}-wal")
-            growth = max((pages - free) * size + n_bytes - self.path.stat().st_size, 0)
+            growth = max(used + n_bytes - self.path.stat().st_size, 0)
             log_bytes = log.stat().st_size if log.exists() else 0
             left = shutil.disk_usage(self.path.parent).free
         except OSError:
@@ -318,103 +280,6 @@ class SQLite(Database):
             wait_for_locks(connection, READ_SECONDS)
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
 
-    @staticmethod
-    def wanted() -> FromClause:
-        # not every SQLite has generate_series
-        first = select(literal_column("0").label("position")).cte("positions", recursive=True)
-        position = first.c.position
-        positions = first.union_all(select(position + 1).where(position < bindparam("last")))
-        key = func.substr(
-            bindparam("keys", type_=LargeBinary), positions.c.position * KEY_BYTES + 1, KEY_BYTES, type_=LargeBinary
-        )
-        return select(positions.c.position, key.label("key")).subquery("wanted")
-
-    def children(
-        self, rows_of: Callable[..., Sequence[Row[Any]]], parents: Sequence[bytes], form: int, at_most: int | None
-    ) -> Iterable[Sequence[Row[Any]]]:
-        count = -1 if at_most is None else at_most
-        return (rows_of(_CHILDREN, parent=parent, form=form, count=count) for parent in parents)
-
-    def fix(self, connection: Connection) -> None:
-        """Nothing to do: a read transaction sees one moment."""
-
-    def bypass_cache(self, connection: Connection) -> None:
-        # each connection has its own cache, in which a page that is damaged on disk may still be intact
-        with translated(self.location):
-            connection.exec_driver_sql("PRAGMA shrink_memory")
-
-    def fetch(
-        self, connection: Connection, keys: Sequence[bytes], *, retry: bool, arrived: Callable[[int], None]
-    ) -> Iterator[tuple[Record, Buffer]]:
-        # copies are the cost here, not round trips: pieces are copied one by one, while they are in the CPU cache
-        rows = {bytes(row.key): row for row in self.rows(connection, self.RECORDS, self.keys(keys))} if keys else {}
-        driver = connection.connection.driver_connection
-        assert isinstance(driver, sqlite3.Connection)
-        for key in keys:
-            if key not in rows:
-                return
-            record, _ = readable(rows[key])
-            if isinstance(record, StorageError):
-                raise record
-            payload = self._payload(driver, key, record)
-            if payload is None:
-                raise CorruptError(f"page {key.hex()} has no payload")
-            yield record, payload
-
-    def payloads(
-        self, connection: Connection, records: Mapping[bytes, Record]
-    ) -> Iterator[tuple[bytes, Buffer | StorageError | None]]:
-        driver = connection.connection.driver_connection
-        assert isinstance(driver, sqlite3.Connection)
-        for key, record in records.items():
-            payload: Buffer | StorageError | None
-            try:
-                payload = self._payload(driver, key, record)
-            except CorruptError as error:
-                payload = error
-            yield key, payload
-
-    def _payload(self, driver: sqlite3.Connection, key: bytes, record: Record) -> Buffer | None:
-        with translated(self.location), closing(_pieces(driver, key)) as pieces:
-            first = next(pieces, None)
-            if first is None:
-                return None
-            if len(first) == record.stored_bytes:
-                return first
-            payload, filled = self._lend(record.stored_bytes), 0
-            for piece in chain((first,), pieces):
-                end = filled + len(piece)
-                if end > len(payload):
-                    raise CorruptError(f"page {key.hex()}: more bytes stored than the {len(payload)} written")
-                # NumPy copies without holding the GIL
-                payload[filled:end] = np.frombuffer(piece, np.uint8)
-                filled = end
-            return cast("Buffer", payload[:filled].data)
-
-    def _lend(self, size: int) -> npt.NDArray[np.uint8]:
-        """A buffer, which is reused once nothing refers to it: fresh memory is slower by half."""
-        try:
-            buffer = self._buffers.acquire(size, wait=True)
-        except (MemoryError, ValueError) as error:
-            raise UnavailableError(f"{self.location}: no memory for a payload of {size} bytes") from error
-        assert buffer is not None, "it waits until there is one"
-        array = np.asarray(buffer.view)
-        weakref.finalize(array, buffer.release).atexit = False
-        return array
-
-    def used(self, connection: Connection, entries: int, n_bytes: int) -> int:
-        with translated(self.location):
-            pages, free, size = connection.exec_driver_sql(_SIZES).one()
-            # the pages that even empty trees have are counted as if nothing fitted into them
-            return max(int((pages - free) * size), EMPTY_BYTES + n_bytes)
-
-    def cost(self, record: Record, n_bytes: int) -> int:
-        # a row larger than a page has overflow pages besides the part that stays in the tree; and each of the
-        # trees (pages, children, pieces, changes, namespaces, and their keys) may split a leaf and the branch above it
-        usable = PAGE_BYTES - 4
-        pieces = n_bytes // PIECE_BYTES + 1
-        return (-(-n_bytes // usable) + 2 * pieces + 2 * -(-len(record.tokens) // usable) + 16) * PAGE_BYTES
-
     def sync(self) -> None:
         if self.read_only:
             return
@@ -429,13 +294,11 @@ class SQLite(Database):
             except OSError as error:
                 raise UnavailableError(f"{self.location} cannot be flushed: {error.strerror}") from error
 
-    def reclaim(self) -> None:
-        """Nothing to do: what a transaction deletes is free for what it writes next."""
-
-    def flaws(self, connection: Connection) -> Sequence[tuple[str, str]]:
-        with translated(self.location):
-            messages = connection.exec_driver_sql(f"PRAGMA integrity_check({PAGES.name})").scalars().all()
-        return [("index" if "index" in each else "file", each) for each in messages if each != "ok"]
+    def check(self) -> None:
+        with self.connection() as connection, translated(self.location):
+            messages = connection.exec_driver_sql(f"PRAGMA integrity_check({ROWS.name})").scalars().all()
+        if messages != ["ok"]:
+            raise CorruptError(f"{self.location}: {messages[0]}")
 
     def disk_bytes(self) -> int:
         with self.connection():
@@ -444,7 +307,7 @@ class SQLite(Database):
             except OSError as error:
                 raise UnavailableError(f"{self.location} cannot be read: {error.strerror}") from error
 
-    def scrub(self) -> None:
+    def rewrite(self, *, erase: bool) -> None:
         """Rewrite the whole file without its free pages; needs as much disk space again while it runs."""
         if self.read_only:
             raise refusals.read_only(self.location)
@@ -457,10 +320,6 @@ class SQLite(Database):
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
             raise UnavailableError(f"{self.location}: a reader still sees deleted pages; try again, or stop it first")
-
-    def after_fork(self) -> None:
-        self._writing = threading.Lock()
-        self._buffers = BufferPool(limit=None)
 
     def before_fork(self) -> None:
         """Close all connections, when none is used."""
@@ -478,21 +337,12 @@ class SQLite(Database):
         self._handle_lock.renew()
 
 
-def wait_for_locks(connection: Connection, seconds: float) -> None:
-    """Set how long the statements of a connection wait for locks."""
+def _driver(connection: Connection) -> sqlite3.Connection:
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
-    driver.execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")
+    return driver
 
 
-def _pieces(driver: sqlite3.Connection, key: bytes) -> Generator[bytes, None, None]:
-    """The pieces of a payload."""
-    if sys.version_info >= (3, 11):
-        # a selected value is copied once more
-        for (row,) in driver.execute(_ROWS, (key,)).fetchall():
-            with driver.blobopen(PIECES.name, "data", row, readonly=True) as piece:
-                yield piece.read()
-    else:
-        with closing(driver.execute(_PIECES, (key,))) as selected:
-            for (data,) in selected:
-                yield data
+def wait_for_locks(connection: Connection, seconds: float) -> None:
+    """Set how long the statements of a connection wait for locks."""
+    _driver(connection).execute(f"PRAGMA busy_timeout={seconds * 1000:.0f}")

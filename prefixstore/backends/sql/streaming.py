@@ -1,13 +1,12 @@
 """Receives payloads from PostgreSQL row by row, into reused memory.
 
 An answer that is received as a whole takes fresh memory for all of it, twice, and is of no use before it is complete.
-So the pages of a restore are one query, whose rows are received one by one. The contents of a row are copied once, out
-of the memory of libpq.
+So the payloads of a restore are one query, whose rows are received one by one. The contents of a row are copied once,
+out of the memory of libpq.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -19,23 +18,15 @@ import psycopg
 from psycopg.abc import Buffer as Received
 from psycopg.adapt import Loader
 from psycopg.pq import Format
-from sqlalchemy import BigInteger, ColumnElement, Executable, FromClause, Row, ScalarSelect, bindparam, func, select
+from sqlalchemy import Row
 
-from prefixstore.backends.sql.schema import PAGES, PIECES, RECORD_COLUMNS, record_of
-from prefixstore.buffers import BufferPool
-from prefixstore.errors import CorruptError, UnavailableError
-from prefixstore.format.record import Buffer, Record
+from prefixstore.errors import UnavailableError
+from prefixstore.format.record import Buffer
 
-__all__ = [
-    "Cursor",
-    "StreamedCursor",
-    "StreamingConnection",
-    "kept_memory",
-    "pages_of",
-    "payload_of",
-    "select_pages",
-    "select_payloads",
-]
+__all__ = ["STREAMED", "Cursor", "StreamedCursor", "StreamingConnection", "payloads_of"]
+
+# for a statement whose rows are received when they are asked for
+STREAMED = {"stream_results": True, "yield_per": 1}
 
 # bytes that are shown where they are, and not copied
 SHOWN_BYTES = 16 << 10
@@ -147,72 +138,48 @@ class StreamedCursor(Cursor):
             self._session.streamed = None
 
 
-def _size_of(key: ColumnElement[Any]) -> ScalarSelect[Any]:
-    """The bytes of all pieces of a page; the server knows them without reading the pieces."""
-    pieces = PIECES.alias("all_pieces")
-    return select(func.sum(func.length(pieces.c.data))).where(pieces.c.page == key).scalar_subquery()
+def payloads_of(
+    rows: Iterator[Row[Any]],
+    n_wanted: int,
+    memory: Callable[[int], npt.NDArray[np.uint8]],
+    arrived: Callable[[int], None],
+) -> Iterator[tuple[bytes | None, Buffer | None]]:
+    """Values and payloads: each as soon as its last piece is there, and the last one when all rows are.
 
-
-def select_pages(wanted: FromClause) -> Executable:
-    """Wanted pages with their payloads: up to the first that is missing, as many as ``limit`` allows; at least one."""
-    place = wanted.c.position
-    before = func.sum(PAGES.c.stored_bytes).over(order_by=place) - PAGES.c.stored_bytes
-    found = (
-        select(
-            *RECORD_COLUMNS,
-            place,
-            before.cast(BigInteger).label("before"),
-            _size_of(PAGES.c.key).label("size"),
-            func.row_number().over(order_by=place).label("rank"),
-        )
-        .join_from(wanted, PAGES, PAGES.c.key == wanted.c.key)
-        .subquery("found")
-    )
-    return (
-        select(found, PIECES.c.data)
-        .join_from(found, PIECES, PIECES.c.page == found.c.key, isouter=True)
-        .where(found.c.rank == found.c.position + 1, found.c.before < bindparam("limit", type_=BigInteger))
-        .order_by(found.c.position, PIECES.c.number)
-    )
-
-
-def select_payloads(wanted: FromClause) -> Executable:
-    """The pieces of wanted pages."""
-    return (
-        select(wanted.c.position, _size_of(wanted.c.key).label("size"), PIECES.c.data)
-        .join_from(wanted, PIECES, PIECES.c.page == wanted.c.key)
-        .order_by(wanted.c.position, PIECES.c.number)
-    )
-
-
-def kept_memory(pool: BufferPool, size: int, where: str) -> npt.NDArray[np.uint8]:
-    """Reused memory: it is free once nothing refers to it. Fresh memory is slower by half.
-
-    Raises
-    ------
-    UnavailableError
-        If there is none.
+    Parameters
+    ----------
+    rows
+        At least one for each wanted key, in order: its ``position``, from 1; its ``value``; whether it ``has_payload``,
+        the ``size`` of that, and ``data``, a piece of it.
+    n_wanted
+        How many keys were requested.
+    memory
+        Makes the memory for a payload.
+    arrived
+        Called with the number of bytes of the next payload that have arrived.
     """
-    try:
-        buffer = pool.acquire(size, wait=True)
-    except (MemoryError, ValueError) as error:
-        raise UnavailableError(f"{where}: no memory for a payload of {size} bytes") from error
-    assert buffer is not None, "it waits until there is one"
-    array = np.asarray(buffer.view)
-    weakref.finalize(array, buffer.release).atexit = False
-    return array
+    for position in range(1, n_wanted + 1):
+        # a piece without a byte may follow the one before
+        row = next((each for each in rows if each.position == position), None)
+        if row is None:
+            raise UnavailableError("the response of the server ended before the last row")
+        payload = _payload_of(row, rows, memory, arrived) if row.has_payload else None
+        if position == n_wanted:
+            # the end of the answer: a caller who asked for one payload does not ask for another
+            deque(rows, maxlen=0)
+        yield None if row.value is None else bytes(row.value), payload
+        arrived(0)
 
 
-def payload_of(
+def _payload_of(
     row: Row[Any],
     rows: Iterator[Row[Any]],
     memory: Callable[[int], npt.NDArray[np.uint8]],
-    arrived: Callable[[int], None] = lambda _: None,
-) -> memoryview:
-    """The payload of which a row has the first piece, and ``size``, the bytes of all its pieces, which follow.
-
-    `arrived` is called with the number of its bytes that have arrived.
-    """
+    arrived: Callable[[int], None],
+) -> Buffer:
+    """The payload of which a row has the first piece; the others follow."""
+    if not row.size:
+        return b""
     payload, at = memory(row.size), 0
     piece: Row[Any] | None = row
     while True:
@@ -224,44 +191,3 @@ def payload_of(
         if at >= len(payload):
             return payload.data
         piece = next(rows, None)
-
-
-def pages_of(
-    rows: Iterator[Row[Any]],
-    n_wanted: int,
-    memory: Callable[[int], npt.NDArray[np.uint8]],
-    arrived: Callable[[int], None],
-) -> Iterator[tuple[Record, Buffer]]:
-    """The pages in rows of pieces: each as soon as its last piece is there, and the last one when all rows are.
-
-    Parameters
-    ----------
-    rows
-        A row for each piece, with the columns of the page, its ``position``, and ``size``, the bytes of all its pieces.
-    n_wanted
-        How many pages were requested.
-    memory
-        Makes the memory for a payload.
-    arrived
-        Called with the number of bytes of the next payload that have arrived.
-
-    Raises
-    ------
-    CorruptError
-        When the turn of a page comes that has no payload, or a record that cannot be read.
-    """
-    n_pages, done = 0, None
-    for row in rows:
-        if row.position == done:
-            # a piece too many, without a byte
-            continue
-        record, done = record_of(row), row.position
-        if row.data is None:
-            raise CorruptError(f"page {bytes(row.key).hex()} has no payload")
-        payload = payload_of(row, rows, memory, arrived)
-        n_pages += 1
-        if n_pages == n_wanted:
-            # the end of the answer: a caller who asked for one page does not ask for another
-            deque(rows, maxlen=0)
-        yield record, payload
-        arrived(0)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from prefixstore.backends.base import Backend
+from prefixstore.backends.contract import Backend
 from prefixstore.errors import MissingExtraError
 
 __all__ = ["open_valkey"]
 
 
 def open_valkey(location: str, *, max_bytes: int, read_only: bool) -> Backend:
-    """The store in this server; its budget is the engine's to keep.
+    """The rows in this server; its budget is the engine's to keep.
 
     Raises
     ------

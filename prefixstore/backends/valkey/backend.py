@@ -1,38 +1,51 @@
-"""Pages in a Valkey or Redis server, which many machines may share."""
+"""Rows in a Valkey or Redis server, which many machines may share.
+
+An update keeps its changes here until its end. Then it sends the payloads under temporary names, and commits all with
+one script. Meanwhile it holds a lock of the location, which expires if this process does not renew it. The commit names
+its owner: if it has lost the lock, since it was stopped or the server was replaced, nothing changes.
+"""
 
 from __future__ import annotations
 
-import logging
+import os
+import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from prefixstore.backends import refusals
-from prefixstore.backends.base import Backend, Transaction, View
+from prefixstore.backends.contract import Backend, Change, ConflictError, Draft
 from prefixstore.backends.valkey.address import Address
 from prefixstore.backends.valkey.connections import Connections
-from prefixstore.backends.valkey.history import COMPLETE
-from prefixstore.backends.valkey.layout import Counts, counted, member_of, sum_of
-from prefixstore.backends.valkey.scripts import REPLACE, SWEEP
-from prefixstore.backends.valkey.transaction import STAGED_SECONDS, ServerTransaction
-from prefixstore.backends.valkey.view import ENTRIES_AT_ONCE, ServerView, Shared, key_in, scanned
-from prefixstore.errors import StorageError, UnavailableError
-from prefixstore.format.keys import KEY_BYTES
+from prefixstore.backends.valkey.payloads import LARGEST_VALUE, KeptBuffers, send
+from prefixstore.backends.valkey.scripts import BEGIN, COMMIT, HEAD, RELEASE, START
+from prefixstore.backends.valkey.sizes import COSTS, packed
+from prefixstore.backends.valkey.view import MAGIC, VALKEY_VERSION, ServerView, bytes_in
+from prefixstore.errors import CorruptError, StorageError, UnavailableError
+from prefixstore.format.record import Buffer
 
 __all__ = ["ValkeyBackend"]
 
-log = logging.getLogger("prefixstore")
-
-# values without an entry that one step deletes
-SWEPT_AT_ONCE = 500
+# a process that stops in the middle of an update keeps others from writing no longer than this
+LOCK_SECONDS = 15.0
+RENEW_SECONDS = 3.0
+# a writer that waits longer for its turn gives up
+WAIT_SECONDS = 30.0
+# how often it asks
+FIRST_PAUSE = 0.001
+LONGEST_PAUSE = 0.025
+# payloads of an update that never ends are gone after this
+STAGED_SECONDS = 600
+# names that the server looks at in one step
+SCANNED_AT_ONCE = 1000
 # how long one question waits for the server's disk, below the time after which it counts as silent; and all of them
 SYNC_MILLISECONDS = 3000
 SYNC_SECONDS = 60.0
 
 
 class ValkeyBackend(Backend):
-    """Pages in a Valkey or Redis server.
+    """Rows in a Valkey or Redis server.
 
     Parameters
     ----------
@@ -53,7 +66,7 @@ class ValkeyBackend(Backend):
 
     def __init__(self, address: Address, *, read_only: bool) -> None:
         self._connections = Connections(address)
-        self._shared = Shared(self._connections)
+        self._buffers = KeptBuffers()
         self._read_only = read_only
         self._writing = threading.Lock()
         try:
@@ -63,56 +76,40 @@ class ValkeyBackend(Backend):
             raise
 
     def _open(self) -> None:
-        """Make sure that there is a store that this version can read."""
-        is_complete = ServerView(self._shared).head().n_structures == COMPLETE
-        if not is_complete and self._read_only:
+        """Make sure that there is a location that this version can read."""
+        if ServerView(self._connections, self._buffers).n_bytes is not None:
+            return
+        if self._read_only:
             raise refusals.no_store(self.location)
-        if not is_complete:
-            with self.update():
-                pass
+        with self.update():
+            pass
 
     @property
     def location(self) -> str:
         return self._connections.location
 
     @contextmanager
-    def view(self) -> Iterator[View]:
+    def view(self) -> Iterator[ServerView]:
         with self._connections.handle_lock.shared():
             self._connections.require_open()
-            view = ServerView(self._shared)
-            try:
-                yield view
-            finally:
-                view.close()
+            yield ServerView(self._connections, self._buffers)
 
     @contextmanager
-    def update(self) -> Iterator[Transaction]:
-        with self._turn() as transaction:
-            yield transaction
-            transaction.finish()
-        if transaction.is_new:
-            # what this transaction has done is done
-            try:
-                self._sweep()
-            except StorageError as error:
-                log.warning("values of pages that the server has evicted were not deleted: %s", error)
-
-    @contextmanager
-    def _turn(self) -> Iterator[ServerTransaction]:
-        """A transaction, one at a time in this process; it is undone if the block raises."""
+    def update(self) -> Iterator[Draft]:
         if self._read_only:
             raise refusals.read_only(self.location)
         with self._connections.handle_lock.shared(), self._writing:
             self._connections.require_open()
-            transaction = ServerTransaction(self._shared)
+            turn = Turn(self._connections)
             try:
-                transaction.begin()
-                yield transaction
+                view = ServerView(self._connections, self._buffers, turn.keep)
+                view.n_bytes = turn.begin()
+                draft = Draft(view, COSTS)
+                yield draft
+                turn.commit(draft.changes)
             except BaseException:
-                transaction.abort()
+                turn.abort()
                 raise
-            finally:
-                transaction.close()
 
     def sync(self) -> None:
         """Wait until the server's log is on its disk, if it keeps one; without it nothing outlives a loss of power."""
@@ -123,54 +120,14 @@ class ValkeyBackend(Backend):
             if time.monotonic() > until:
                 raise UnavailableError(f"{self.location}: the server's disk has not answered for {SYNC_SECONDS:.0f} s")
 
-    def reclaim(self) -> None:
-        """Delete values without an entry; the memory of other deleted values is already free."""
-        if not self._read_only:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        some: list[bytes] = []
-        for name in scanned(self._connections, self._connections.names.pages):
-            if key_in(name) is not None:
-                some.append(name)
-            if len(some) == SWEPT_AT_ONCE:
-                self._connections.run(SWEEP, *some)
-                some = []
-        if some:
-            self._connections.run(SWEEP, *some)
-
-    def reindex(self) -> None:
-        """Rebuild the two sorted sets and the counts from the entries."""
-        with self._turn() as transaction:
-            names = self._connections.names
-            order, children = (
-                b"%s%s:%s" % (names.staged, transaction.token.hex().encode(), kind) for kind in (b"o", b"c")
-            )
-            total = Counts(0, 0, 0, 0)
-            self._connections.call("ZADD", order, 0, b"")
-            self._connections.call("ZADD", children, 0, b"")
-            for name in (order, children):
-                self._connections.call("PEXPIRE", name, 1000 * STAGED_SECONDS)
-            cursor, seen = b"0", set[bytes]()
-            while True:
-                transaction.keep_lock()
-                cursor, some = self._connections.call("HSCAN", names.entries, cursor, "COUNT", ENTRIES_AT_ONCE)
-                # one that is stored while it is read may come twice
-                read = {key: entry for key, entry in zip(some[::2], some[1::2], strict=True) if key and key not in seen}
-                seen.update(read)
-                found = {key: entry for key, entry in read.items() if len(key) == KEY_BYTES}
-                if strays := read.keys() - found.keys():
-                    self._connections.call("HDEL", names.entries, *strays)
-                members = [member for key, entry in found.items() if (member := member_of(key, entry)) is not None]
-                for name, values in ((order, list(found)), (children, members)):
-                    if values:
-                        self._connections.call("ZADD", name, *(each for value in values for each in (0, value)))
-                total = total.plus(sum_of(map(counted, found.values())))
-                if cursor == b"0":
-                    break
-            generation = transaction.head().history.generation + 1
-            transaction.require_committed(
-                self._connections.run(REPLACE, transaction.token, generation, *total, order, children)
+    def check(self) -> None:
+        with self._connections.handle_lock.shared():
+            self._connections.require_open()
+            head = self._connections.run(HEAD)
+        # nothing at all is an empty location
+        if bytes_in(head, self.location) is None and head[-1]:
+            raise CorruptError(
+                f"{self.location}: the server has evicted a part of the location; the next write creates an empty store"
             )
 
     def after_fork(self) -> None:
@@ -179,3 +136,111 @@ class ValkeyBackend(Backend):
 
     def close(self) -> None:
         self._connections.close()
+
+
+class Turn:
+    """The turn of one writer. Whatever happens after `begin`, `commit` it or `abort` it.
+
+    Parameters
+    ----------
+    connections
+        To the server.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._token = os.urandom(16)
+        self._renewed = 0.0
+        # what the names of its payloads begin with, and how many were sent
+        self._staged = b"%s%s:" % (connections.names.staged, self._token.hex().encode())
+        self._n_staged = 0
+
+    def begin(self) -> int:
+        """Wait for the lock, and make the location if it is incomplete; returns its bytes."""
+        until, pause = time.monotonic() + WAIT_SECONDS, FIRST_PAUSE
+        while True:
+            self._renewed = time.monotonic()
+            answer = self._connections.run(BEGIN, self._token, round(1000 * LOCK_SECONDS), MAGIC, VALKEY_VERSION)
+            if answer is not None:
+                break
+            if self._renewed > until:
+                raise UnavailableError(
+                    f"{self._connections.location}: another process has been writing for {WAIT_SECONDS:.0f} s"
+                )
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+        n_bytes = bytes_in(answer, self._connections.location)
+        if n_bytes is None:
+            self._start_over()
+        return n_bytes or 0
+
+    def _start_over(self) -> None:
+        """Make an empty location. Payloads of an older one go first: if this ends half way, it is still incomplete."""
+        cursor, pattern = b"0", self._connections.names.payloads + b"*"
+        while True:
+            self.keep()
+            cursor, names = self._connections.call("SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED_AT_ONCE)
+            if names:
+                self._connections.call("UNLINK", *names)
+            if cursor == b"0":
+                break
+        if not self._connections.run(START, self._token, MAGIC, VALKEY_VERSION):
+            raise self._lost()
+
+    def keep(self) -> None:
+        """Renew the lock, if some time has passed. Raises `ConflictError` if it is lost."""
+        now = time.monotonic()
+        if now - self._renewed < RENEW_SECONDS:
+            return
+        if not self._connections.run(RELEASE, self._token, round(1000 * LOCK_SECONDS)):
+            raise self._lost()
+        self._renewed = now
+
+    def _lost(self) -> ConflictError:
+        return ConflictError(
+            f"{self._connections.location}: the lock of this update is lost, since this process was stopped for "
+            "too long or the server was replaced; nothing was written"
+        )
+
+    def commit(self, changes: Sequence[Change]) -> None:
+        """Write the changes, in one step, and end the turn."""
+        if not changes:
+            self._connections.run(RELEASE, self._token, 0)
+            return
+        for change in changes:
+            if change.value is not None and change.payload is not None:
+                self._send(change.value, change.payload)
+        answer = self._connections.run(
+            COMMIT, self._token, self._staged, self._n_staged, b"".join(map(packed, changes))
+        )
+        if answer == b"evicted":
+            raise UnavailableError(
+                f"{self._connections.location}: the server has evicted data that was just written; give it more memory "
+                "(maxmemory), or a smaller max_bytes to the store"
+            )
+        if answer != b"committed":
+            raise self._lost()
+
+    def _send(self, value: bytes, payload: Buffer) -> None:
+        if len(payload) > LARGEST_VALUE:
+            raise UnavailableError(
+                f"a payload has {len(payload):,} bytes: a value has at most {LARGEST_VALUE:,} in this server"
+            )
+        # known before it is there: an interrupt may come in between
+        self._n_staged += 1
+        send(
+            self._connections,
+            b"%s%d" % (self._staged, self._n_staged),
+            value,
+            payload,
+            1000 * STAGED_SECONDS,
+            self.keep,
+        )
+
+    def abort(self) -> None:
+        """Undo it. If the server cannot be reached, it does so itself after a while."""
+        with suppress(StorageError):
+            names = [b"%s%d" % (self._staged, number + 1) for number in range(self._n_staged)]
+            if names:
+                self._connections.call("UNLINK", *names)
+            self._connections.run(RELEASE, self._token, 0)

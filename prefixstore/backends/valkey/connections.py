@@ -1,18 +1,16 @@
 """Connections to a Valkey server, and what is done when one of them fails.
 
-Everything that is sent may be sent again: reads change nothing, values of pages have temporary names until they are
-committed, and a transaction is known to the server by a number, not by its connection. So when a connection turns out
-to be dead, the command is sent once more on a new one, if that was found out quickly.
+Everything that is sent may be sent again: reads change nothing, payloads have temporary names until they are committed,
+and a writer is known to the server by a number, not by its connection. So when a connection turns out to be dead, the
+command is sent once more on a new one, if that was found out quickly.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, TypeVar
 
 from valkey.backoff import NoBackoff
@@ -21,7 +19,6 @@ from valkey.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     NoPermissionError,
-    NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -34,8 +31,7 @@ from valkey.retry import Retry
 from prefixstore.backends import refusals
 from prefixstore.backends.handle_lock import HandleLock
 from prefixstore.backends.valkey.address import Address
-from prefixstore.backends.valkey.layout import Names
-from prefixstore.backends.valkey.scripts import TICK, Script
+from prefixstore.backends.valkey.scripts import TICK, Names
 from prefixstore.errors import FullError, IncompatibleError, LocationError, StorageError, UnavailableError
 
 __all__ = ["Connections", "translated"]
@@ -49,6 +45,8 @@ SILENT_SECONDS = 5.0
 AT_ONCE = 1.0
 # so many connections are kept open while they are not used
 IDLE = 8
+# a connection may be dead, another node of a cluster may have the keys, and another server may be the primary by then
+ATTEMPTS = 4
 # what a server says of a command that it does not know ends with the arguments: of AUTH, with the password
 ARGUMENTS = ", with args beginning with"
 # what the server answers, by its first words
@@ -93,14 +91,6 @@ def translated(where: str) -> Iterator[None]:
         raise translate(error, where) from (None if ARGUMENTS in str(error) else error)
 
 
-class _Way(Enum):
-    """Why a command is sent again, once for each reason."""
-
-    LOST = "the connection was dead"
-    MOVED = "another node of the cluster has the keys"
-    REPLACED = "another server has become the primary"
-
-
 class Connections:
     """Connections to one server, used by one thread at a time each.
 
@@ -119,7 +109,6 @@ class Connections:
         self._address = address
         self.location = address.shown
         self.names = Names.of(address.name)
-        self._keys: Sequence[bytes] = self.names[:9]
         # where the node of a cluster has sent this process
         self._moved: dict[str, Any] = {}
         self._closed = False
@@ -147,7 +136,8 @@ class Connections:
 
         def work(connection: Any) -> bool:
             # The server waits for what this connection has written. A key of its own: any other may have been evicted.
-            self._send_script(connection, TICK, self.names.staged + b"sync")
+            connection.send_command("EVAL", TICK, len(self.names), *self.names, self.names.staged + b"sync")
+            connection.read_response()
             connection.send_command("WAITAOF", 1, 0, milliseconds)
             try:
                 return bool(connection.read_response()[0])
@@ -168,67 +158,45 @@ class Connections:
 
         return self.use(work)
 
-    def run(self, script: Script, *arguments: Any) -> Any:
+    def run(self, script: str, *arguments: Any) -> Any:
         """What a script returns."""
-        return self.use(lambda connection: self._send_script(connection, script, *arguments))
-
-    def _send_script(self, connection: Any, script: Script, *arguments: Any) -> Any:
-        try:
-            connection.send_command("EVALSHA", script.digest, len(self._keys), *self._keys, *arguments)
-            return connection.read_response()
-        except NoScriptError:
-            # a new server, or one that was restarted
-            connection.send_command("EVAL", script.text, len(self._keys), *self._keys, *arguments)
-            return connection.read_response()
+        return self.call("EVAL", script, len(self.names), *self.names, *arguments)
 
     def use(self, work: Callable[[Any], T]) -> T:
         """Do some work on a connection, and retry on another one if that may help. It must read all replies."""
-        return self._again(lambda connection: self._use(connection, work))
-
-    def take(self, work: Callable[[Any], T]) -> T:
-        """As `use`, but the caller keeps the connection.
-
-        `give_back` it when all answers are read, or disconnect it. Work that fails must have done either, too.
-        """
-        return self._again(lambda connection: self._do(connection, work))
-
-    def _again(self, do: Callable[[Any], T]) -> T:
-        with translated(self.location), self.handle_lock.shared():
-            started = time.monotonic()
-            connection, tried = self._idle_one(), set[_Way]()
-            while True:
-                try:
-                    return do(connection or self._new())
-                except (LostError, ResponseError, SilentError) as error:
-                    way = self._way_out(error, time.monotonic() - started)
-                    if way is None or way in tried:
-                        raise
-                    tried.add(way)
-                # the others are as old
-                self._drop_idle()
-                connection = None
-
-    def _way_out(self, error: Exception, seconds: float) -> _Way | None:
-        """Why another connection may do what this one did not, after so many seconds."""
-        if isinstance(error, AuthenticationError | BusyLoadingError):
-            # the server has said something
-            return None
-        if isinstance(error, ReadOnlyError):
-            # it has become a replica: by now, its address or the node of the cluster may be that of another one
-            self._moved = {}
-            return _Way.REPLACED
-        if isinstance(error, ResponseError):
-            return _Way.MOVED if self._follow(str(error)) else None
-        self._moved = {}
-        # not if it took long to find out: a caller waits
-        return _Way.LOST if isinstance(error, LostError) and seconds <= AT_ONCE else None
-
-    def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
-        result = self._do(connection, work)
+        connection, result = self.take(work)
         self.give_back(connection)
         return result
 
-    def _do(self, connection: Any, work: Callable[[Any], T]) -> T:
+    def take(self, work: Callable[[Any], T]) -> tuple[Any, T]:
+        """As `use`, but the caller gets the connection: `give_back` it when all replies are read, or disconnect it."""
+        with translated(self.location), self.handle_lock.shared():
+            started = time.monotonic()
+            connection = self._idle_one() or self._new()
+            for left in reversed(range(ATTEMPTS)):
+                try:
+                    return connection, self._use(connection, work)
+                except (LostError, ResponseError, SilentError) as error:
+                    if not left or not self._may_help(error, time.monotonic() - started):
+                        raise
+                # the others are as old
+                self._drop_idle()
+                connection = self._new()
+            raise AssertionError("the last attempt raises")
+
+    def _may_help(self, error: Exception, seconds: float) -> bool:
+        """Whether another connection may do what this one did not, after so many seconds."""
+        if isinstance(error, AuthenticationError | BusyLoadingError):
+            # the server has said something
+            return False
+        if isinstance(error, ResponseError) and not isinstance(error, ReadOnlyError):
+            return self._follow(str(error))
+        # a server that has become a replica: its address, or the node of the cluster, may be that of another one by now
+        self._moved = {}
+        # not if it took long to find out: a caller waits
+        return not isinstance(error, SilentError) and seconds <= AT_ONCE
+
+    def _use(self, connection: Any, work: Callable[[Any], T]) -> T:
         try:
             return work(connection)
         except ResponseError:
@@ -247,13 +215,13 @@ class Connections:
             connection.disconnect()
 
     def _idle_one(self) -> Any:
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return None
-            if connection.pid == os.getpid():
-                return connection
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
+
+    def _drop_idle(self) -> None:
+        while connection := self._idle_one():
             connection.disconnect()
 
     def _new(self) -> Any:
@@ -272,14 +240,6 @@ class Connections:
                 "client_name": "prefixstore",
             }
         )
-
-    def _drop_idle(self) -> None:
-        while True:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                return
-            connection.disconnect()
 
     def _follow(self, answer: str) -> bool:
         """Whether a node of a cluster has said which one has the keys; the next connection goes there."""

@@ -6,21 +6,30 @@ possible. So the replies to GETs of payloads are read here, from the socket of t
 
 from __future__ import annotations
 
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from io import BufferedReader
+from socket import SocketIO
 from typing import Any
 
 from valkey.exceptions import ConnectionError as LostError
-from valkey.exceptions import InvalidResponse, ResponseError
+from valkey.exceptions import InvalidResponse
 
+from prefixstore.backends.contract import View
 from prefixstore.backends.valkey.connections import Connections, translated
-from prefixstore.backends.valkey.layout import LENGTH
 from prefixstore.errors import UnavailableError
 from prefixstore.format.record import Buffer
 
-__all__ = ["KeptBuffers", "Value", "receive", "send"]
+__all__ = ["LARGEST_VALUE", "LENGTH", "KeptBuffers", "parted", "receive", "send"]
 
-# received at once until the length of a reply is known
-HEAD_BYTES = 4096
+# before the value of the row in what is stored with a payload: its length
+LENGTH = struct.Struct("<I")
+# Valkey's proto-max-bulk-len, by default, less some space for the value of the row
+LARGEST_VALUE = 500 << 20
+# of what the server answers in one line
+LONGEST_LINE = 4096
 # A send has to make progress within the timeout of the socket, and Python counts that for the whole of one call.
 PIECE_BYTES = 4 << 20
 # Requests that are on their way: one whose reply is received and two behind it, and more as long as the replies are
@@ -28,42 +37,46 @@ PIECE_BYTES = 4 << 20
 AHEAD_BYTES = 32 << 20
 LEAST = 3
 MOST_AHEAD = 64
-KEPT_BYTES = 64 << 20
-# a longer one is no value of ours
+KEPT_BYTES = 128 << 20
+# below that fresh memory is as good
+SMALL = 64 << 10
+# a longer one is no payload of ours
 LARGEST_REPLY = 1 << 30
 _CRLF = b"\r\n"
 
-# what is stored of a page under its name: its packed record, and its payload
-Value = tuple[bytes, Buffer]
+# the value of a row, and its payload
+Stored = tuple[bytes, Buffer]
 
 
 class KeptBuffers:
     """Memory for received payloads. It is reused only when nothing refers to it any more.
 
-    Fresh memory costs more than the copy into it. Used by one thread at a time.
+    Fresh memory costs more than the copy into it. Any thread may use it: what is looked at is taken out meanwhile.
     """
 
     def __init__(self) -> None:
-        self._all: list[bytearray] = []
+        self._kept: deque[bytearray] = deque()
 
     def acquire(self, size: int) -> memoryview:
         """Memory of this size; it is taken back when no view of it is left."""
-        for memory in self._all:
-            if size <= len(memory) <= 2 * size + HEAD_BYTES and _is_free(memory):
-                return memoryview(memory)[:size]
+        for _ in range(len(self._kept)):
+            try:
+                memory = self._kept.popleft()
+            except IndexError:
+                break
+            fits = size <= len(memory) <= 2 * size and _is_free(memory)
+            view = memoryview(memory)[:size] if fits else None
+            self._kept.append(memory)
+            if view is not None:
+                return view
         memory = bytearray(size)
-        self._all.append(memory)
-        return memoryview(memory)
-
-    def trim(self) -> None:
-        """Keep at most this much, the latest ones; memory that is still referred to stays with its users."""
-        kept: list[bytearray] = []
-        n_bytes = 0
-        for memory in reversed(self._all):
-            n_bytes += len(memory)
-            if n_bytes <= KEPT_BYTES and _is_free(memory):
-                kept.append(memory)
-        self._all = kept[::-1]
+        view = memoryview(memory)
+        self._kept.append(memory)
+        # the oldest ones stay with those who refer to them; another thread may have taken the last one out
+        with suppress(IndexError):
+            while sum(map(len, list(self._kept))) > KEPT_BYTES:
+                self._kept.popleft()
+        return view
 
 
 def _is_free(memory: bytearray) -> bool:
@@ -79,20 +92,20 @@ def _is_free(memory: bytearray) -> bool:
 def send(
     connections: Connections,
     name: bytes,
-    head: bytes,
+    value: bytes,
     payload: Buffer,
     milliseconds: int,
     meanwhile: Callable[[], None],
 ) -> None:
-    """Store a value, in two parts, that expires unless it is committed.
+    """Store a payload with the value of its row; it expires unless it is committed.
 
     `meanwhile` is called before each piece: on a slow line all of them may take longer than a lock lasts.
     """
     view = memoryview(payload).cast("B")
-    size, life = len(head) + len(view), str(milliseconds).encode()
+    head, life = LENGTH.pack(len(value)) + value, str(milliseconds).encode()
 
     def pieces() -> Iterator[Buffer]:
-        yield b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (len(name), name, size, head)
+        yield b"*5\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (len(name), name, len(head) + len(view), head)
         for at in range(0, len(view), PIECE_BYTES):
             meanwhile()
             yield view[at : at + PIECE_BYTES]
@@ -105,23 +118,29 @@ def send(
     connections.use(work)
 
 
-def receive(
-    connections: Connections,
-    names: Sequence[bytes],
-    buffers: KeptBuffers,
-    arrived: Callable[[int], None] = lambda _: None,
-) -> Iterator[Value | None]:
-    """The values of pages, in order: record and payload, or None for one that is missing.
+def parted(stored: bytes) -> Stored | None:
+    """What is stored with a payload, taken apart; None if it is nothing of ours."""
+    end = LENGTH.size + int.from_bytes(stored[: LENGTH.size], "little")
+    return (stored[LENGTH.size : end], memoryview(stored)[end:]) if LENGTH.size <= len(stored) >= end else None
 
-    The next requests are on their way while a value is used. A value that cannot be taken apart has an empty record.
-    `arrived` is called with the number of bytes of the next value that have arrived.
+
+def receive(
+    connections: Connections, names: Sequence[bytes], buffers: KeptBuffers, view: View
+) -> Iterator[Stored | None]:
+    """What is stored under these names, in order; None for what is not there, or is nothing of ours.
+
+    The next requests are on their way while a payload is used. How much of it has arrived is noted in `view`.
     """
     if not names:
         return
-    location = connections.location
     asked = min(LEAST, len(names))
-    replies, reply = _first(connections, names[:asked], buffers, arrived)
-    connection = replies.connection
+
+    def begin(connection: Any) -> tuple[_Replies, Stored | None]:
+        replies = _Replies(connection, buffers, view)
+        connection.send_packed_command([b"".join(map(_get, names[:asked]))])
+        return replies, replies.next()
+
+    connection, (replies, reply) = connections.take(begin)
     # asked for, and not received as a whole
     in_flight = asked - 1
     try:
@@ -131,14 +150,14 @@ def receive(
             more = names[asked : asked + max(most - in_flight, 0)]
             if more:
                 asked, in_flight = asked + len(more), in_flight + len(more)
-                with translated(location):
+                with translated(connections.location):
                     connection.send_packed_command([b"".join(map(_get, more))])
             yield reply
             if not in_flight:
                 return
             # nothing here keeps its memory from being used for the next one
             reply = None
-            with translated(location):
+            with translated(connections.location):
                 reply = replies.next()
             in_flight -= 1
     finally:
@@ -148,84 +167,57 @@ def receive(
             connections.give_back(connection)
 
 
-def _first(
-    connections: Connections, names: Sequence[bytes], buffers: KeptBuffers, arrived: Callable[[int], None]
-) -> tuple[_Replies, Value | None]:
-    """The first value, and whence the others come: if the connection is dead, another one is tried."""
-
-    def work(connection: Any) -> tuple[_Replies, Value | None]:
-        connection.send_packed_command([b"".join(map(_get, names))])
-        replies = _Replies(connection, buffers, arrived)
-        try:
-            return replies, replies.next()
-        except ResponseError:
-            # the other answers are not read
-            connection.disconnect()
-            raise
-
-    return connections.take(work)
-
-
 def _get(name: bytes) -> bytes:
     return b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name)
 
 
 class _Replies:
-    """Replies to GETs of values, on one connection."""
+    """Replies to GETs of payloads, on one connection."""
 
-    def __init__(self, connection: Any, buffers: KeptBuffers, arrived: Callable[[int], None]) -> None:
-        self.connection = connection
-        self._socket = connection._sock  # noqa: SLF001 - valkey-py has no other way to receive into memory
+    def __init__(self, connection: Any, buffers: KeptBuffers, view: View) -> None:
+        self._connection = connection
+        connection.connect()
+        # it receives straight into memory, but for the first few bytes
+        self._file = BufferedReader(SocketIO(connection._sock, "r"))  # noqa: SLF001 - valkey-py has no way to do that
         self._buffers = buffers
-        self._arrived = arrived
-        # received, and not used yet
-        self._ahead = b""
+        self._view = view
 
-    def next(self) -> Value | None:
-        """The next reply: record and payload; None for nothing. Raises what the server answers."""
-        self._arrived(0)
-        line = self._line()
+    def next(self) -> Stored | None:
+        """The next reply. Raises what the server answers; other replies are not read then."""
+        self._view.arrived = 0
+        line = self._file.readline(LONGEST_LINE)
+        if not line.endswith(_CRLF):
+            raise LostError("the server has closed the connection")
         if line[:1] == b"-":
-            raise self.connection._parser.parse_error(line[1:].decode(errors="replace"))  # noqa: SLF001 - as above
-        if line[:1] != b"$" or not line[1:].removeprefix(b"-").isdigit() or int(line[1:]) > LARGEST_REPLY:
+            self._connection.disconnect()
+            raise self._connection._parser.parse_error(line[1:].decode(errors="replace"))  # noqa: SLF001 - as above
+        if line[:1] != b"$" or not line[1:-2].removeprefix(b"-").isdigit() or int(line[1:]) > LARGEST_REPLY:
             raise InvalidResponse(f"the server has answered {line[:40]!r}")
         size = int(line[1:])
         if size < 0:
             return None
-        record = b""
+        value = None
         if size >= LENGTH.size:
-            n_record = LENGTH.unpack(self._exactly(LENGTH.size))[0]
+            n_value = LENGTH.unpack(self._exactly(LENGTH.size))[0]
             size -= LENGTH.size
-            if n_record <= size:
-                record = bytes(self._exactly(n_record))
-                size -= n_record
-        # with the end of the line, which is received with it
-        return record, self._exactly(size + len(_CRLF))[:size]
-
-    def _line(self) -> bytes:
-        while (end := self._ahead.find(_CRLF)) < 0:
-            some = self._socket.recv(HEAD_BYTES)
-            if not some or len(self._ahead) > HEAD_BYTES:
-                raise LostError("the server has closed the connection")
-            self._ahead += some
-        line, self._ahead = self._ahead[:end], self._ahead[end + len(_CRLF) :]
-        return line
+            if n_value <= size:
+                value = bytes(self._exactly(n_value))
+                size -= n_value
+        payload = self._exactly(size)
+        self._exactly(len(_CRLF))
+        return (value, payload) if value is not None else None
 
     def _exactly(self, size: int) -> memoryview:
         """The next bytes."""
-        if size <= len(self._ahead):
-            some, self._ahead = self._ahead[:size], self._ahead[size:]
-            return memoryview(some)
         try:
-            into = self._buffers.acquire(size)
+            into = self._buffers.acquire(size) if size >= SMALL else memoryview(bytearray(size))
         except MemoryError:
             raise UnavailableError(f"there is no memory for a payload of {size:,} bytes") from None
-        n = len(self._ahead)
-        into[:n], self._ahead = self._ahead, b""
+        n = 0
         while n < size:
-            n_more = self._socket.recv_into(into[n:])
+            n_more = self._file.readinto1(into[n:])
             if not n_more:
-                raise LostError("the server closed the connection in the middle of a response")
+                raise LostError("the server has closed the connection in the middle of a reply")
             n += n_more
-            self._arrived(n)
+            self._view.arrived = n
         return into

@@ -7,34 +7,71 @@ anything after what it reads: a page that is wrong there would be accepted, and 
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import struct
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
-from prefixstore.llama.state.parse import parse_sequence
-from prefixstore.llama.state.view import CELL_BYTES, PAIR, SEQUENCE_MAGIC, U32, StateView
 
-__all__ = ["StateShape", "complete_cells", "shape_of", "shape_of_sequence"]
+__all__ = ["MAX_POSITION", "PAIR", "SEQUENCE_0", "U32", "SectionShape", "StateShape", "complete_cells"]
 
-# what follows the position of a cell; models that see images have coordinates between the two, and the token
-ONE_SEQUENCE, SEQUENCE_0 = U32.pack(1), U32.pack(0)
-CELLS = (CELL_BYTES, CELL_BYTES + 8, CELL_BYTES + 12)
+U32 = struct.Struct("<I")
+PAIR = struct.Struct("<II")
+# what the state of sequence 0 begins with
+SEQUENCE_0 = PAIR.pack(0xAF143CD8, 0)
+# of a cell: its position, the number of its sequences, and its sequence
+CELL_BYTES = 12
 
-TEMPLATES = 16
-POSITIONS = 2**31
+MAX_POSITION = 2**31
 
 
 @dataclass(frozen=True)
 class SectionShape:
-    """A section: the bytes before its tensors, and for each tensor its head and the bytes of one cell."""
+    """The shape of a section.
 
-    head: bytes
-    tensors: tuple[tuple[bytes, int], ...]
+    Attributes
+    ----------
+    head
+        The bytes before its tensors; empty if the section was written without cells, and its shape is not known.
+    tensors
+        For each tensor its head, its planes, and the bytes of a cell in one plane.
+    extra_bytes
+        What a cell has beside its position and its sequence.
+    """
+
+    head: bytes = b""
+    tensors: tuple[tuple[bytes, int, int], ...] = ()
+    extra_bytes: int = 0
+
+    @property
+    def cell_bytes(self) -> int:
+        """Length of a cell."""
+        return CELL_BYTES + self.extra_bytes
+
+    def size(self, n: int) -> int:
+        """Length of a section of `n` cells in bytes."""
+        if not n:
+            return PAIR.size
+        rows = sum(len(head) + n * planes * width for head, planes, width in self.tensors)
+        return PAIR.size + n * self.cell_bytes + len(self.head) + rows
+
+    def fits(self, data: memoryview, wanted: npt.NDArray[np.int32]) -> bool:
+        """Whether bytes of the right length are a section of this shape with cells at these positions, once each."""
+        n = len(wanted)
+        at = PAIR.size + n * self.cell_bytes
+        cells = np.frombuffer(data[PAIR.size : at], "<i4").reshape(n, -1)
+        if data[: PAIR.size] != PAIR.pack(1, n) or (cells[:, 1] != 1).any() or cells[:, -1].any():
+            return False
+        # a window that has written over its oldest cells has them in another order
+        if not np.array_equal(np.sort(cells[:, 0]), wanted):
+            return False
+        for head, size in ((self.head, 0), *((head, n * planes * width) for head, planes, width in self.tensors)):
+            if data[at : at + len(head)] != head:
+                return False
+            at += len(head) + size
+        return True
 
 
 @dataclass(frozen=True)
@@ -45,130 +82,55 @@ class StateShape:
     ----------
     sections
         Sections of attention.
-    cell_bytes
-        Length of a cell.
     recurrent
         Types and sizes of the recurrent part, as written; None without one.
+    n_before
+        How many sections come before the recurrent part.
     """
 
-    sections: tuple[SectionShape, ...]
-    cell_bytes: int = CELL_BYTES
+    sections: tuple[SectionShape, ...] = ()
     recurrent: bytes | None = None
+    n_before: int = 0
 
     def fits(self, state: Buffer, start: int, n: int) -> bool:
         """Whether a page of sequence 0 has this shape, and holds `n` positions from `start` on, once each.
 
-        It costs a few microseconds: each head and each cell is compared.
+        It costs some microseconds: each head and each cell is compared.
         """
-        if n < 1 or start + n > POSITIONS or len(state) != self.size(n):
-            return False
-        template = _template(self, n)
-        found = np.frombuffer(state, np.uint8)
-        if not np.array_equal(found[template.offsets], template.values):
+        data, at = memoryview(state), len(SEQUENCE_0)
+        if n < 1 or start + n > MAX_POSITION or len(data) != self.size(n) or data[:at] != SEQUENCE_0:
             return False
         wanted = np.arange(start, start + n, dtype="<i4")
-        for at in template.cells:
-            held = found[at : at + n * self.cell_bytes].view("<i4").reshape(n, -1)[:, 0]
-            # a window that has written over its oldest cells has them in another order
-            if not np.array_equal(held, wanted) and not np.array_equal(np.sort(held), wanted):
+        for section in self.sections:
+            if not section.fits(data[at : at + section.size(n)], wanted):
                 return False
+            at += section.size(n)
         return True
-
-    def example(self, position: int) -> bytes:
-        """A page of this shape with one token at a position, whose rows are zeros."""
-        template = _template(self, 1)
-        data = np.zeros(self.size(1), np.uint8)
-        data[template.offsets] = template.values
-        for at in template.cells:
-            data[at : at + U32.size] = np.frombuffer(U32.pack(position), np.uint8)
-        return data.tobytes()
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one section of attention, whose cells hold only a position and a sequence."""
-        return len(self.sections) == 1 and self.cell_bytes == CELL_BYTES and self.recurrent is None
+        """Whether there is one section of attention, and nothing else."""
+        return len(self.sections) == 1 and self.recurrent is None
+
+    def of_sections(self, n: int) -> StateShape:
+        """The shape of pages that have only the first `n` sections."""
+        return StateShape(self.sections[:n], None, min(n, self.n_before))
 
     def size(self, n: int) -> int:
         """Length of a page of `n` tokens in bytes."""
-        size = PAIR.size
-        for section in self.sections:
-            size += PAIR.size + n * self.cell_bytes + len(section.head)
-            size += sum(len(head) + n * width for head, width in section.tensors)
-        return size
+        return len(SEQUENCE_0) + sum(section.size(n) for section in self.sections)
 
 
-@dataclass(frozen=True)
-class _Template:
-    """For pages of so many tokens: the offsets and values of the bytes that all of them share; where cells begin."""
-
-    offsets: npt.NDArray[np.intp]
-    values: npt.NDArray[np.uint8]
-    cells: tuple[int, ...]
-
-
-@functools.lru_cache(TEMPLATES)
-def _template(shape: StateShape, n: int) -> _Template:
-    offsets: list[npt.NDArray[np.intp]] = []
-    values: list[bytes] = []
-    cells: list[int] = []
-    at = 0
-
-    def write(data: bytes) -> None:
-        nonlocal at
-        offsets.append(np.arange(at, at + len(data)))
-        values.append(data)
-        at += len(data)
-
-    write(PAIR.pack(SEQUENCE_MAGIC, 0))
-    for section in shape.sections:
-        write(PAIR.pack(1, n))
-        cells.append(at)
-        for _ in range(n):
-            at += U32.size
-            write(ONE_SEQUENCE)
-            at += shape.cell_bytes - CELL_BYTES
-            write(SEQUENCE_0)
-        write(section.head)
-        for head, width in section.tensors:
-            write(head)
-            at += n * width
-    return _Template(np.concatenate(offsets), np.frombuffer(b"".join(values), np.uint8), tuple(cells))
-
-
-def complete_cells(state: memoryview, n: int) -> None:
+def complete_cells(state: memoryview, n: int, extra_bytes: int = 0) -> None:
     """Turn a plain page of `n` cells that were written without a sequence into a page of sequence 0, in place.
 
     The written bytes are at the end of `state`; the start of it is free for the missing ones.
     """
-    words = np.frombuffer(state, "<u4", 4 + 3 * n)
-    positions = words[n + 4 : 3 * n + 4 : 2].copy()
-    words[:4] = SEQUENCE_MAGIC, 0, 1, n
-    cells = words[4:].reshape(n, 3)
-    cells[:, 0] = positions
-    cells[:, 1:] = 1, 0
-
-
-def shape_of(parsed: StateView, cell_bytes: int = CELL_BYTES) -> StateShape:
-    """The shape of a parsed state; that of a section without cells is not known."""
-    sections = (
-        SectionShape(
-            section.head,
-            tuple((tensor.head, tensor.rows.shape[0] * tensor.rows.shape[2]) for tensor in section.tensors),
-        )
-        for section in parsed.sections
-    )
-    return StateShape(tuple(sections), cell_bytes, parsed.recurrent.heads if parsed.recurrent is not None else None)
-
-
-def shape_of_sequence(state: Buffer) -> StateShape:
-    """The shape of what ``llama_state_seq_get_data`` wrote for sequence 0.
-
-    Raises
-    ------
-    CorruptError
-        If a byte is not accounted for.
-    """
-    for cell_bytes in CELLS:
-        with contextlib.suppress(CorruptError):
-            return shape_of(parse_sequence(state, cell_bytes=cell_bytes), cell_bytes)
-    raise CorruptError("these bytes are not a state of sequence 0 with a known layout")
+    short = (CELL_BYTES + extra_bytes) // U32.size - 1
+    words = np.frombuffer(state, "<u4", 4 + (short + 1) * n)
+    written = words[n + 4 :].reshape(n, short).copy()
+    state[: 2 * PAIR.size] = SEQUENCE_0 + PAIR.pack(1, n)
+    cells = words[4:].reshape(n, short + 1)
+    cells[:, :short] = written
+    cells[:, 1] = 1
+    cells[:, -1] = 0

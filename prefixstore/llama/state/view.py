@@ -2,23 +2,23 @@
 
 ::
 
-    context   = u32 length ‖ architecture ‖ memory                  llama_state_get_data
     sequence  = u32 magic ‖ u32 sequence ‖ memory                   llama_state_seq_get_data
-    memory    = section [section] [recurrent]                       the second section is a sliding window's
-    section   = u32 1 ‖ u32 cells ‖ cell... ‖ u32 V transposed ‖ u32 layers ‖ K of each layer ‖ V of each layer
-    cell      = i32 position ‖ u32 1 ‖ i32 sequence 0
+    memory    = section... [recurrent] section...                   at least one of them
+    section   = u32 1 ‖ u32 cells ‖ cell... ‖ u32 V transposed ‖ u32 layers ‖ K of each layer ‖ V of each layer, or none
+    cell      = i32 position ‖ u32 1 ‖ extra ‖ i32 sequence 0       extra: 0, 8 or 12 bytes: M-RoPE position, token
     K, V      = i32 type ‖ u64 bytes of a row ‖ row of each cell
     V, transp = i32 type ‖ u32 bytes of an element ‖ u32 channels ‖ for each channel: element of each cell
     recurrent = u32 cells ‖ cell... ‖ u32 0 ‖ u32 layers ‖ (i32 type ‖ u64 bytes of a row ‖ row of each cell)...
 
-A section without cells ends after their number. llama.cpp promises nothing about this layout: see `parse`.
+Full attention has one section, or two, the second for the keys of an indexer. A sliding window, or attention in chunks,
+has the last section before the recurrent part. With multi-head latent attention (MLA) there is no V. A section without
+cells ends after their number. llama.cpp promises nothing about this layout: see `parse`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -26,27 +26,13 @@ import numpy.typing as npt
 
 from prefixstore.errors import CorruptError
 from prefixstore.format.record import Buffer
+from prefixstore.llama.state.shape import PAIR, SEQUENCE_0, U32, SectionShape, StateShape
 
-__all__ = [
-    "CELL_BYTES",
-    "PAIR",
-    "SEQUENCE_MAGIC",
-    "U32",
-    "Assembly",
-    "Recurrent",
-    "Section",
-    "StateView",
-    "Tensor",
-    "assemble",
-]
+__all__ = ["Assembly", "Bytes", "Recurrent", "Section", "StateView", "Tensor", "zeros"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-SEQUENCE_MAGIC = 0xAF143CD8
-
-U32 = struct.Struct("<I")
-PAIR = struct.Struct("<II")
-CELL_BYTES = 12
+NO_EXTRA: Bytes = np.empty((0, 0), np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +60,29 @@ class Section:
     positions
         Positions of the cells, ascending, shape ``(cells,)``.
     head
-        Whether V is transposed, and the number of layers, as written.
+        Whether V is transposed, and the number of layers, as written; empty if the section was written without cells.
     tensors
         K of all layers, then V of all layers.
+    extra
+        What else cells hold, shape ``(cells, bytes)``: their position in an image, their token.
     """
 
     positions: npt.NDArray[np.int32]
-    head: bytes
-    tensors: tuple[Tensor, ...]
+    head: bytes = b""
+    tensors: tuple[Tensor, ...] = ()
+    extra: Bytes = field(default_factory=lambda: NO_EXTRA)
 
     @property
-    def layout(self) -> tuple[bytes, ...]:
-        """What must be equal in sections that are joined; empty if the section was written without cells."""
-        return (self.head, *(tensor.head for tensor in self.tensors)) if self.head else ()
+    def shape(self) -> SectionShape:
+        """What must be equal in sections that are joined."""
+        tensors = tuple((tensor.head, tensor.rows.shape[0], tensor.rows.shape[2]) for tensor in self.tensors)
+        return SectionShape(self.head, tensors, self.extra.shape[1])
 
     def cut(self, start: int, end: int) -> Section:
         """The cells at the positions from `start` up to `end`."""
         first, last = np.searchsorted(self.positions, (start, end)).tolist()
         tensors = tuple(Tensor(tensor.head, tensor.rows[:, first:last]) for tensor in self.tensors)
-        return Section(self.positions[first:last], self.head, tensors)
+        return Section(self.positions[first:last], self.head, tensors, self.extra[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +110,36 @@ class StateView:
 
     Attributes
     ----------
-    architecture
-        As ``llama_state_get_data`` writes it; None for a state of a sequence.
     sections
         Attention; empty for a recurrent model.
     recurrent
         The recurrent part, if there is one.
+    n_before
+        How many sections come before the recurrent part.
+    streams
+        How many streams each section names.
     """
 
-    architecture: bytes | None
-    sections: tuple[Section, ...]
-    recurrent: Recurrent | None
+    sections: tuple[Section, ...] = ()
+    recurrent: Recurrent | None = None
+    n_before: int = 0
+    streams: int = 1
+
+    @property
+    def shape(self) -> StateShape:
+        """Its shape; that of a section without cells is not known."""
+        recurrent = self.recurrent.heads if self.recurrent is not None else None
+        return StateShape(tuple(section.shape for section in self.sections), recurrent, self.n_before)
 
     @property
     def positions(self) -> list[npt.NDArray[np.int32]]:
         """Of the cells of each section."""
         return [section.positions for section in self.sections]
 
-    def holds(self, start: int, end: int, *, window_from: int = 0) -> bool:
-        """Whether the attention has every position that `cut` would keep."""
-        held = [len(section.positions) for section in self.cut(start, end, window_from=window_from).sections]
-        return held == [max(end - first, 0) for first in self._firsts(start, window_from)]
+    def holds(self, start: int, end: int) -> bool:
+        """Whether each section of the attention has every position from `start` up to `end`."""
+        held = [len(positions) for positions in self.cut(start, end).positions]
+        return held == [end - start] * len(held)
 
     def cut(self, start: int, end: int, *, window_from: int = 0) -> StateView:
         """The attention at the positions from `start` up to `end`, without a copy; no recurrent part.
@@ -150,14 +149,13 @@ class StateView:
         start, end
             First position, and the one after the last.
         window_from
-            Of a second section, the positions from here on: what its window can see from where the state continues.
+            Of the section of a sliding window, the positions from here on.
         """
-        firsts = self._firsts(start, window_from)
+        firsts = [start] * len(self.sections)
+        if window_from and self.n_before > 1:
+            firsts[self.n_before - 1] = max(start, window_from)
         sections = [section.cut(first, end) for section, first in zip(self.sections, firsts, strict=True)]
-        return StateView(self.architecture, tuple(sections), None)
-
-    def _firsts(self, start: int, window_from: int) -> list[int]:
-        return [max(start, window_from) if i else start for i in range(len(self.sections))]
+        return replace(self, sections=tuple(sections), recurrent=None)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -168,16 +166,14 @@ class Assembly:
 
     Parameters
     ----------
-    like
-        A state with the layout of all pieces.
+    shape
+        Of the state; that of its recurrent part does not matter.
     positions
         Positions of the cells that each section will have.
-    architecture
-        For ``llama_state_set_data``; None for ``llama_state_seq_set_data``, as sequence 0.
     recurrent
         The recurrent part, as written.
     head
-        What the state begins with, instead of what says whose state it is: for the file of a server's slot.
+        What the state begins with: for the file of a server's slot something else than that it is sequence 0.
     streams, sequence
         Of how many streams the cells are those of the first, and their sequence id.
 
@@ -185,92 +181,84 @@ class Assembly:
     ----------
     size
         Length of the state in bytes.
+    state
+        The state, as views of the buffer it is written into; its rows are those of the pieces that were added.
     """
 
     def __init__(
         self,
-        like: StateView,
+        shape: StateShape,
         positions: Sequence[npt.NDArray[np.int32]],
         *,
-        architecture: bytes | None = None,
         recurrent: Buffer = b"",
-        head: bytes | None = None,
+        head: bytes = SEQUENCE_0,
         streams: int = 1,
         sequence: int = 0,
     ) -> None:
-        self._sections = list(zip(like.sections, positions, strict=True))
-        self._streams, self._sequence = streams, sequence
-        if head is not None:
-            self._head = head
-        elif architecture is None:
-            self._head = PAIR.pack(SEQUENCE_MAGIC, 0)
-        else:
-            self._head = U32.pack(len(architecture)) + architecture
-        self._recurrent = recurrent
-        # the rows of each tensor in the target, and how many cells of each section they have
-        self._rows: list[list[Bytes]] = []
-        self._filled = [0] * len(self._sections)
+        self._shape, self._positions = shape, positions
+        self._recurrent, self._head, self._streams, self._sequence = recurrent, head, streams, sequence
         # the number of cells of each other stream
         self._others = bytes(U32.size * (streams - 1))
-        sizes = (_size(*section) + len(self._others) for section in self._sections)
-        self.size = len(self._head) + sum(sizes) + len(recurrent)
+        # how many cells of each section were added
+        self._filled = [0] * len(positions)
+        of_sections = zip(shape.sections, positions, strict=True)
+        sizes = (section.size(len(cells)) + len(self._others) for section, cells in of_sections)
+        self.size = len(head) + sum(sizes) + len(recurrent)
+        self.state = StateView()
 
     def open(self, target: memoryview) -> None:
-        """Write everything but the rows into a buffer of exactly this size."""
+        """Write everything but the cells' extra bytes and the rows into a buffer of exactly this size."""
         if len(target) != self.size:
             raise CorruptError(f"a state of {self.size} bytes cannot be joined into a buffer of {len(target)}")
-        out = np.frombuffer(target, np.uint8)
+        out, sections, n_before = np.frombuffer(target, np.uint8), [], self._shape.n_before
         at = _put(out, 0, self._head)
-        for section, positions in self._sections:
-            n, rows = len(positions), []
-            at = _put(out, at, PAIR.pack(self._streams, n))
-            if n:
-                cells = np.zeros((n, 3), "<i4")
-                cells[:, 0] = positions
-                cells[:, 1] = 1
-                cells[:, 2] = self._sequence
-                at = _put(out, at, cells.tobytes())
-                at = _put(out, at, section.head)
-            for tensor in section.tensors if n else ():
-                at = _put(out, at, tensor.head)
-                planes, _, width = tensor.rows.shape
-                rows.append(out[at : at + planes * n * width].reshape(planes, n, width))
-                at += rows[-1].size
-            at = _put(out, at, self._others)
-            self._rows.append(rows)
-        _put(out, at, self._recurrent)
+        for i, (shape, positions) in enumerate(zip(self._shape.sections, self._positions, strict=True)):
+            if i == n_before:
+                at = _put(out, at, self._recurrent)
+            sections.append(self._open_section(out, at, shape, positions))
+            at = _put(out, at + shape.size(len(positions)), self._others)
+        if n_before >= len(sections):
+            _put(out, at, self._recurrent)
+        self.state = StateView(tuple(sections), None, n_before)
+
+    def _open_section(self, out: Bytes, at: int, shape: SectionShape, positions: npt.NDArray[np.int32]) -> Section:
+        n = len(positions)
+        at = _put(out, at, PAIR.pack(self._streams, n))
+        if not n:
+            return Section(positions)
+        cells = out[at : at + n * shape.cell_bytes].reshape(n, -1)
+        words = cells.view("<i4")
+        words[:, 0], words[:, 1], words[:, 2:], words[:, -1] = positions, 1, 0, self._sequence
+        at = _put(out, at + cells.size, shape.head)
+        tensors = []
+        for head, planes, width in shape.tensors:
+            at = _put(out, at, head)
+            tensors.append(Tensor(head, out[at : at + planes * n * width].reshape(planes, n, width)))
+            at += planes * n * width
+        return Section(positions, shape.head, tuple(tensors), cells[:, 8:-4])
 
     def add(self, piece: StateView) -> None:
-        """Write the rows of the next cells.
+        """Write the rows of the next cells; a page may lack the last sections.
 
         Raises
         ------
         CorruptError
             If their layout differs, or if they are not the next ones.
         """
-        if len(piece.sections) != len(self._sections):
+        if len(piece.sections) > len(self.state.sections):
             raise CorruptError("states of different kinds cannot be joined")
-        for i, section in enumerate(piece.sections):
-            like, positions = self._sections[i]
+        for i, (section, target) in enumerate(zip(piece.sections, self.state.sections, strict=False)):
             first, last = self._filled[i], self._filled[i] + len(section.positions)
             if first == last:
                 continue
-            if section.layout != like.layout:
+            if section.shape != self._shape.sections[i]:
                 raise CorruptError("states of different layouts cannot be joined")
-            if not np.array_equal(section.positions, positions[first:last]):
+            if not np.array_equal(section.positions, target.positions[first:last]):
                 raise CorruptError("states whose positions do not follow each other cannot be joined")
-            for rows, tensor in zip(self._rows[i], section.tensors, strict=True):
-                rows[:, first:last] = tensor.rows
+            target.extra[first:last] = section.extra
+            for to, tensor in zip(target.tensors, section.tensors, strict=True):
+                to.rows[:, first:last] = tensor.rows
             self._filled[i] = last
-
-    def added(self) -> StateView:
-        """What was added so far, as views of the target."""
-        sections = []
-        for (like, positions), tensors, n in zip(self._sections, self._rows, self._filled, strict=True):
-            rows = zip(like.tensors, tensors, strict=True)
-            cells = tuple(Tensor(tensor.head, of_tensor[:, :n]) for tensor, of_tensor in rows) if tensors else ()
-            sections.append(Section(positions[:n], like.head, cells))
-        return StateView(None, tuple(sections), None)
 
     def close(self) -> None:
         """Check that no row is missing.
@@ -280,7 +268,7 @@ class Assembly:
         CorruptError
             If a row is missing.
         """
-        if self._filled != [len(positions) for _, positions in self._sections]:
+        if self._filled != [len(positions) for positions in self._positions]:
             raise CorruptError("rows of a joined state are missing")
 
     def write(self, target: memoryview, pieces: Iterable[StateView]) -> None:
@@ -291,34 +279,14 @@ class Assembly:
         self.close()
 
 
-def _size(section: Section, positions: npt.NDArray[np.int32]) -> int:
-    if not len(positions):
-        return PAIR.size
-    widths: list[int] = [tensor.rows.shape[0] * tensor.rows.shape[2] for tensor in section.tensors]
-    heads = sum(len(tensor.head) for tensor in section.tensors)
-    return PAIR.size + len(section.head) + heads + len(positions) * (CELL_BYTES + sum(widths))
+def zeros(shape: StateShape, positions: Sequence[npt.NDArray[np.int32]]) -> tuple[bytearray, StateView]:
+    """A state of sequence 0 whose rows are zeros, and views of it."""
+    assembly = Assembly(shape, positions)
+    data = bytearray(assembly.size)
+    assembly.open(memoryview(data))
+    return data, assembly.state
 
 
 def _put(out: Bytes, at: int, data: Buffer) -> int:
     out[at : at + len(data)] = np.frombuffer(data, np.uint8)
     return at + len(data)
-
-
-def assemble(pieces: Sequence[StateView], *, architecture: bytes | None = None, recurrent: Buffer = b"") -> bytearray:
-    """The state that pieces make, one after the other; see `Assembly`.
-
-    Raises
-    ------
-    CorruptError
-        If they cannot be joined.
-    """
-    if len({len(piece.sections) for piece in pieces}) != 1:
-        raise CorruptError("states of different kinds cannot be joined")
-    columns = zip(*(piece.sections for piece in pieces), strict=True)
-    positions = [np.concatenate([section.positions for section in column]) for column in columns]
-    if any((np.diff(of_section) <= 0).any() for of_section in positions):
-        raise CorruptError("states whose positions do not follow each other cannot be joined")
-    assembly = Assembly(pieces[0], positions, architecture=architecture, recurrent=recurrent)
-    target = bytearray(assembly.size)
-    assembly.write(memoryview(target), pieces)
-    return target

@@ -1,0 +1,114 @@
+"""Why nothing of a prompt could be used: it is not stored, its caller bypasses the store, or something has failed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import TracebackType
+
+from prefixstore.engine.engine import Engine
+from prefixstore.errors import PrefixStoreError, StorageError
+from prefixstore.format.keys import Tokens, page_key
+from prefixstore.stats import Counters
+
+__all__ = ["BYPASSED", "Guard", "bypassing", "is_bypassed", "miss_reason"]
+
+log = logging.getLogger("prefixstore")
+
+# the reason in ``stats()``
+BYPASSED = "bypassed"
+
+# of the stores that the running code bypasses; each thread and each asyncio task has its own
+_bypassed: ContextVar[frozenset[Engine]] = ContextVar("prefixstore_bypassed", default=frozenset())
+
+
+def miss_reason(
+    engine: Engine, namespace: bytes, tokens: Tokens, page_tokens: int, *, n_matched: int, min_tokens: int
+) -> str:
+    """The reason that is counted where fewer than `min_tokens` tokens of a prompt are found.
+
+    Parameters
+    ----------
+    engine, namespace
+        Where it was looked up. The location is not asked again.
+    tokens
+        The part of the prompt that could be used.
+    page_tokens
+        Length of a page.
+    n_matched
+        How many tokens of it are found.
+    min_tokens
+        Fewer are computed.
+
+    Returns
+    -------
+    str
+        ``"short"`` if it has so few tokens itself, ``"evicted"`` if this process has evicted its first page,
+        ``"diverged"`` if something begins as it does, and otherwise ``"not_found"``.
+    """
+    if len(tokens) < max(min_tokens, 1):
+        return "short"
+    if engine.was_evicted(page_key(namespace, tokens[:page_tokens].tobytes())):
+        return "evicted"
+    return "diverged" if n_matched else "not_found"
+
+
+@contextmanager
+def bypassing(engine: Engine) -> Iterator[None]:
+    """Have prompts in the block neither looked up nor captured; blocks may be nested."""
+    before = _bypassed.set(_bypassed.get() | {engine})
+    try:
+        yield
+    finally:
+        _bypassed.reset(before)
+
+
+def is_bypassed(engine: Engine) -> bool:
+    """Whether this thread, or this asyncio task, is inside a block of `bypassing`."""
+    return engine in _bypassed.get()
+
+
+class Guard:
+    """Keeps faults of the store from breaking a completion: an exception ends the block, is logged, and is counted.
+
+    Parameters
+    ----------
+    counters
+        Of the engine.
+    fault
+        The count of an exception.
+    unavailable
+        The count of a `StorageError`, where one is to be expected.
+    namespace
+        Key of the namespace for which it is counted, if that is known.
+
+    Attributes
+    ----------
+    counted
+        What was counted; None without an exception.
+    """
+
+    def __init__(
+        self, counters: Counters, fault: str, unavailable: str | None = None, namespace: bytes | None = None
+    ) -> None:
+        self._counters, self._namespace = counters, namespace
+        self._fault, self._unavailable = fault, unavailable
+        self.counted: str | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        name, message = self._fault, "the completion continues without the store: %s"
+        if self._unavailable is not None and isinstance(error, StorageError):
+            name, message = self._unavailable, "a lookup failed: %s"
+        self.counted = name
+        self._counters.count(name, namespace=self._namespace)
+        log.warning(message, error, exc_info=None if isinstance(error, PrefixStoreError) else error)
+        return True

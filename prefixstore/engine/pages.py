@@ -1,0 +1,627 @@
+"""Pages in a backend that keeps rows: what is stored of each, and the indexes that lead to them.
+
+Everything that is true of pages in every location is here: a page is put, deleted and used as a whole, is found among
+its siblings, and is counted. `engine.keyspace` says in which rows.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.backends import contract, open_backend
+from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, retried, tokens_of
+from prefixstore.backends.contract import Draft, Range
+from prefixstore.backends.packed_facts import facts_of
+from prefixstore.engine import keyspace
+from prefixstore.engine.keyspace import (
+    Totals,
+    change_row,
+    generation_of,
+    namespace_row,
+    note_row,
+    record_row,
+    usage_row,
+)
+from prefixstore.errors import CorruptError, StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
+from prefixstore.format.record import USAGE, Buffer, Record, Usage, place_of, record_bytes, sizes_of
+
+__all__ = ["Pages", "open_pages"]
+
+# of the generation before the first one of a location
+FIRST = b"first"
+# rows that a rebuild of the index changes in one update
+REINDEXED_AT_ONCE = 512
+# Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
+# unknown until the index is rebuilt, which does not keep other writers waiting.
+SUMMED_AT_ONCE = 100_000
+# Each takes off the last rows of chains of child rows that lead to nothing. A longer chain was forged, and takes more
+# than one repair.
+PASSES = 256
+# how often it adds up the sizes while others write, before it keeps them waiting
+SUMS = 5
+
+
+class _PageView(View):
+    """Reads pages.
+
+    Parameters
+    ----------
+    rows
+        The rows of the location.
+    is_local
+        Whether reading a row is cheap: then fewer are read, one after the other.
+    check
+        Checks what the rows are in.
+    """
+
+    def __init__(self, rows: contract.View, *, is_local: bool, check: Callable[[], None]) -> None:
+        self._rows = rows
+        self._is_local = is_local
+        self._check = check
+        # what is read later is at least as new: it is read once
+        self._generation: int | None = None
+
+    # -- pages --------------------------------------------------------------------------------------------------------
+
+    def record(self, key: bytes) -> Record | None:
+        stored = self._rows.get([record_row(key)])[0]
+        return Record.unpack(key, stored) if stored is not None else None
+
+    def usage(self, key: bytes) -> Usage | None:
+        stored = self._rows.get([usage_row(key)])[0]
+        return Usage.unpack(stored) if stored is not None else None
+
+    def records(self, keys: Sequence[bytes]) -> dict[bytes, tuple[Record | StorageError, Usage]]:
+        return {key: (record, usage) for key, record, usage in self._entries(list(dict.fromkeys(keys)))}
+
+    def _entries(self, keys: Sequence[bytes]) -> list[Entry]:
+        """Those of these pages that are stored."""
+        stored = self._rows.get([row for key in keys for row in (record_row(key), usage_row(key))])
+        return [
+            _entry(key, record, usage)
+            for key, record, usage in zip(keys, stored[::2], stored[1::2], strict=True)
+            if record is not None
+        ]
+
+    def leading(self, keys: Sequence[bytes]) -> list[Entry]:
+        low, high = 0, len(keys)
+        while self._is_local and low < high:
+            middle = (low + high) // 2
+            if self._rows.get([record_row(keys[middle])])[0] is not None:
+                low = middle + 1
+            else:
+                high = middle
+        found = self.records(keys[:high])
+        return [Entry(key, *found[key]) for key in takewhile(found.__contains__, keys)]
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            yield from (_entry(row.key[1:], row.value, usage) for row, usage in zip(rows, usages, strict=True))
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        found: list[contract.Row] = []
+        for rows in keyspace.walk(self._rows, keyspace.RECORD, after):
+            found += (row for row in rows if len(row.key) == 1 + KEY_BYTES)
+            if len(found) >= at_most:
+                break
+        if not found:
+            return np.empty(0, FACTS)
+        keys = [row.key[1:] for row in found[:at_most]]
+        return facts_of(keys, [row.value for row in found[:at_most]], self._rows.get([usage_row(key) for key in keys]))
+
+    # -- payloads -----------------------------------------------------------------------------------------------------
+
+    def payload(self, key: bytes) -> Buffer | None:
+        found = next(iter(self._rows.payloads([record_row(key)])))
+        return found[1] if found is not None else None
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        for key, found in zip(keys, self._rows.payloads([record_row(key) for key in keys]), strict=True):
+            if found is None:
+                return
+            record = Record.unpack(key, found[0])
+            if found[1] is None:
+                raise CorruptError(f"page {key.hex()} has no payload")
+            yield record, found[1]
+
+    @property
+    def arrived(self) -> int:  # type: ignore[override]
+        return self._rows.arrived
+
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            usages = self._rows.get([usage_row(row.key[1:]) for row in rows])
+            for row, usage in zip(rows, usages, strict=True):
+                # one at a time: what a server sends is in memory
+                try:
+                    found = next(iter(self._rows.payloads([row.key])))
+                except CorruptError as error:
+                    yield row.key[1:], _entry(row.key[1:], row.value, usage).record, error
+                    continue
+                if found is not None:
+                    record = _entry(row.key[1:], found[0], usage).record
+                    # the row itself may be damaged where its value is kept twice
+                    seen = _entry(row.key[1:], row.value, usage).record
+                    record = record if isinstance(seen, Record) else seen
+                    yield row.key[1:], record, found[1] if isinstance(record, Record) else None
+
+    # -- children -----------------------------------------------------------------------------------------------------
+
+    def neighbors(self, parent: bytes, tokens: bytes) -> list[Entry]:
+        return self.beside(parent, tokens, ())[0]
+
+    def beside(self, parent: bytes, tokens: bytes, parents: Sequence[bytes]) -> tuple[list[Entry], list[Entry]]:
+        path = keyspace.child_path(parent, PAGE, tokens)
+        sides = keyspace.around(path)
+        nodes = [keyspace.under(keyspace.first_node(each, SNAPSHOT)) for each in dict.fromkeys(parents)]
+        beside: Iterable[Sequence[contract.Row]]
+        if self._is_local:
+            # mostly the first step is enough
+            beside, snapshots = (self._rows.ranges([side])[0] for side in sides), self._rows.ranges(nodes)
+        else:
+            found = self._rows.ranges(sides + nodes)
+            beside, snapshots = found[: len(sides)], found[len(sides) :]
+        near = keyspace.nearest(self._rows, path, beside)
+        children = keyspace.pages_below(self._rows, snapshots)
+        keys = [key for key in (near.before, near.beside, near.after) if key is not None]
+        entries = self._readable([*keys, *(key for some in children for key in some)])
+        if all(key in entries for key in keys):
+            ordered = [entries[key] for key in keys]
+            n_below = sum(tokens_of(each) <= tokens for each in ordered)
+            neighbors = ordered[max(n_below - 1, 0) : n_below + 1]
+        else:
+            # then there may be another one beyond
+            neighbors = super().neighbors(parent, tokens)
+        return neighbors, [entries[key] for some in children for key in some if key in entries]
+
+    def _readable(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        return {one.key: one for one in self._entries(keys) if isinstance(one.record, Record)}
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        nodes = [keyspace.first_node(parent, form) for parent in dict.fromkeys(parents)]
+        keys = [key for some in keyspace.children_of(self._rows, nodes, at_most) for key in some]
+        entries = self._readable(keys)
+        return [entries[key] for key in keys if key in entries]
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        found = self._rows.ranges([keyspace.under(keyspace.all_children(key), 1) for key in keys])
+        return {key for key, rows in zip(keys, found, strict=True) if rows}
+
+    # -- the location -------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        if self._generation is None:
+            self._generation = self._last_generation()
+        return self._generation
+
+    def _last_generation(self) -> int:
+        """The generation now: a view may see later ones than the one that it has begun with."""
+        wanted = keyspace.everything(keyspace.CHANGE)._replace(limit=1, reverse=True)
+        while last := self._rows.ranges([wanted])[0]:
+            if generation := generation_of(last[0].key):
+                return generation
+            # nobody wrote this one
+            wanted = wanted._replace(stop=last[0].key)
+        return 0
+
+    def changes(self, since: int) -> list[bytes] | None:
+        now = self.generation
+        rows = self._rows.ranges([keyspace.changes_between(since, now)])[0] if since < now else []
+        # who has seen an empty location has missed nothing if its first generation is there
+        first = since + 1 if since or not rows or rows[0].value != FIRST else generation_of(rows[0].key)
+        if (rows and rows[0].value == FIRST and since) or len(rows) != now - first + 1:
+            return None
+        return [
+            row.value[i : i + KEY_BYTES]
+            for row in rows
+            if row.value != FIRST
+            for i in range(0, len(row.value), KEY_BYTES)
+        ]
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        rows = self._rows.ranges([keyspace.everything(keyspace.NAMESPACE)])[0]
+        return {row.key[1:]: row.value for row in rows}
+
+    def namespace(self, key: bytes) -> bytes | None:
+        return self._rows.get([namespace_row(key)])[0]
+
+    def note(self, name: bytes) -> bytes | None:
+        return self._rows.get([note_row(name)])[0]
+
+    def _counted(self) -> Totals | None:
+        """The totals as they were counted; None if they are missing or damaged."""
+        return Totals.unpack(self._rows.get([keyspace.TOTALS])[0])
+
+    def summed(self) -> Totals:
+        """The totals, added up; of pages whose records are damaged, the sizes are taken for 0."""
+        totals = Totals()
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            for row in rows:
+                totals = totals.changed(1, sizes_of(row.value) or (0, 0))
+        return totals
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        counted = self._counted()
+        totals = counted if counted is not None and counted.has_sizes else self.summed()
+        return totals.stored_bytes, totals.raw_bytes
+
+    @property
+    def used(self) -> Used:
+        counted = self._counted()
+        return Used(self._rows.used, (self.summed() if counted is None else counted).entries)
+
+    def flaws(self) -> Iterator[tuple[str, bytes, str]]:
+        self._check()
+        for rows in keyspace.walk(self._rows, keyspace.RECORD):
+            for row in rows:
+                if self._is_lost(row.key[1:], row.value):
+                    yield "index", row.key[1:], "it is not found among the children of its parent"
+        yield from self._wrong_children()
+        for rows in keyspace.walk(self._rows, keyspace.CHANGE):
+            if not all(generation_of(row.key) and _is_whole(row.value) for row in rows):
+                yield "index", b"", "the changes of a generation cannot be read"
+        yield from self._miscounted()
+
+    def _is_lost(self, key: bytes, stored: bytes | None) -> bool:
+        """Whether a page with this record is not found among its siblings."""
+        path = _path_in(key, stored)
+        if path is None:
+            return False
+        now, *rows = self._rows.get([record_row(key), *path])
+        # this view may see later commits: where the page is then, is another question
+        return _path_in(key, now) == path and not keyspace.leads_to(key, rows)
+
+    def _wrong_children(self) -> Iterator[tuple[str, bytes, str]]:
+        """What is wrong with child rows."""
+        for rows in keyspace.walk(self._rows, keyspace.CHILD):
+            for row in rows:
+                for key in self._misplaced(row):
+                    yield "index", key, "it is among the children of a page that it does not follow, or is not stored"
+            for row in keyspace.hollow(self._rows, rows):
+                # also now: this view may see later commits
+                if self._rows.get([row.key])[0] == row.value and keyspace.hollow(self._rows, [row]):
+                    yield "index", b"", "a page is said to have children that it does not have"
+
+    def _misplaced(self, row: contract.Row) -> list[bytes]:
+        """The pages that a child row names wrongly; `b""` for a row that cannot be read."""
+        child = keyspace.Child.unpack(row.value)
+        if child is None:
+            return [b""]
+        if child.page is None:
+            return []
+        # this view may see later commits: both as they are now
+        now, stored = self._rows.get([row.key, record_row(child.page)])
+        record = _entry(child.page, stored, None).record if stored is not None else None
+        # where a page belongs whose record is damaged, nobody can say
+        is_right = record is not None and (not isinstance(record, Record) or row.key in _path_of(record))
+        return [child.page] if now == row.value and not is_right else []
+
+    def _miscounted(self) -> Iterator[tuple[str, bytes, str]]:
+        for _ in range(SUMS):
+            generation = self._last_generation()
+            counted, summed = self._counted() or Totals(), Totals()
+            for rows in keyspace.walk(self._rows, keyspace.RECORD):
+                for row in rows:
+                    summed = summed.changed(1, sizes_of(row.value))
+            has_sizes = summed.has_sizes and counted.has_sizes
+            if counted.entries == summed.entries and (counted == summed or not has_sizes):
+                return
+            if self._last_generation() == generation:
+                what = f"there are {tuple(summed)} pages and bytes, and they were counted as {tuple(counted)}"
+                yield "index", b"", what
+                return
+
+
+def _entry(key: bytes, record: bytes, usage: bytes | None) -> Entry:
+    """A page, or why it cannot be read."""
+    try:
+        read = Record.unpack(key, record)
+        return Entry(key, read, Usage.unpack(usage) if usage is not None else Usage(read.created))
+    except StorageError as error:
+        return Entry(key, error, Usage(0))
+
+
+def _is_whole(changed: bytes) -> bool:
+    """Whether the value of a row of changes is a list of keys, or stands before the first one."""
+    return changed == FIRST or len(changed) % KEY_BYTES == 0
+
+
+def _path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
+    """The child rows that a stored page can have; None if it is not there, or cannot be read."""
+    record = _entry(key, stored, None).record if stored is not None else None
+    return _path_of(record) if isinstance(record, Record) else None
+
+
+def _path_of(record: Record) -> list[bytes]:
+    """The child rows that a page can have."""
+    return keyspace.child_path(record.parent, record.form, record.tokens)
+
+
+class _PageTransaction(_PageView, Transaction):
+    """Changes pages."""
+
+    _rows: Draft
+
+    def __init__(self, rows: Draft, *, is_local: bool, check: Callable[[], None]) -> None:
+        super().__init__(rows, is_local=is_local, check=check)
+        self._changed: list[bytes] = []
+        # None until something is put or deleted
+        self._totals: Totals | None = None
+
+    def _counted(self) -> Totals | None:
+        return super()._counted() if self._totals is None else self._totals
+
+    @property
+    def used(self) -> Used:
+        used = super().used
+        if self._is_local or not self._changed:
+            return used
+        # where the size is estimated, with what the end of the transaction writes
+        costs = self._rows.costs
+        last = costs.of(change_row(0), bytes(KEY_BYTES * len(self._changed)))
+        return Used(used.bytes + last + costs.of(keyspace.TOTALS, Totals().pack()), used.entries)
+
+    def cost(self, record: Record, n_bytes: int) -> int:
+        costs, n_token_bytes = self._rows.costs, len(record.tokens)
+        key = bytes(1 + KEY_BYTES)
+        child = costs.of(bytes(keyspace.child_bytes(n_token_bytes)), key)
+        # a page may be entered twice: for itself, and for a sibling with the same first tokens
+        return costs.of(key, bytes(record_bytes(n_token_bytes)), n_bytes) + costs.of(key, bytes(USAGE.size)) + 2 * child
+
+    def put(self, key: bytes, record: Record, usage: Usage, payload: Buffer) -> None:
+        path = _path_of(record)
+        old, *_ = self._rows.get([record_row(key), *path])
+        replaced = self._count(old, record)
+        self._rows.put(record_row(key), record.pack(), payload, replaced=replaced)
+        self._rows.put(usage_row(key), usage.pack())
+        place = place_of(old) if old is not None else None
+        if place is not None and (before := keyspace.child_path(*place)) != path:
+            # another page has had this key, or its record is damaged
+            keyspace.remove_child(self._rows, key, before)
+        keyspace.add_child(self._rows, key, path)
+        self._changed.append(key)
+
+    def delete(self, key: bytes) -> bool:
+        record, usage = self._rows.get([record_row(key), usage_row(key)])
+        replaced = None
+        if record is not None:
+            replaced = self._count(record, None)
+            place = place_of(record)
+            if place is None or not keyspace.remove_child(self._rows, key, keyspace.child_path(*place)):
+                self._remove_everywhere(key)
+        if record is None and usage is None:
+            return False
+        self._rows.delete(record_row(key), replaced=replaced)
+        self._rows.delete(usage_row(key))
+        self._changed.append(key)
+        return True
+
+    def _count(self, old: bytes | None, new: Record | None) -> int | None:
+        """Count a page as it will be, and no longer as it is stored; the size of the payload that it has, if known."""
+        totals = self._counted() or self.summed()
+        if new is not None:
+            totals = totals.changed(1, (new.stored_bytes, new.raw_bytes))
+        sizes = sizes_of(old) if old is not None else None
+        if old is not None:
+            totals = totals.changed(1, sizes, sign=-1)
+        self._totals = totals
+        return sizes[0] if sizes is not None else None
+
+    def _remove_everywhere(self, key: bytes) -> None:
+        """Take a page out of the index whose record does not say where it is there."""
+        for rows in keyspace.walk(self._rows, keyspace.CHILD):
+            for row in rows:
+                child = keyspace.Child.unpack(row.value)
+                if child is not None and child.page == key:
+                    keyspace.take_out(self._rows, row.key, child)
+        for _ in range(PASSES):
+            # each time the rows above those that are gone
+            if not sum(self._mend_hollow(rows) for rows in keyspace.walk(self._rows, keyspace.CHILD)):
+                return
+
+    def _mend_hollow(self, rows: Sequence[contract.Row]) -> int:
+        """Mend those of these child rows that say that there are more pages, and have none below; how many."""
+        found = keyspace.hollow(self._rows, rows)
+        for row in found:
+            keyspace.mend_child(self._rows, row.key)
+        return len(found)
+
+    def touch(self, key: bytes, usage: Usage, *, announce: bool = False) -> None:
+        if self._rows.get([record_row(key)])[0] is not None:
+            self._rows.put(usage_row(key), usage.pack())
+            self._changed += [key] * announce
+
+    def put_namespace(self, key: bytes, settings: bytes) -> None:
+        if self.namespace(key) != settings:
+            self._rows.put(namespace_row(key), settings)
+
+    def drop_namespace(self, key: bytes) -> None:
+        self._rows.delete(namespace_row(key))
+
+    def put_note(self, name: bytes, value: bytes | None) -> None:
+        if value is None:
+            self._rows.delete(note_row(name))
+        else:
+            self._rows.put(note_row(name), value)
+
+    # -- the index ----------------------------------------------------------------------------------------------------
+
+    def enter(self, rows: Sequence[bytes]) -> bool:
+        """Enter the pages of these records among their siblings, where they are not; once is enough.
+
+        Not those that cannot be read: where a damaged one says that it belongs, another page may be.
+        """
+        for row, stored in zip(rows, self._rows.get(rows), strict=True):
+            path = _path_in(row[1:], stored)
+            if path is not None:
+                keyspace.add_child(self._rows, row[1:], path)
+        return False
+
+    def correct(self, rows: Sequence[bytes]) -> bool:
+        """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
+        is_changed = False
+        for row, stored in zip(rows, self._rows.get(rows), strict=True):
+            child = keyspace.Child.unpack(stored)
+            if stored is not None and child is None:
+                self._rows.delete(row)
+                is_changed = True
+            elif stored is not None and child is not None and self._misplaced(contract.Row(row, stored)):
+                keyspace.take_out(self._rows, row, child)
+                is_changed = True
+        left = zip(rows, self._rows.get(rows), strict=True)
+        rest = [contract.Row(row, stored) for row, stored in left if stored is not None]
+        return bool(self._mend_hollow(rest)) or is_changed
+
+    def rows_from(self, kind: bytes, start: bytes) -> list[bytes]:
+        """The keys of the next rows of a kind."""
+        wanted = Range(start, keyspace.everything(kind).stop, REINDEXED_AT_ONCE)
+        return [row.key for row in self._rows.ranges([wanted])[0]]
+
+    def start_over(self, totals: Totals) -> None:
+        """Replace the totals, and have every process read again what it knows: the index may have been wrong."""
+        self._totals = totals
+        now = self.generation
+        for row in self._rows.ranges([keyspace.everything(keyspace.CHANGE)])[0]:
+            self._rows.delete(row.key)
+        # what the generation in between has changed, nobody can say; without any, as for an empty location
+        self._rows.put(change_row(now + 2 if now else time.time_ns() // 1000), b"")
+
+    def finish(self) -> None:
+        """Record what changed, and forget changes that are too old."""
+        if self._totals is not None:
+            if not self._totals.has_sizes and self._totals.entries <= SUMMED_AT_ONCE:
+                self._totals = self.summed()
+            self._rows.put(keyspace.TOTALS, self._totals.pack())
+        if self._changed:
+            generation = self.generation + 1
+            if generation == 1:
+                # an empty location begins with the time: one before it, which has been lost, had no later ones
+                generation += time.time_ns() // 1000
+                self._rows.put(change_row(generation - 1), FIRST)
+            # a row that no page can have may have been deleted
+            changed = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
+            self._rows.put(change_row(generation), b"".join(changed))
+            if generation > CHANGES_KEPT:
+                self._rows.delete(change_row(generation - CHANGES_KEPT))
+
+
+class Pages(Backend):
+    """A location that keeps pages, in the rows of a backend.
+
+    Parameters
+    ----------
+    rows
+        The backend, which is closed with this.
+    """
+
+    def __init__(self, rows: contract.Backend) -> None:
+        self._backend = rows
+
+    @property
+    def rows(self) -> contract.Backend:
+        """The backend."""
+        return self._backend
+
+    @property
+    def location(self) -> str:
+        return self._backend.location
+
+    @property
+    def is_local(self) -> bool:
+        return self._backend.is_local
+
+    @contextmanager
+    def view(self) -> Iterator[View]:
+        with self._viewing() as view:
+            yield view
+
+    @contextmanager
+    def _viewing(self) -> Iterator[_PageView]:
+        with self._backend.view() as rows:
+            yield _PageView(rows, is_local=self._backend.is_local, check=self._backend.check)
+
+    @contextmanager
+    def update(self) -> Iterator[Transaction]:
+        with self._changing() as transaction:
+            yield transaction
+
+    @contextmanager
+    def _changing(self) -> Iterator[_PageTransaction]:
+        with self._backend.update() as rows:
+            transaction = _PageTransaction(rows, is_local=self._backend.is_local, check=self._backend.check)
+            yield transaction
+            transaction.finish()
+
+    def sync(self) -> None:
+        self._backend.sync()
+
+    def reclaim(self) -> None:
+        self._backend.reclaim()
+
+    def scrub(self) -> None:
+        self._backend.compact(erase=True)
+
+    def compact(self) -> int:
+        return self._backend.compact()
+
+    def reindex(self) -> None:
+        """Mend the index of children, some pages at a time, and count everything again."""
+        self._work_on_all(keyspace.RECORD, _PageTransaction.enter)
+        for _ in range(PASSES):
+            if not self._work_on_all(keyspace.CHILD, _PageTransaction.correct):
+                break
+        for _ in range(SUMS):
+            # while others write, if possible
+            with self._viewing() as view:
+                generation, totals = view.generation, view.summed()
+            if self._start_over(generation, totals):
+                return
+        self._start_over(None, None)
+
+    def _work_on_all(self, kind: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]) -> bool:
+        """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
+        has_more, start = False, kind
+        while done := self._work_on(kind, start, work):
+            start, again = done
+            has_more = has_more or again
+        return has_more
+
+    @retried
+    def _work_on(
+        self, kind: bytes, start: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]
+    ) -> tuple[bytes, bool] | None:
+        """Do some work on the next rows of a kind, in one update; where those after them begin, and what it says."""
+        with self._changing() as transaction:
+            rows = transaction.rows_from(kind, start)
+            return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
+
+    @retried
+    def _start_over(self, generation: int | None, totals: Totals | None) -> bool:
+        with self._changing() as transaction:
+            if generation is not None and transaction.generation != generation:
+                return False
+            transaction.start_over(transaction.summed() if totals is None else totals)
+            return True
+
+    def after_fork(self) -> None:
+        self._backend.after_fork()
+
+    def close(self) -> None:
+        self._backend.close()
+
+
+def open_pages(location: str | os.PathLike[str] | None, *, max_bytes: int, read_only: bool = False) -> Backend:
+    """Open the location that a path or a URL names; see `prefixstore.backends.open_backend`."""
+    found = open_backend(location, max_bytes=max_bytes, read_only=read_only)
+    return Pages(found) if isinstance(found, contract.Backend) else found

@@ -1,0 +1,227 @@
+"""Takes states apart: the pages that are missing, and the snapshot at the end, go into the write queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixstore.buffers import PooledBuffer, released_on_error
+from prefixstore.engine.engine import Engine
+from prefixstore.engine.missing import missing_ranges
+from prefixstore.engine.pending import PendingPage
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE, SNAPSHOT, Tokens, page_key, page_keys
+from prefixstore.format.namespace import Namespace
+from prefixstore.format.record import Buffer
+from prefixstore.llama.state.form import Form
+from prefixstore.llama.state.shape import PAIR, SEQUENCE_0, U32
+from prefixstore.llama.state.view import Assembly, StateView
+from prefixstore.parameters import Parameters
+
+__all__ = ["Capture", "Captured", "Place", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the pages of a sequence are.
+
+    Attributes
+    ----------
+    namespace
+        Their namespace.
+    page_tokens
+        Their length.
+    """
+
+    namespace: Namespace
+    page_tokens: int
+
+    def of_ends(self) -> Place:
+        """Where pages without rows of the window are, and snapshots."""
+        return Place(Namespace({**self.namespace.settings, "window": "at the end"}), self.page_tokens)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was submitted of a state.
+
+    Attributes
+    ----------
+    n
+        Pages and snapshots.
+    n_bytes
+        Bytes of them.
+    reason
+        Why something is missing; None if all of it was submitted.
+    """
+
+    n: int = 0
+    n_bytes: int = 0
+    reason: str | None = None
+
+
+class Capture:
+    """Stores states of sequences.
+
+    Parameters
+    ----------
+    engine
+        Of the store.
+    place
+        Where.
+    form
+        What goes into pages, and what into snapshots.
+    compute_us
+        How long so many tokens take to compute, in microseconds.
+    parameters
+        Of the store: how many snapshots are kept.
+    wait
+        Whether to wait for space in the queue.
+    valued
+        Positions whose snapshots are given up last.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        place: Place,
+        form: Form,
+        compute_us: Callable[[int], int],
+        parameters: Parameters,
+        *,
+        wait: bool = True,
+        valued: Collection[int] = (),
+    ) -> None:
+        self._engine, self._place, self._form = engine, place, form
+        self._compute_us, self._parameters, self._wait = compute_us, parameters, wait
+        self._valued = valued
+
+    def store(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
+        """Submit what is not stored of a state, all of whose tokens are known.
+
+        Parameters
+        ----------
+        tokens
+            The tokens.
+        state
+            The state; None if its layout is not understood.
+        memory
+            Its bytes, after what says whose state it is.
+
+        Raises
+        ------
+        StorageError
+            If the location cannot be asked, or something is missing in the state (`CorruptError`).
+        """
+        if self._form.has_snapshots:
+            return self._store_end(tokens, state, memory)
+        assert state is not None  # of a layout that is understood
+        place = self._place
+        # so that the index has what is stored
+        self._engine.match(place.namespace.key, tokens, place.page_tokens)
+        return self.pages(tokens, state, tail=True)
+
+    def _store_end(self, tokens: Tokens, state: StateView | None, memory: Buffer) -> Captured:
+        key, step, n = self._place.namespace.key, self._place.page_tokens, len(tokens)
+        self._engine.match_snapshot(key, tokens, step, n)
+        if not self.needs(tokens):
+            return self.pages(tokens, state)
+        boundary = n // step * step
+        if state is not None and self._form.shape is not None:
+            snapshot = self._form.snapshot(state, boundary, n, state)
+        else:
+            snapshot = StateView()
+        pages = self.pages(tokens, state)
+        if pages.reason is not None:
+            return pages
+        end = self.snapshot(tokens, snapshot, b"" if self._form.shape is not None else memory)
+        return Captured(pages.n + end.n, pages.n_bytes + end.n_bytes, end.reason)
+
+    def needs(self, tokens: Tokens) -> bool:
+        """Whether the snapshot at the end of these tokens is not stored."""
+        parent, boundary = self._last_boundary(tokens)
+        return not self._engine.needs_no_capture(page_key(parent, tokens[boundary:].tobytes(), SNAPSHOT))
+
+    def pages(self, tokens: Tokens, state: StateView | None, *, tail: bool = False) -> Captured:
+        """Submit the pages that are not stored: the full ones, with `tail` also the tokens after the last one."""
+        key, step = self._place.namespace.key, self._place.page_tokens
+        keys = page_keys(key, tokens, step)
+        n = n_bytes = 0
+        for start, end in missing_ranges(self._engine, key, keys, tokens, step, tail=tail):
+            pieces = self._rows(tokens[:end], state, start)
+            if not pieces:
+                return Captured(n, n_bytes, "incomplete")
+            buffer = self._joined(pieces) if pieces[0].sections else self._engine.acquire(0, wait=self._wait)
+            if buffer is None:
+                return Captured(n, n_bytes, "queue_full")
+            size = len(buffer.view)
+            if self.submit(tokens[start:end], keys[start // step - 1] if start else key, start, buffer, PAGE):
+                n, n_bytes = n + 1, n_bytes + size
+        return Captured(n, n_bytes)
+
+    def _rows(self, tokens: Tokens, state: StateView | None, start: int) -> Sequence[StateView]:
+        """The page from `start` to the end of `tokens`, in pieces; none if rows are missing."""
+        piece = StateView() if state is None else self._form.page(state, start, len(tokens))
+        return [piece] if piece.holds(start, len(tokens)) else []
+
+    def snapshot(self, tokens: Tokens, state: StateView, memory: Buffer = b"") -> Captured:
+        """Submit a snapshot at the end of these tokens: a state, or the memory of one that is not understood."""
+        buffer = self._joined([state], memory)
+        if buffer is None:
+            return Captured(reason="queue_full")
+        return self.snapshot_in(tokens, buffer)
+
+    def snapshot_in(self, tokens: Tokens, buffer: PooledBuffer) -> Captured:
+        """Submit a snapshot at the end of these tokens that is in a buffer, which is handed over."""
+        size = len(buffer.view)
+        parent, boundary = self._last_boundary(tokens)
+        is_wanted = self.submit(tokens[boundary:], parent, boundary, buffer, SNAPSHOT)
+        # those along the sequence that are too many now
+        key, step = self._place.namespace.key, self._place.page_tokens
+        keep, interval = self._parameters.max_snapshots, self._parameters.snapshot_interval
+        if self._engine.thin(key, tokens, step, keep, interval, self._valued):
+            self._engine.nudge()
+        return Captured(int(is_wanted), size * is_wanted)
+
+    def _last_boundary(self, tokens: Tokens) -> tuple[bytes, int]:
+        """Key and boundary of the last full page."""
+        step = self._place.page_tokens
+        keys = page_keys(self._place.namespace.key, tokens, step)
+        return keys[-1] if keys else self._place.namespace.key, len(keys) * step
+
+    def _joined(self, pieces: Sequence[StateView], memory: Buffer = b"") -> PooledBuffer | None:
+        columns = zip(*(piece.positions for piece in pieces), strict=True)
+        recurrent = pieces[-1].recurrent.data if pieces[-1].recurrent is not None else memory
+        assembly = Assembly(pieces[0].shape, [np.concatenate(column) for column in columns], recurrent=recurrent)
+        buffer = self._engine.acquire(assembly.size, wait=self._wait)
+        if buffer is not None:
+            with released_on_error(buffer):
+                assembly.write(buffer.view, pieces)
+        return buffer
+
+    def submit(self, tokens: Tokens, parent: bytes, start: int, buffer: PooledBuffer, form: int) -> bool:
+        """Have a page or a snapshot written, of the tokens from `start` on; the buffer is handed over.
+
+        False if it is not wanted, since it is stored already or its parent is not.
+        """
+        namespace, end = self._place.namespace, start + len(tokens)
+        with released_on_error(buffer):
+            # losing a snapshot costs recomputing about one interval
+            n_tokens = len(tokens) if form == PAGE else min(end, self._parameters.snapshot_interval)
+            cost = self._compute_us(n_tokens)
+            page = PendingPage.of(
+                namespace.key, namespace.canonical, parent, start, tokens.tobytes(), buffer, cost, form
+            )
+        is_wanted = self._engine.submit(page)
+        self._engine.counters.count("pages_captured" if form == PAGE else "snapshots_captured", is_wanted)
+        return is_wanted
+
+
+def memory_of(state: Buffer) -> memoryview:
+    """The memory in what ``llama_state_seq_get_data`` wrote. Raises `CorruptError` if it is something else."""
+    view = memoryview(state)
+    if len(view) <= PAIR.size or view[: U32.size] != SEQUENCE_0[: U32.size]:
+        raise CorruptError("these bytes are not the state of a sequence")
+    return view[PAIR.size :]

@@ -1,1 +1,0 @@
-"""A store without an attached ``Llama``, on llama-cpp-python's ``LlamaState`` objects."""

@@ -1,0 +1,143 @@
+"""Computes a prompt in steps, and has the slot copied after each: where its memory can be resumed only at such a place.
+
+Recurrent memory has only its last state, and of a sliding window a slot file has only the last rows. So what another
+prompt may share must be saved at the moment when just that is computed. llama-server stops there if it is asked for
+that part of the prompt, and for no tokens of an answer (``n_predict: 0``); the client's own request goes on from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Final
+
+from prefixstore.format.keys import Tokens, common_prefix
+from prefixstore.models.boundaries import prompt_boundaries
+from prefixstore.server.answers import AnswerTail, Usage
+from prefixstore.server.bodies import aside
+from prefixstore.server.held_slot import HeldSlot
+from prefixstore.server.rates import Rates
+from prefixstore.server.session import ServerSession
+from prefixstore.server.tokenizer import TOKEN_CHARACTERS
+from prefixstore.server.upstream import Headers, Upstream
+
+__all__ = ["Prefill", "most_stops"]
+
+Ping = Callable[[Sequence[tuple[bytes, bytes]]], Awaitable[None]]
+
+# fewer tokens are computed again as fast as a slot is restored
+MIN_MISSING: Final = 256
+# as many tokens are not worth a stop
+MIN_GAP: Final = 64
+MOST_STOPS: Final = 6
+# All stops of a prompt together may take this share of computing it, or as long as nobody notices.
+MAX_SHARE: Final = 0.03
+UNNOTICED_SECONDS: Final = 0.05
+
+
+def most_stops(rates: Rates, n_missing: int, n_tokens: int) -> int:
+    """At how many places a prompt of `n_tokens` may be stopped, of which `n_missing` are to be computed."""
+    if n_missing < MIN_MISSING:
+        return 0
+    allowed = max(MAX_SHARE * rates.computing(n_missing), UNNOTICED_SECONDS)
+    each = rates.stopping(n_tokens)
+    return MOST_STOPS if each * MOST_STOPS <= allowed else int(allowed / each)
+
+
+class Prefill:
+    """Computes the prompts of one server up to their boundaries.
+
+    Parameters
+    ----------
+    upstream
+        The server.
+    session
+        What is known of it, and its store.
+    """
+
+    def __init__(self, upstream: Upstream, session: ServerSession) -> None:
+        self._upstream, self._session = upstream, session
+
+    async def run(self, held: HeldSlot, explicit: Sequence[int], headers: Headers, ping: Ping) -> None:
+        """Compute the prompt of a held slot up to its last boundary. If that fails, the client's request has the rest.
+
+        Parameters
+        ----------
+        held
+            The slot, filled with what the store has. It is told how many tokens were computed.
+        explicit
+            Boundaries that the client asks for.
+        headers
+            Those of the client's request that the server needs.
+        ping
+            Called with the head of an answer each time the server says that it still computes.
+
+        Raises
+        ------
+        UpstreamError
+            If the server does not answer.
+        """
+        manager = self._session.manager
+        assert manager is not None, "the session is ready"
+        for end in await self._boundaries(held, explicit):
+            usage = await self._compute(held, end, headers, ping)
+            if usage is None:
+                return
+            held.n_ahead += usage.computed_tokens
+            self._session.computed(usage)
+            if not await manager.keep(held, end):
+                return
+
+    async def _boundaries(self, held: HeldSlot, explicit: Sequence[int]) -> list[int]:
+        store, manager, slot, tokens = self._session.store, self._session.manager, held.slot, held.tokens
+        if store is None or manager is None or store.can_cut or len(tokens) >= slot.n_ctx:
+            return []
+        start = common_prefix(slot.tokens, tokens)
+        most = most_stops(manager.rates, len(tokens) - start, len(tokens))
+        if most == 0 or not manager.may_save(slot):
+            return []
+        if start == len(slot.tokens):
+            # The end of the last answer may be in the slot, too. To stop before that would be to step back.
+            start += slot.n_unsaved
+        elif start >= MIN_GAP:
+            # this prompt shows what others may share
+            explicit = [*explicit, start]
+            start -= 1
+        kinds = await self._session.kinds()
+        shared = await manager.shared(held)
+        return await aside(
+            len(tokens) * TOKEN_CHARACTERS,
+            lambda: prompt_boundaries(
+                tokens,
+                kinds,
+                start=start,
+                min_tokens=store.shortest,
+                min_gap=MIN_GAP,
+                most=most,
+                shared=[shared] if shared else [],
+                explicit=explicit,
+            ),
+        )
+
+    async def _compute(self, held: HeldSlot, end: int, headers: Headers, ping: Ping) -> Usage | None:
+        """Have the server compute the first `end` tokens; None if it refuses."""
+        body = await aside(end * TOKEN_CHARACTERS, lambda: _request(held.tokens[:end], held.slot.id))
+        headers = [(b"content-type", b"application/json"), *headers]
+        tail = AnswerTail()
+        answer = await self._upstream.send("POST", b"/completion", headers, body)
+        try:
+            async for chunk in answer.chunks():
+                tail.feed(chunk)
+                if chunk.startswith(b":"):
+                    await ping(answer.headers)
+        finally:
+            # a client that goes away must reach the server as a closed connection
+            answer.close()
+        return tail.usage() if answer.status == HTTPStatus.OK else None
+
+
+def _request(tokens: Tokens, slot: int) -> bytes:
+    # a stream has the head of its answer at once, and its pings
+    fields = {"id_slot": slot, "n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0, "stream": True}
+    return json.dumps({"prompt": tokens.tolist(), **fields, "response_fields": ["timings"]}).encode()

@@ -1,0 +1,159 @@
+"""Text and messages to the tokens that a completion of llama-cpp-python would evaluate for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import llama_cpp
+
+from prefixstore.errors import ContextError, InvalidParameterError
+from prefixstore.format.keys import Tokens, as_tokens, common_prefix
+from prefixstore.llama.binding import is_multimodal, prompt_start
+
+__all__ = ["Vocabulary", "chat_tokens", "text_tokens"]
+
+# Two possible next messages, whose first tokens differ. What the template puts before them is the same.
+NEXT = ("A", "1")
+
+
+def text_tokens(llm: llama_cpp.Llama, text: str) -> Tokens:
+    """The tokens of a prompt, as ``create_completion(text)`` evaluates them, such that it can be continued.
+
+    If the model wants an end-of-sequence token after a prompt, it is left out: a longer prompt has it elsewhere.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the text cannot be encoded as UTF-8.
+    """
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameterError(f"the text cannot be encoded as UTF-8: {error}") from None
+    return as_tokens(prompt_start(llm) + (llm.tokenize(encoded, add_bos=False, special=True) if text else []))
+
+
+def chat_tokens(
+    llm: llama_cpp.Llama,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    *,
+    generation_prompt: bool,
+) -> Tokens:
+    """The tokens of a conversation, as ``create_chat_completion`` evaluates them.
+
+    Parameters
+    ----------
+    llm
+        Its chat handler or chat format is used, as in a completion.
+    messages
+        The conversation.
+    options
+        ``tools``, ``tool_choice``, ``functions`` and ``function_call``, if given.
+    generation_prompt
+        Whether to end where the assistant would answer these messages. If not, the tokens end where the next turn of
+        the user would begin, with everything that the template puts before the user's words.
+
+    Raises
+    ------
+    InvalidParameterError
+        If the template refuses the messages, or the handler brings images into the context.
+    """
+    if is_multimodal(llm):
+        raise InvalidParameterError("messages cannot be warmed through a multimodal chat handler")
+    if generation_prompt:
+        return _rendered(llm, messages, options)
+    try:
+        return _before_next(llm, messages, options, "user")
+    except InvalidParameterError:
+        # some templates require the turns to alternate
+        if not messages or messages[-1].get("role") == "assistant":
+            raise
+        return _before_next(llm, messages, options, "assistant")
+
+
+def _before_next(
+    llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], role: str
+) -> Tokens:
+    """What two conversations have in common that continue in different words."""
+    one, other = (_rendered(llm, [*messages, {"role": role, "content": text}], options) for text in NEXT)
+    return one[: common_prefix(one, other)]
+
+
+def _rendered(llm: llama_cpp.Llama, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Tokens:
+    """What the chat handler would have completed.
+
+    Handlers differ inside (templates, registered formats, function calling), so the handler itself is called, through
+    ``create_chat_completion``, with a stand-in for the Llama that keeps the prompt.
+    """
+    stand_in: Any = _StandIn(llm)
+    copies: Any = [dict(message) for message in messages]
+    try:
+        llama_cpp.Llama.create_chat_completion(stand_in, messages=copies, **options)
+    except _PromptTaken as taken:
+        return text_tokens(llm, taken.prompt) if isinstance(taken.prompt, str) else as_tokens(taken.prompt)
+    except Exception as error:
+        # templates and handlers raise exceptions of any type
+        raise InvalidParameterError(f"the chat format does not accept these messages: {error}") from error
+    raise InvalidParameterError("the chat handler answered without running a completion of this model")
+
+
+class _PromptTaken(BaseException):
+    """Carries the prompt out of a chat handler, past its ``except`` clauses."""
+
+    def __init__(self, prompt: str | list[int]) -> None:
+        super().__init__()
+        self.prompt = prompt
+
+
+class _StandIn:
+    """Behaves like a ``Llama``, except that a completion raises its prompt."""
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        self._llm = llm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def create_completion(self, prompt: str | list[int], *args: Any, **kwargs: Any) -> Any:
+        raise _PromptTaken(prompt)
+
+
+class Vocabulary:
+    """The vocabulary of a model; its tensors are not loaded.
+
+    Parameters
+    ----------
+    path
+        A GGUF file.
+
+    Raises
+    ------
+    ContextError
+        If it cannot be loaded.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self._llm = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
+        except (ValueError, RuntimeError) as error:
+            raise ContextError(f"llama.cpp cannot load {path}: {error}") from error
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones by name; bytes that are not valid UTF-8, and unknown tokens, are replaced."""
+        n = self._llm.n_vocab()
+        pieces: list[str] = []
+        # of an unknown one, llama.cpp would end the process
+        for is_known, some in groupby(tokens, lambda token: 0 <= token < n):
+            known = list(some)
+            pieces.append(
+                self._llm.detokenize(known, special=True).decode("utf-8", "replace") if is_known else "�" * len(known)
+            )
+        return "".join(pieces)
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of a prompt, as in a completion."""
+        return self._llm.tokenize(text.encode(), add_bos=True, special=True)

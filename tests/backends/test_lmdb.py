@@ -1,0 +1,381 @@
+"""Rows in LMDB: what the contract promises of them, and the location that they are in."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import tempfile
+import threading
+from contextlib import closing, suppress
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.lmdb.environment import DATABASES, LMDB_VERSION
+from prefixstore.errors import FullError, LocationError, StorageError, UnavailableError
+from prefixstore.testing import PersistentBackendContract
+from tests.support import PATIENCE, python
+from tests.support.rows import delete, payload_of, put, rows_of, write
+
+MIB = 1 << 20
+
+WRITER = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from tests.support.rows import write
+backend = LMDBBackend(sys.argv[1], int(sys.argv[2]))
+print("open", flush=True)
+for line in sys.stdin:
+    number, size = map(int, line.split())
+    print(write(backend, number, size).hex(), flush=True)
+backend.close()
+"""
+
+
+class Process:
+    """Another process with the location open, that writes rows when it is told to."""
+
+    def __init__(self, path, max_bytes):
+        self.process = python(WRITER, path, max_bytes)
+        assert self.process.stdout.readline() == "open\n"
+
+    def write(self, number, size=1000):
+        self.process.stdin.write(f"{number} {size}\n")
+        self.process.stdin.flush()
+        return bytes.fromhex(self.process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        with self.process:
+            self.process.stdin.close()
+        assert self.process.returncode == 0
+
+
+def as_nobody(work):
+    """Run in a child that has no privileges; what it prints."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            os.write(writing, work().encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as answer:
+        return answer.read()
+
+
+def refusal(path, **options):
+    """Class and message of the error with which a location is refused."""
+    try:
+        LMDBBackend(path, MIB, **options).close()
+    except StorageError as error:
+        return f"{type(error).__name__}: {error}"
+    return "opened"
+
+
+class TestRows(PersistentBackendContract):
+    def open_backend(self, tmp_path):
+        return LMDBBackend(tmp_path / "kv", 64 * MIB)
+
+
+@pytest.mark.slow
+class TestRowsInATinyMap(PersistentBackendContract):
+    """The map grows when the second one opens the location, with updates before and after."""
+
+    def open_backend(self, tmp_path):
+        return LMDBBackend(tmp_path / "kv", 32 * MIB)
+
+    def reopen(self, tmp_path):
+        return LMDBBackend(tmp_path / "kv", 96 * MIB)
+
+
+@pytest.fixture
+def backend(tmp_path):
+    with closing(LMDBBackend(tmp_path / "kv", 64 * MIB)) as opened:
+        yield opened
+
+
+class FaultError(Exception):
+    """Raised on purpose."""
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_payloads_are_memory_of_the_file(backend):
+    key = write(backend, 1, 50_000)
+    with backend.view() as view:
+        (_, payload), missing = view.payloads([key, b"missing"])
+        assert missing is None
+        assert isinstance(payload, memoryview)
+        assert payload == payload_of(1, 50_000)
+
+
+def test_used_is_exact_inside_an_update_and_grows_by_no_more_than_the_costs(backend):
+    chance = random.Random(1)
+    with backend.view() as view:
+        before = view.used
+    for number in range(300):
+        size = chance.choice([0, 100, 2000, 4080, 4081, 100_000])
+        key, value = chance.randbytes(chance.choice([8, 40, 500])), bytes(chance.choice([10, 1000, 2500, 4090, 60_000]))
+        with backend.update() as draft:
+            draft.put(key, value, bytes(size) if number % 3 else None)
+            after = draft.used
+            assert after - before <= draft.costs.of(key, value, size if number % 3 else None)
+        with backend.view() as view:
+            assert view.used == after
+        before = after
+
+
+# -- the location ------------------------------------------------------------------------------------------------------
+
+
+def test_files_and_directory_are_for_their_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        with closing(LMDBBackend(tmp_path / "new" / "kv", MIB)):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new" / "kv").iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
+    assert (tmp_path / "new" / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_location_that_is_a_file_is_refused_and_untouched(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"mine")
+    assert refusal(file).startswith("LocationError: ")
+    assert "is a file" in refusal(file)
+    assert "is a file" in refusal(file / "kv")
+    assert "directory" in refusal(file, read_only=True)
+    assert file.read_bytes() == b"mine"
+
+
+def test_a_location_that_cannot_be_written_is_refused():
+    with tempfile.TemporaryDirectory() as name:
+        parent = Path(name)
+        there = parent / "there"
+        there.mkdir()
+        there.chmod(0o555)
+        parent.chmod(0o555)
+        try:
+            assert as_nobody(lambda: refusal(there)).startswith(f"LocationError: {there} is not writable")
+            assert as_nobody(lambda: refusal(parent / "new")).startswith("LocationError: ")
+        finally:
+            parent.chmod(0o700)
+            there.chmod(0o700)
+        assert list(there.iterdir()) == []
+
+
+def test_a_directory_in_which_nothing_can_be_created_is_refused(tmp_path):
+    # not even root can create a file here: whatever the check of permissions says, LMDB says no
+    (tmp_path / "data.mdb").symlink_to(tmp_path / "nowhere" / "data.mdb")
+    assert refusal(tmp_path).startswith("LocationError: ")
+
+
+def test_a_file_that_is_not_lmdb_is_refused_and_untouched(tmp_path):
+    (tmp_path / "data.mdb").write_bytes(b"something else " * 1000)
+    assert refusal(tmp_path).startswith("IncompatibleError: ")
+    assert (tmp_path / "data.mdb").read_bytes() == b"something else " * 1000
+
+
+@pytest.mark.parametrize("names", [(b"theirs",), (b"meta", b"rows"), DATABASES])
+def test_the_database_of_another_application_is_refused_and_untouched(tmp_path, names):
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        for name in names:
+            txn.put(b"format", b"mine", db=env.open_db(name, txn))
+    before = (tmp_path / "data.mdb").read_bytes()
+    for options in ({}, {"read_only": True}):
+        assert refusal(tmp_path, **options).startswith("IncompatibleError: ")
+        assert "another application" in refusal(tmp_path, **options)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {LMDB_VERSION}"), (-1, f"reads {LMDB_VERSION} only")])
+def test_another_format_is_refused_with_both_versions(tmp_path, step, says):
+    LMDBBackend(tmp_path, MIB).close()
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        txn.put(b"format", (LMDB_VERSION + step).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+    before = (tmp_path / "data.mdb").read_bytes()
+    message = refusal(tmp_path)
+    assert message.startswith("IncompatibleError: ")
+    assert f"format {LMDB_VERSION + step}" in message
+    assert says in message
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_store_with_other_databases_is_refused_as_an_older_one(tmp_path, read_only):
+    with lmdb.open(str(tmp_path), max_dbs=8) as env, env.begin(write=True) as txn:
+        for name in (b"records", b"usage", b"payloads"):
+            env.open_db(name, txn)
+        txn.put(b"magic", b"prefixstore", db=env.open_db(b"meta", txn))
+        txn.put(b"format", (3).to_bytes(4, "little"), db=env.open_db(b"meta", txn))
+    before = (tmp_path / "data.mdb").read_bytes()
+    message = refusal(tmp_path, read_only=read_only)
+    assert message.startswith("IncompatibleError: ")
+    assert f"has format 3, this prefixstore reads {LMDB_VERSION} only" in message
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+def test_read_only_creates_nothing_and_writes_nothing(tmp_path):
+    assert refusal(tmp_path / "kv", read_only=True).startswith("LocationError: ")
+    assert list(tmp_path.iterdir()) == []
+    with closing(LMDBBackend(tmp_path / "kv", MIB)) as backend:
+        key = write(backend, 1)
+        # both ways: with handles of its own, and with those of one who writes
+        for reader in (LMDBBackend(tmp_path / "kv", MIB, read_only=True),):
+            assert rows_of(reader).keys() == {key}
+            with pytest.raises(UnavailableError, match="read-only"):
+                write(reader, 2)
+            reader.close()
+    with closing(LMDBBackend(tmp_path / "kv", MIB, read_only=True)) as reader:
+        assert rows_of(reader).keys() == {key}
+        with pytest.raises(UnavailableError, match="read-only"):
+            write(reader, 2)
+        with pytest.raises(LocationError, match="read-only"):
+            LMDBBackend(tmp_path / "kv", MIB)
+
+
+def test_a_location_opened_twice_is_one_environment_until_both_are_closed(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "kv")
+    one = LMDBBackend(tmp_path / "kv", MIB)
+    two = LMDBBackend(tmp_path / "link", 16 * MIB)
+    assert one._environment is two._environment
+    key = write(two, 1)
+    two.close()
+    assert rows_of(one).keys() == {key}
+    one.close()
+    with closing(LMDBBackend(tmp_path / "kv", MIB)) as three:
+        assert rows_of(three).keys() == {key}
+
+
+@pytest.mark.attack
+def test_processes_that_create_a_store_at_once_all_get_it(tmp_path):
+    code = """
+import sys
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from tests.support.rows import delete, write
+sys.stdin.read()  # until all are ready
+backend = LMDBBackend(sys.argv[1], 1 << 24)
+print(write(backend, int(sys.argv[2])).hex())
+backend.close()
+"""
+    for attempt in range(2):
+        path = tmp_path / str(attempt)
+        processes = [python(code, path, number) for number in range(4)]
+        for process in processes:
+            process.stdin.close()
+        keys = set()
+        for process in processes:
+            with process:
+                keys.add(bytes.fromhex(process.stdout.read()))
+            assert process.returncode == 0
+        with closing(LMDBBackend(path, 16 * MIB)) as backend:
+            assert rows_of(backend).keys() == keys
+            assert len(keys) == 4
+
+
+def test_a_crash_while_a_store_is_created_leaves_a_location_that_can_be_used(tmp_path):
+    code = """
+import sys
+from prefixstore.backends.lmdb import backend as lmdb
+from prefixstore.backends.lmdb import environment as lmdb_environment
+lmdb_environment.MAGIC = "text"  # no value that LMDB could write: the end, in the middle of it
+lmdb.LMDBBackend(sys.argv[1], 1 << 24)
+"""
+    with python(code, tmp_path, stderr=subprocess.DEVNULL) as process:
+        process.communicate()
+    assert process.returncode == 1
+    with closing(LMDBBackend(tmp_path, 16 * MIB)) as backend:
+        assert rows_of(backend).keys() == set()
+
+
+# -- LMDB: processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_map_that_another_process_made_larger_is_adopted(tmp_path):
+    with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
+        small = backend._environment.env.info()["map_size"]
+        key = other.write(1, 8 * MIB)
+        with backend.view() as view:
+            assert len(next(view.payloads([key]))[1]) == 8 * MIB
+        assert backend._environment.env.info()["map_size"] > small
+        other.write(2, 30 * MIB)
+        mine = write(backend, 3, 5000)  # the first to notice is an update this time
+        assert mine in rows_of(backend)
+
+
+@pytest.mark.slow
+def test_the_map_is_not_replaced_while_a_view_is_open(tmp_path):
+    with closing(LMDBBackend(tmp_path, MIB)) as backend, Process(tmp_path, 64 * MIB) as other:
+        key = write(backend, 1, 100_000)
+        seen = []
+
+        def read():
+            seen.append(rows_of(backend).keys())
+
+        with backend.view() as view:
+            [(_, payload)] = view.payloads([key])
+            before = bytes(payload)
+            new = other.write(2, 8 * MIB)
+            reader = threading.Thread(target=read, daemon=True)
+            reader.start()
+            reader.join(0.1)
+            # it waits for this view: nothing has moved
+            assert bytes(payload) == before
+            assert seen == []
+        reader.join(PATIENCE)
+        assert seen == [{key, new}]
+
+
+@pytest.mark.parametrize("work", ["reclaim", "compact", "check", "sync"])
+def test_what_frees_space_opens_a_handle_again_that_could_not_be_opened(tmp_path, work):
+    path, aside = tmp_path / "kv", tmp_path / "aside"
+    with closing(LMDBBackend(path, 64 * MIB)) as backend:
+        key = write(backend, 1)
+        path.rename(aside)
+        path.write_text("not a directory")
+        with pytest.raises(LocationError):
+            rows_of(backend)
+        path.unlink()
+        aside.rename(path)
+        # nothing else has used it since
+        getattr(backend, work)()
+        assert rows_of(backend).keys() == {key}
+
+
+def test_a_full_map_is_an_error_that_leaves_no_trace_and_deleting_helps(tmp_path):
+    with closing(LMDBBackend(tmp_path, 2 * MIB)) as backend:
+        key = write(backend, 1, MIB)
+        with pytest.raises(FullError):
+            write(backend, 2, 8 * MIB)
+        with pytest.raises(FullError):
+            write(backend, 3, 2 * MIB)
+        assert rows_of(backend).keys() == {key}
+        delete(backend, key)
+        backend.reclaim()
+        assert rows_of(backend).keys() == set()
+        new = write(backend, 4, MIB)
+        assert rows_of(backend).keys() == {new}
+
+
+def test_an_update_that_does_not_fit_says_so_where_it_asks_for_the_size(tmp_path):
+    """Not only at its end: whoever reads the size may not know LMDB's errors."""
+    with closing(LMDBBackend(tmp_path, MIB)) as backend:
+        with suppress(FaultError), backend.update() as draft:
+            put(draft, 1, 8 * MIB)
+            with pytest.raises(FullError):
+                _ = draft.used
+            raise FaultError
+        assert rows_of(backend) == {}

@@ -1,0 +1,251 @@
+"""The contract of a backend that keeps rows, for memory; and what is special about memory, and about a draft."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from contextlib import closing, contextmanager
+from itertools import product
+
+import pytest
+
+from prefixstore.backends.contract import Change, Costs, Draft, Range, Row
+from prefixstore.backends.memory import COSTS, ROWS_OF_BLOCK, MemoryBackend
+from prefixstore.errors import UnavailableError
+from prefixstore.testing import BackendContract
+from tests.support import PATIENCE
+
+ALL = Range(b"", b"\xff" * 100)
+
+
+class TestMemory(BackendContract):
+    def open_backend(self, tmp_path):
+        return MemoryBackend()
+
+
+class Estimated(MemoryBackend):
+    """As on a server: changes are written when the update ends, and until then their size is estimated."""
+
+    @contextmanager
+    def update(self):
+        with super().update() as draft:
+            estimated = Draft(draft._view, draft.costs)
+            yield estimated
+            draft._apply(estimated.changes)
+
+
+class TestMemoryWithAnEstimatedSize(BackendContract):
+    def open_backend(self, tmp_path):
+        return Estimated()
+
+
+def filled(keys, **payloads):
+    """A memory with rows of these keys."""
+    backend = MemoryBackend()
+    with backend.update() as draft:
+        for key in keys:
+            draft.put(key, b"stored", payloads.get(key.decode()))
+    return backend
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_stay_in_order_while_blocks_are_divided_and_emptied():
+    chance = random.Random(3)
+    rows = {}
+    with closing(MemoryBackend()) as backend:
+        for step in range(60):
+            with backend.update() as draft:
+                for _ in range(300):
+                    key = chance.randrange(3000).to_bytes(2, "big")
+                    if chance.random() < step / 60:
+                        draft.delete(key)
+                        rows.pop(key, None)
+                    else:
+                        draft.put(key, b"%d" % step)
+                        rows[key] = b"%d" % step
+            with backend.view() as view:
+                assert view.ranges([ALL, ALL._replace(reverse=True)]) == [
+                    sorted(rows.items()),
+                    sorted(rows.items(), reverse=True),
+                ]
+                blocks = view.rows._blocks
+                assert max(map(len, blocks)) <= ROWS_OF_BLOCK
+                assert all(blocks[1:])
+        with backend.update() as draft:
+            for key in rows:
+                draft.delete(key)
+        with backend.view() as view:
+            assert (view.ranges([ALL]), view.used, len(view.rows._blocks)) == ([[]], 0, 1)
+
+
+def test_a_view_of_memory_stays_as_it_was_when_it_opened():
+    with closing(filled([b"a", b"b"], a=b"payload")) as backend, backend.view() as view:
+
+        def change():
+            with backend.update() as draft:
+                draft.delete(b"a")
+                draft.put(b"b", b"new", b"new")
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        thread.join(PATIENCE)
+        assert view.ranges([ALL]) == [[(b"a", b"stored"), (b"b", b"stored")]]
+        assert list(view.payloads([b"a", b"b"])) == [(b"stored", b"payload"), (b"stored", None)]
+        with backend.view() as later:
+            assert later.get([b"a", b"b"]) == [None, b"new"]
+
+
+def test_a_fork_does_not_wait_for_an_update_and_the_child_may_write_at_once():
+    backend = filled([b"a"])
+    is_open, may_close = threading.Event(), threading.Event()
+
+    def write():
+        with backend.update() as draft:
+            draft.put(b"a", b"half")
+            assert draft.used >= 0
+            is_open.set()
+            may_close.wait(PATIENCE)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    is_open.wait(PATIENCE)
+    pid = os.fork()
+    if pid == 0:
+        with backend.update() as draft:
+            draft.put(b"b", b"child")
+        with backend.view() as view:
+            os._exit(7 if view.get([b"a", b"b"]) == [b"stored", b"child"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    may_close.set()
+    thread.join(PATIENCE)
+    with backend.view() as view:
+        assert view.get([b"a", b"b"]) == [b"half", None]
+
+
+def test_a_closed_memory_with_a_name_leaves_the_rows_to_the_others():
+    one, two = MemoryBackend("shared rows"), MemoryBackend("shared rows")
+    with one.update() as draft:
+        draft.put(b"a", b"1")
+    one.close()
+    with pytest.raises(UnavailableError, match="memory://shared rows is closed"), one.view():
+        pass
+    with two.view() as view:
+        assert view.get([b"a"]) == [b"1"]
+    two.close()
+    with closing(MemoryBackend("shared rows")) as three, three.view() as view:
+        assert view.get([b"a"]) == [None]
+
+
+# -- drafts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["flushed", "kept"])
+def open_draft(request):
+    """Opens drafts over rows, whose changes are in the view already, or are not."""
+
+    def opened(keys, **payloads):
+        with filled(keys, **payloads).view() as view:
+            return Draft(view, COSTS, view.apply if request.param == "flushed" else None)
+
+    return opened
+
+
+def test_ranges_are_filled_up_behind_rows_that_were_deleted(open_draft):
+    keys = [b"%03d" % i for i in range(50)]
+    draft = open_draft(keys)
+    for key in [*keys[:20], *keys[-10:]]:
+        draft.delete(key)
+    draft.put(b"0055", b"mine")
+    left = [Row(b"0055", b"mine"), *(Row(key, b"stored") for key in keys[20:-10])]
+    for start, limit, reverse in product((b"0", b"006", b"038", b"048"), (0, 1, 3, 10, None), (False, True)):
+        [found] = draft.ranges([Range(start, b"9", limit, reverse=reverse)])
+        assert found == sorted((row for row in left if row.key >= start), reverse=reverse)[:limit]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_row_put_after_its_deletion_has_no_old_payload(open_draft, is_read):
+    draft = open_draft([b"a", b"b", b"c"], a=b"old", b=b"old", c=b"old")
+
+    def step():
+        assert not is_read or draft.used >= 0
+
+    draft.delete(b"a")
+    step()
+    draft.put(b"a", b"1")
+    draft.put(b"b", b"1", b"new")
+    step()
+    draft.delete(b"b")
+    draft.put(b"b", b"2")
+    step()
+    draft.put(b"b", b"3")
+    draft.put(b"c", b"1")
+    draft.delete(b"d")
+    step()
+    draft.put(b"d", b"1", b"new")
+    draft.put(b"d", b"2")
+    expected = [(b"1", None), (b"3", None), (b"1", b"old"), (b"2", b"new")]
+    assert list(draft.payloads([b"a", b"b", b"c", b"d"])) == expected
+    draft._view.apply(draft.changes)
+    assert list(draft._view.payloads([b"a", b"b", b"c", b"d"])) == expected
+
+
+def test_changes_come_in_order_with_the_deletion_of_an_old_payload_before_the_row():
+    draft = Draft(None, Costs())
+    draft.put(b"c", b"1", b"payload")
+    draft.delete(b"b")
+    draft.delete(b"a")
+    draft.put(b"a", b"1")
+    draft.put(b"c", b"2")
+    assert draft.changes == [Change(b"a", None), Change(b"a", b"1"), Change(b"b", None), Change(b"c", b"2", b"payload")]
+
+
+def test_payloads_stay_in_step_while_rows_are_written(open_draft):
+    keys = [b"a", b"b", b"c", b"d", b"e", b"f"]
+    draft = open_draft(keys[:4], a=b"A", b=b"B", c=b"C", d=b"D")
+    draft.put(b"b", b"mine", b"M")
+    draft.put(b"c", b"renamed")
+    draft.put(b"f", b"new")
+    draft.delete(b"d")
+    found = []
+    for key, pair in zip(keys, draft.payloads(keys), strict=True):
+        found.append(pair)
+        draft.delete(key)
+        assert draft.used >= 0
+    assert found == [(b"stored", b"A"), (b"mine", b"M"), (b"renamed", b"C"), None, None, (b"new", None)]
+
+
+def test_a_value_is_read_once(open_draft):
+    draft = open_draft([b"a", b"b"])
+    assert draft.get([b"a", b"x", b"a"]) == [b"stored", None, b"stored"]
+    read = []
+    draft._view.get = lambda keys: read.append(keys) or [None] * len(keys)
+    draft.put(b"c", b"mine")
+    assert draft.get([b"a", b"c", b"x"]) == [b"stored", b"mine", None]
+    draft.delete(b"a")
+    assert draft.used >= 0
+    assert draft.get([b"a", b"c", b"x"]) == [None, b"mine", None]
+    assert read == []
+
+
+def test_a_size_is_measured_or_estimated_from_the_changes_and_from_what_the_caller_says(open_draft):
+    draft = open_draft([b"a"], a=bytes(6))
+    draft.get([b"a"])
+    before = draft.used
+    draft.put(b"b", b"", bytes(1000))
+    assert draft.used - before == COSTS.of(b"b", b"", 1000)
+    draft.put(b"b", b"", bytes(10))
+    assert draft.used - before == COSTS.of(b"b", b"", 10)
+    draft.put(b"a", b"stored", bytes(500), replaced=6)
+    draft.delete(b"b")
+    assert draft.used - before == COSTS.of(b"a", b"stored", 500) - COSTS.of(b"a", b"stored", 6)
+    draft.delete(b"a", replaced=500)
+    assert draft.used - before == -COSTS.of(b"a", b"stored", 6)
+
+
+def test_costs_count_units_of_payloads():
+    costs = Costs(row=10, payload=16, unit=4096)
+    sizes = [costs.of(b"key", b"value", size) for size in (None, 0, 4080, 4081)]
+    assert sizes == [18, 18 + 4096, 18 + 4096, 18 + 8192]

@@ -1,0 +1,556 @@
+"""Rows in SQLite and PostgreSQL: what is stored, in how many statements, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import sys
+import threading
+from contextlib import closing
+from types import SimpleNamespace
+
+import numpy as np
+import psycopg
+import pytest
+from sqlalchemy import text
+
+from prefixstore.backends.contract import Range, Row
+from prefixstore.backends.sql import postgresql, postgresql_rows, sqlite, sqlite_rows
+from prefixstore.backends.sql.schema import APPLICATION_ID
+from prefixstore.errors import CorruptError, FullError, IncompatibleError, UnavailableError
+from prefixstore.format.record import FORMAT_VERSION
+from tests.support.sql_rows import (
+    MIB,
+    change,
+    contents,
+    delete,
+    end_others,
+    held,
+    keys_of,
+    opened,
+    put,
+    require_intact,
+    row,
+    statements,
+)
+from tests.support.worker import in_fork
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """A new store in either database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/kv.db"
+    return request.getfixturevalue("new_database")()
+
+
+# -- the location ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step", "says"), [(1, f"up to {FORMAT_VERSION}"), (-1, f"reads {FORMAT_VERSION} only")])
+def test_another_format_is_refused_with_both_versions(url, step, says):
+    message = f"format {FORMAT_VERSION + step}.*{says}"
+    with opened(url) as backend:
+        change(backend, f"UPDATE prefixstore_meta SET format = {FORMAT_VERSION + step}")
+        with pytest.raises(IncompatibleError, match=message):
+            put(backend, row(1))
+    for read_only in (False, True):
+        with pytest.raises(IncompatibleError, match=message):
+            opened(url, read_only=read_only)
+
+
+def test_read_only_writes_nothing(url):
+    with opened(url) as backend:
+        keys = put(backend, row(1, 2 * MIB), row(2))
+        for _ in range(2):
+            with opened(url, read_only=True) as reader:
+                assert contents(reader) == contents(backend)
+                for work in (lambda: put(reader, row(9)), lambda: reader.compact(erase=True), reader.compact):
+                    with pytest.raises(UnavailableError, match="read-only"):
+                        work()
+                reader.sync()
+                with reader.connection() as connection, pytest.raises(Exception, match=r"read-?only"):
+                    connection.execute(text("UPDATE prefixstore_meta SET format = 0"))
+    with opened(url, read_only=True) as reader:
+        assert keys_of(reader) == set(keys)
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_sqlite_file_that_is_truncated_does_not_end_the_process(tmp_path, share):
+    def use():
+        with opened(f"sqlite:///{tmp_path / 'kv.db'}") as backend:
+            keys = put(backend, *(row(i, MIB) for i in range(8)))
+            with backend.connection() as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+            assert len(contents(backend)) == len(keys)
+            # it is mapped: reading beyond its end would end this process
+            os.truncate(tmp_path / "kv.db", int((tmp_path / "kv.db").stat().st_size * share))
+            for _ in range(2):
+                with pytest.raises((CorruptError, IncompatibleError)):
+                    contents(backend)
+
+    in_fork(use)
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_for_nothing(url):
+    with opened(url) as backend, backend.view() as view, statements(backend) as sent:
+        assert view.get([]) == view.ranges([]) == list(view.payloads([])) == []
+    assert sent == []
+
+
+def test_payloads_are_stored_in_pieces_of_a_mebibyte(url):
+    with opened(url) as backend:
+        put(backend, row(1, 3 * MIB + 5), row(2, 0))
+        with backend.connection() as connection:
+            sizes = connection.execute(text("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece"))
+            assert sizes.scalars().all() == [MIB, MIB, MIB, 5]
+
+
+def test_deleted_and_replaced_payloads_leave_nothing(url):
+    with opened(url) as backend:
+        keys = put(backend, *(row(i, 2 * MIB) for i in range(3)))
+        put(backend, (keys[0], b"value", b"short"))
+        put(backend, (keys[1], b"value"))
+        delete(backend, keys[2:])
+        with backend.connection() as connection:
+            sizes = connection.execute(text("SELECT length(data) FROM prefixstore_payloads ORDER BY key, piece"))
+            assert sizes.scalars().all() == [5, MIB, MIB]
+        assert contents(backend) == {keys[0]: (b"value", b"short"), keys[1]: (b"value", row(1, 2 * MIB)[2])}
+
+
+@pytest.mark.parametrize("wrong", ["text", "CAST(x'ff00' AS TEXT)", 5, None])
+def test_a_sqlite_value_that_is_something_else_than_bytes_is_read_as_other_bytes(tmp_path, wrong):
+    """There any column may hold anything."""
+    url = f"sqlite:///{tmp_path}/kv.db"
+    with opened(url) as backend:
+        keys = put(backend, row(1), row(2))
+    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+        connection.execute("PRAGMA writable_schema=RESET")
+        connection.execute("UPDATE prefixstore_rows SET value = ? WHERE key = ?", (wrong, keys[0]))
+    with opened(url) as backend, backend.view() as view:
+        value, other = view.get(keys)
+        assert type(value) is bytes
+        assert value != other == row(2)[1]
+        assert view.ranges([Range(b"r", b"s")]) == [[Row(keys[0], value), Row(keys[1], other)]]
+        assert held(view, keys) == [(value, row(1)[2]), (other, row(2)[2])]
+
+
+@pytest.mark.parametrize("wrong", ["text", 5, None])
+def test_a_sqlite_key_that_is_something_else_than_bytes_is_not_there(tmp_path, wrong):
+    url = f"sqlite:///{tmp_path}/kv.db"
+    with opened(url) as backend:
+        keys = put(backend, row(1), row(2))
+    with closing(sqlite3.connect(tmp_path / "kv.db")) as connection, connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+        connection.execute("PRAGMA writable_schema=RESET")
+        connection.execute("UPDATE prefixstore_rows SET key = ? WHERE key = ?", (wrong, keys[0]))
+    with opened(url) as backend:
+        assert contents(backend) == {keys[1]: row(2)[1:]}
+        put(backend, row(1))
+        assert contents(backend) == {keys[0]: row(1)[1:], keys[1]: row(2)[1:]}
+
+
+def test_a_payload_with_missing_or_extra_pieces_is_what_there_is_of_it(url):
+    """Whoever knows what it should be verifies it; the payloads after it are read."""
+    rows = [row(i, 2 * MIB) for i in range(4)]
+    keys, _, payloads = zip(*rows, strict=True)
+    with opened(url) as backend:
+        put(backend, *rows)
+        change(backend, "DELETE FROM prefixstore_payloads WHERE key = :key", key=keys[1])
+        change(backend, "DELETE FROM prefixstore_payloads WHERE key = :key AND piece = 0", key=keys[2])
+        change(backend, "INSERT INTO prefixstore_payloads VALUES (:key, 2, :data)", key=keys[0], data=b"more")
+        with backend.view() as view:
+            found = [payload for _, payload in held(view, keys)]
+        assert found == [payloads[0] + b"more", b"", payloads[2][MIB:], payloads[3]]
+        # and can be written again
+        put(backend, *rows)
+        assert contents(backend) == {key: (value, payload) for key, value, payload in rows}
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 1 << 61])
+def test_a_wrong_size_of_a_payload_does_no_harm(url, wrong):
+    with opened(url) as backend:
+        put(backend, row(1, 2 * MIB))
+        change(backend, f"UPDATE prefixstore_rows SET payload_bytes = {wrong}")
+        assert contents(backend) == {row(1)[0]: row(1, 2 * MIB)[1:]}
+
+
+def test_a_payload_does_not_change_while_a_memoryview_of_it_is_held(tmp_path):
+    rows = [row(i, 3 * MIB + 1) for i in range(5)]
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, *rows)
+        buffers = backend._buffers
+        with backend.view() as view:
+            kept = [memoryview(payload)[7:] for _, payload in view.payloads(keys)]
+            again = [memoryview(payload)[7:] for _, payload in view.payloads(keys)]
+            for i, (_, _, payload) in enumerate(rows):
+                assert kept[i] == again[i] == payload[7:]
+            assert buffers.in_use == 10 * len(rows[0][2])
+            del kept, again
+            assert buffers.in_use == 0
+            for _, payload in view.payloads(keys):
+                # one that is used, and one that is read
+                assert buffers.in_use <= 2 * len(payload)
+
+
+def test_without_blob_handles_payloads_are_the_same(tmp_path, monkeypatch):
+    """As on Python 3.10."""
+    rows = [row(i, 3 * MIB + 1) for i in range(3)]
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        put(backend, *rows)
+        monkeypatch.setattr(sys, "version_info", (3, 10))
+        assert contents(backend) == {key: (value, payload) for key, value, payload in rows}
+
+
+def test_what_was_counted_is_counted_again_by_compacting(new_database):
+    with opened(new_database()) as backend:
+        put(backend, *(row(i) for i in range(10)))
+        for erase in (False, True):
+            with backend.view() as view:
+                used = view.used
+            change(backend, "UPDATE prefixstore_meta SET bytes = bytes - 1")
+            backend.compact(erase=erase)
+            with backend.view() as view:
+                assert view.used == used
+
+
+def test_a_damaged_index_of_a_sqlite_file_is_reported(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        put(backend, *(row(i, 10) for i in range(5)))
+        backend.check()
+    with closing(sqlite3.connect(tmp_path / "kv.db", isolation_level=None)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute(
+            "UPDATE sqlite_master SET rootpage = (SELECT rootpage FROM sqlite_master WHERE name = 'prefixstore_meta') "
+            "WHERE name = 'sqlite_autoindex_prefixstore_rows_1'"
+        )
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend, pytest.raises(CorruptError):
+        backend.check()
+
+
+# -- round trips and plans ---------------------------------------------------------------------------------------------
+
+
+def test_each_question_is_one_round_trip(new_database):
+    with opened(new_database()) as backend:
+        keys = put(backend, *(row(i) for i in range(30)))
+        unknown = [bytes([i % 256, i // 256]) * 8 for i in range(5000)]
+        ranges = [Range(key, b"s", 2, bool(i % 2)) for i, key in enumerate(keys)]
+        asked = {
+            "rows": lambda view: None not in view.get(keys),
+            "thousands": lambda view: view.get(keys + unknown)[30:] == [None] * 5000,
+            "ranges": lambda view: [len(rows) for rows in view.ranges(ranges)] == [2] * 29 + [1],
+            "payloads": lambda view: len(held(view, keys)) == 30,
+            "what is used": lambda view: view.used > 30_000,
+        }
+        for what, ask in asked.items():
+            with statements(backend) as sent, backend.view() as view:
+                assert ask(view), what
+            assert len(sent) == 1, what
+
+
+def test_a_commit_is_few_statements_however_many_rows_it_writes(new_database):
+    with opened(new_database()) as backend:
+        for n in (1, 300):
+            with statements(backend) as sent:
+                put(backend, *(row(i) for i in range(n)))
+            # its beginning, its turn, what there was, rows, pieces, the count, and its end
+            assert len(sent) <= 8
+        with statements(backend) as sent:
+            delete(backend, [row(i)[0] for i in range(300)])
+        assert len(sent) <= 7
+
+
+def test_more_keys_than_sqlite_takes_in_one_statement_are_read(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, *(row(i, 10) for i in range(10)))
+        unknown = [i.to_bytes(32, "big") for i in range(100_000)]
+        with backend.view() as view:
+            assert view.get([*unknown, *keys])[-10:] == [row(i)[1] for i in range(10)]
+
+
+def explained(backend, statement, parameters):
+    """The plan of a statement."""
+    with backend.connection() as connection:
+        prefix = "EXPLAIN QUERY PLAN " if backend.is_local else "EXPLAIN "
+        return "\n".join(str(found[-1]) for found in connection.exec_driver_sql(prefix + statement, parameters))
+
+
+def test_every_statement_uses_an_index(url):
+    with opened(url) as backend:
+        keys = put(backend, *((b"r%06d" % i, bytes(1000), bytes(1000)) for i in range(3000)))
+        with backend.connection() as connection:
+            connection.execute(text("ANALYZE"))
+        if backend.is_local:
+            ours = {
+                sqlite_rows._FORWARD: (keys[5], b"s", 10),
+                sqlite_rows._BACKWARD: (keys[5], b"s", 10),
+                sqlite_rows._ROW: (keys[5],),
+                sqlite_rows._PIECES: (keys[5],),
+                sqlite_rows._PIECE_ROWS: (keys[5],),
+                sqlite_rows._DELETE: (keys[5],),
+                sqlite_rows._DELETE_PAYLOAD: (keys[5],),
+            }
+        else:
+            ranges = {"starts": keys[:20], "stops": [b"s"] * 20, "limits": [3] * 20, "reverse": [False, True] * 10}
+            by_keys = ("_GET", "_PAYLOADS", "_SIZES", "_DELETE", "_DELETE_PAYLOADS")
+            ours = {getattr(postgresql_rows, name): {"keys": keys[:20]} for name in by_keys}
+            ours[postgresql_rows._RANGES] = ranges
+        for statement, parameters in ours.items():
+            plan = explained(backend, statement, parameters)
+            print(statement, plan, sep="\n")
+            assert "SCAN prefixstore" not in plan
+            assert "Seq Scan" not in plan
+            assert "index" in plan.lower()
+            assert backend.is_local or statement is not postgresql_rows._RANGES or "Sort" not in plan
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_connection_that_drops_in_mid_write_leaves_nothing_and_is_replaced(new_database):
+    url = new_database()
+    with opened(url) as backend, opened(url) as other:
+        (first,) = put(backend, row(1))
+        new = row(2, 3 * MIB)
+
+        def write(*, then_ask):
+            with backend.update() as draft:
+                draft.put(*new)
+                end_others(other)
+                if then_ask:
+                    draft.get([first])
+
+        for then_ask in (True, False):  # it fails in the middle, or at the commit
+            with pytest.raises(UnavailableError):
+                write(then_ask=then_ask)
+            assert keys_of(backend) == keys_of(other) == {first}
+        assert put(backend, new) == [new[0]]
+        assert keys_of(other) == {first, new[0]}
+
+
+def test_a_connection_that_drops_between_the_statements_of_a_commit_leaves_nothing(new_database):
+    url = new_database()
+    with opened(url) as backend, opened(url) as other:
+        put(backend, row(1))
+        before = contents(backend)
+        with statements(backend) as sent:
+            put(backend, row(1, 2 * MIB), row(2))
+        for k in range(len(sent)):
+            put(backend, row(1))
+            delete(backend, [row(2)[0]])
+            left = [k]
+            run = postgresql_rows.PostgreSQLTurn._run
+
+            def end_before(turn, *arguments, left=left, run=run):
+                left[0] -= 1
+                if left[0] == -1:
+                    end_others(other)
+                run(turn, *arguments)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(postgresql_rows.PostgreSQLTurn, "_run", end_before)
+                try:
+                    put(backend, row(1, 2 * MIB), row(2))
+                except UnavailableError:
+                    assert contents(backend) == before
+            require_intact(backend)
+
+
+@pytest.mark.slow
+def test_idle_connections_that_the_server_closed_are_replaced_silently(new_database):
+    url = new_database()
+    with opened(url) as backend, opened(url) as other:
+        keys = put(backend, *(row(i) for i in range(3)))
+        for use in (
+            lambda view: view.used,
+            lambda view: view.get(keys),
+            lambda view: view.ranges([Range(b"r", b"s")])[0],
+            lambda view: held(view, keys),
+        ):
+            end_others(other)
+            with backend.view() as view:
+                assert use(view)
+        for work in (lambda: put(backend, row(9)), backend.sync, backend.reclaim):
+            end_others(other)
+            work()
+        assert len(keys_of(backend)) == 4
+
+
+@pytest.mark.slow
+def test_a_server_that_was_restarted_is_found_again(request):
+    if os.environ.get("PREFIXSTORE_TEST_POSTGRES"):
+        pytest.skip("the server is not ours to stop")
+    server = request.getfixturevalue("postgres_server")
+    with opened(request.getfixturevalue("new_database")()) as backend:
+        keys = put(backend, row(1))
+        backend.sync()
+        server.stop()
+        for use in (backend.view, backend.update):
+            with pytest.raises(UnavailableError), use() as view:
+                assert view.used
+        server.start()
+        assert keys_of(backend) == set(keys)
+        put(backend, row(2))
+        assert len(keys_of(backend)) == 2
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_server(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(postgresql, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def answer():
+        while not (yield "polled"):
+            pass
+        return "heard"
+
+    def poll(waiting, seconds, *, ready=False):
+        now[0] += seconds
+        return waiting.send(ready)
+
+    waiting = postgresql._heard(answer(), 5.0)
+    next(waiting)
+    # the process was stopped, or the machine had no core for it
+    assert poll(waiting, 60.0) == "polled"
+    with pytest.raises(StopIteration, match="heard"):
+        poll(waiting, 0.1, ready=True)
+    waiting = postgresql._heard(answer(), 5.05)
+    next(waiting)
+    for _ in range(50):
+        assert poll(waiting, 0.1) == "polled"
+    with pytest.raises(psycopg.OperationalError, match="has not answered for 5 s"):
+        poll(waiting, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["sqlite", "postgresql"])
+def test_writers_give_up_when_the_lock_is_held_for_too_long(where, request, tmp_path, monkeypatch):
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(postgresql, "LOCK_SECONDS", 1)
+    url = f"sqlite:///{tmp_path}/kv.db" if where == "sqlite" else request.getfixturevalue("new_database")()
+    with opened(url) as one, opened(url) as two:
+        failures = []
+
+        def write():
+            try:
+                put(two, row(2))
+            except UnavailableError as error:
+                failures.append(error)
+
+        with one.update() as draft:
+            draft.put(*row(1))
+            thread = threading.Thread(target=write)
+            thread.start()
+            thread.join()
+        assert len(failures) == 1
+        assert "lock" in str(failures[0])
+        put(two, row(3))
+        assert len(keys_of(one)) == 2
+
+
+def test_a_full_disk_is_an_error_that_leaves_no_trace(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        keys = put(backend, row(1, MIB))
+        with backend.connection() as connection:
+            connection.exec_driver_sql("PRAGMA max_page_count=200").all()
+        with pytest.raises(FullError):
+            put(backend, row(2, 4 * MIB))
+        assert keys_of(backend) == set(keys)
+
+
+# -- what is used ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_used_is_at_least_what_postgresql_reports(new_database):
+    sizes = "SELECT sum(pg_total_relation_size(oid)) FROM pg_class WHERE relkind = 'r' AND relname LIKE 'prefixstore%'"
+    chance = np.random.default_rng(5)
+    for n, n_key, n_value, n_payload in (
+        (2000, 33, 60, None), (2000, 400, 33, None), (2000, 10, 1100, None), (1000, 33, 1100, 10), (5000, 511, 0, 0),
+        (500, 33, 3000, 2500), (300, 33, 8200, None), (300, 33, 1100, 70_000), (6, 33, 1100, 3 * MIB),
+        (300, 511, 20_000, None),
+    ):  # fmt: skip
+        with opened(new_database()) as backend:
+            put(
+                backend,
+                *(
+                    (chance.bytes(n_key), chance.bytes(n_value), None if n_payload is None else chance.bytes(n_payload))
+                    for _ in range(n)
+                ),
+            )
+            with backend.view() as view, backend.connection() as connection:
+                taken = connection.execute(text(sizes)).scalar()
+                print(n, n_key, n_value, n_payload, "rows:", taken, "of", view.used)
+                assert taken <= view.used
+
+
+def test_used_is_the_size_of_the_sqlite_file(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        rows = [row(i, MIB) for i in range(20)]
+        keys = put(backend, *rows)
+        backend.sync()
+        with backend.view() as view:
+            assert 0 <= view.used - (tmp_path / "kv.db").stat().st_size < 100_000
+        with backend.update() as draft:
+            for key in keys[2:]:
+                draft.delete(key)
+            assert draft.used < 3 * MIB
+        # what was freed is used again: the file does not grow
+        before = (tmp_path / "kv.db").stat().st_size
+        for _ in range(3):
+            put(backend, *rows[2:])
+            backend.sync()
+            delete(backend, keys[2:])
+        backend.sync()
+        assert (tmp_path / "kv.db").stat().st_size <= before + MIB
+
+
+# -- erasing -----------------------------------------------------------------------------------------------------------
+
+
+def test_after_erasing_nothing_of_a_deleted_row_is_in_the_files(tmp_path):
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        kept = put(backend, row(1, MIB))
+        secrets = [b"the secret of a tenant" * 2000, b"a prompt " * 10, b"a key of a tenant"]
+        put(backend, (secrets[2], secrets[1], secrets[0]))
+        backend.sync()
+
+        def files():
+            return b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+        assert all(secret[:20] in files() for secret in secrets)
+        delete(backend, secrets[2:])
+        backend.compact(erase=True)
+        assert not any(secret[:20] in files() for secret in secrets)
+        assert keys_of(backend) == set(kept)
+        with closing(sqlite3.connect(tmp_path / "kv.db")) as connection:
+            assert connection.execute("PRAGMA application_id").fetchone() == (APPLICATION_ID,)
+            assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_compacting_waits_for_another_writer_also_on_a_connection_that_has_read(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(sqlite, "wait_for_locks", lambda _, seconds: waited.append(seconds))
+    with opened(f"sqlite:///{tmp_path}/kv.db") as backend:
+        assert keys_of(backend) == set()
+        waited.clear()
+        backend.compact(erase=True)
+    # for writers; then for readers, for which those would wait
+    assert waited == [sqlite.BUSY_SECONDS, sqlite.READ_SECONDS]
+
+
+def test_a_file_that_is_gone_is_compacted_as_a_new_one(tmp_path):
+    path = tmp_path / "kv.db"
+    with opened(f"sqlite:///{path}") as backend:
+        path.unlink()
+        assert backend.compact() == 0
+        assert path.exists()
+    with pytest.raises(UnavailableError, match="closed"):
+        backend.compact()

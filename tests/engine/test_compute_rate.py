@@ -1,0 +1,50 @@
+"""When a restore is worth it."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefixstore.engine.compute_rate import MAX_SLOWDOWN, RETRY_EVERY, SMALLEST_BATCH, ComputeRate
+
+
+def test_a_restore_is_done_until_both_rates_are_known():
+    rate = ComputeRate()
+    assert rate.is_worth(1, 1000)
+    rate.restored(1, 100.0)
+    assert rate.is_worth(1, 1000)
+    other = ComputeRate()
+    other.computed(SMALLEST_BATCH, 1e-9)
+    assert other.is_worth(1, 1000)
+
+
+def test_a_restore_that_is_slower_is_skipped_and_retried_ever_more_seldom():
+    rate = ComputeRate()
+    rate.computed(100, 1.0)  # 10 ms a token
+    rate.restored(2, 2.0)  # 1 s a page
+    assert rate.is_worth(100, 1)
+    assert rate.is_worth(85, 1)  # a little slower is not worth a change
+    assert MAX_SLOWDOWN * 0.85 > 1 > MAX_SLOWDOWN * 0.8
+    answers = [rate.is_worth(80, 1) for _ in range(3 * RETRY_EVERY)]
+    # it stays slower, so it is tried ever more seldom
+    assert answers == [*[False] * (RETRY_EVERY - 1), True, *[False] * (2 * RETRY_EVERY - 1), True]
+
+
+def test_small_batches_do_not_change_the_rate():
+    rate = ComputeRate()
+    rate.computed(SMALLEST_BATCH - 1, 5.0)
+    assert rate.token_seconds is None
+    assert rate.compute_us(10) == 0
+    rate.computed(SMALLEST_BATCH, SMALLEST_BATCH * 0.001)
+    assert rate.compute_us(10) == 10_000
+
+
+def test_the_rates_follow_a_change_of_the_machine():
+    rate = ComputeRate()
+    for _ in range(30):
+        rate.computed(100, 1.0)
+        rate.restored(1, 0.5)
+    assert not rate.is_worth(10, 1)
+    for _ in range(30):
+        rate.restored(4, 0.2)
+    assert rate.page_seconds == pytest.approx(0.05, rel=0.01)
+    assert rate.is_worth(10, 1)

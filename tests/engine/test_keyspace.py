@@ -1,0 +1,323 @@
+"""The rows of a location: the index of children against plain lists, whatever is in it; totals and generations."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, bisect_right
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from prefixstore.backends.contract import LONGEST_KEY, Range, Row
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import keyspace
+from prefixstore.engine.keyspace import CHILD, DEEPEST, Child, Totals, child_path, first_node, record_row
+from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens
+from prefixstore.format.record import place_of
+from tests.support.pages import NAMESPACE, make_page
+
+OTHER = bytes(reversed(NAMESPACE))
+FAMILIES = [(NAMESPACE, PAGE), (NAMESPACE, SNAPSHOT), (OTHER, PAGE)]
+# tokens that many begin with: none, some less than a step, whole steps, and some more
+BEGINNINGS = [[], [1], [1] * 99, [1] * 100, [1] * 101, [1] * 200, [1] * 250, [1] * 300, [2] * 100 + [1] * 200]
+
+
+def record_of(tokens, parent=NAMESPACE, form=PAGE):
+    return replace(make_page(b"", list(tokens), parent=parent)[1], form=form)
+
+
+def path_of(record):
+    return child_path(record.parent, record.form, record.tokens)
+
+
+def add(draft, *records):
+    for record in records:
+        draft.put(record_row(record.key), record.pack())
+        keyspace.add_child(draft, record.key, path_of(record))
+
+
+def remove(draft, *records):
+    for record in records:
+        assert keyspace.remove_child(draft, record.key, path_of(record))
+        draft.delete(record_row(record.key))
+
+
+def is_child(view, record):
+    """Whether a page is found among its siblings."""
+    return keyspace.leads_to(record.key, view.get(path_of(record)))
+
+
+def tokens_of(view, key):
+    # also those of a first page without tokens, which is none
+    return place_of(view.get([record_row(key)])[0])[2]
+
+
+def children(view, parent=NAMESPACE, form=PAGE, at_most=None):
+    """The tokens of the children of a page."""
+    [found] = keyspace.children_of(view, [first_node(parent, form)], at_most)
+    return [tokens_of(view, key) for key in found]
+
+
+def around(view, parent, form, tokens):
+    """The tokens of the last child that is not above some tokens, and of the first that is."""
+    path = child_path(parent, form, tokens)
+    found = keyspace.nearest(view, path, view.ranges(keyspace.around(path)))
+    known = sorted({tokens_of(view, key) for key in found if key is not None})
+    at = bisect_right(known, tokens)
+    return known[max(at - 1, 0) : at + 1]
+
+
+def expected_around(stored, tokens):
+    at = bisect_right(stored, tokens)
+    return stored[max(at - 1, 0) : at + 1]
+
+
+def rows_of_index(view):
+    return view.ranges([keyspace.everything(CHILD)])[0]
+
+
+def some_tokens(chance):
+    end = [chance.choice([-1, 0, 1, 2, 256]) for _ in range(chance.choice([0, 0, 1, 2, 100, 150]))]
+    return as_tokens(chance.choice(BEGINNINGS) + end).tobytes()
+
+
+class Family:
+    """What is stored, in lists."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+        self.stored = {family: [] for family in FAMILIES}
+
+    def change(self, draft):
+        parent, form = family = self.chance.choice(FAMILIES)
+        stored = self.stored[family]
+        if stored and self.chance.random() < 0.4:
+            tokens = stored.pop(self.chance.randrange(len(stored)))
+            remove(draft, record_of(as_ints(tokens), parent, form))
+            return
+        tokens = self.chance.choice(stored) if stored and self.chance.random() < 0.1 else some_tokens(self.chance)
+        add(draft, record_of(as_ints(tokens), parent, form))
+        if tokens not in stored:
+            stored.insert(bisect_left(stored, tokens), tokens)
+
+    def require(self, view):
+        for (parent, form), stored in self.stored.items():
+            for at_most in (None, 1, 3):
+                assert children(view, parent, form, at_most) == stored[:at_most]
+            for tokens in [some_tokens(self.chance) for _ in range(10)] + stored[:3]:
+                assert around(view, parent, form, tokens) == expected_around(stored, tokens)
+            for tokens in stored:
+                record = record_of(as_ints(tokens), parent, form)
+                assert is_child(view, record)
+            absent = record_of([5, 5], parent, form)
+            assert not is_child(view, absent)
+
+
+def as_ints(tokens):
+    return memoryview(tokens).cast("i").tolist()
+
+
+@pytest.fixture
+def backend():
+    with closing(MemoryBackend()) as opened:
+        yield opened
+
+
+# -- children ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_children_are_those_of_plain_lists_after_any_changes(backend, seed):
+    family = Family(seed)
+    for _ in range(40):
+        with backend.update() as draft:
+            for _ in range(family.chance.choice([1, 2, 8])):
+                family.change(draft)
+                # now and then what was changed is in the view already
+                assert family.chance.random() < 0.7 or draft.used >= 0
+            family.require(draft)
+        with backend.view() as view:
+            family.require(view)
+            assert max(len(row.key) for row in [*rows_of_index(view), Row(b"", b"")]) <= LONGEST_KEY
+    with backend.update() as draft:
+        for (parent, form), stored in family.stored.items():
+            family.chance.shuffle(stored)
+            remove(draft, *(record_of(as_ints(tokens), parent, form) for tokens in stored))
+        assert rows_of_index(draft) == []
+
+
+@pytest.mark.parametrize("n_shared", [99, 100, 101, 200, 250])
+def test_two_children_with_the_same_beginning_are_both_there_and_each_may_go_first(backend, n_shared):
+    records = [record_of([7] * n_shared + [end]) for end in (1, 2)]
+    for first, second in (records, records[::-1]):
+        with backend.update() as draft:
+            add(draft, first)
+            add(draft, second)
+            assert children(draft) == [record.tokens for record in records]
+            remove(draft, first)
+            assert children(draft) == [second.tokens]
+            # alone it needs one row, and what was above it goes with it
+            remove(draft, second)
+            assert rows_of_index(draft) == []
+
+
+def test_pages_that_end_where_a_step_ends_are_between_those_before_and_after_them(backend):
+    """Each of them goes on where the one before ends."""
+    records = [record_of([3] * n) for n in (0, 99, 100, 101, 200, 300, 301, 400)]
+    chance = random.Random(1)
+    for _ in range(20):
+        chance.shuffle(records)
+        with backend.update() as draft:
+            add(draft, *records)
+            stored = sorted(record.tokens for record in records)
+            for left in range(len(records), 0, -1):
+                for tokens in stored + [as_tokens([3] * n + [4]).tobytes() for n in (0, 99, 100, 150, 200, 400)]:
+                    assert around(draft, NAMESPACE, PAGE, tokens) == expected_around(stored, tokens)
+                assert children(draft) == stored
+                remove(draft, records[left - 1])
+                stored.remove(records[left - 1].tokens)
+            assert rows_of_index(draft) == []
+
+
+def test_a_page_without_tokens_is_the_first_of_its_siblings(backend):
+    empty, other = record_of([], form=SNAPSHOT), record_of([0], form=SNAPSHOT)
+    with backend.update() as draft:
+        add(draft, other, empty)
+        assert children(draft, form=SNAPSHOT) == [b"", other.tokens]
+        assert children(draft, form=PAGE) == []
+        assert around(draft, NAMESPACE, SNAPSHOT, b"") == [b"", other.tokens]
+        remove(draft, empty)
+        assert around(draft, NAMESPACE, SNAPSHOT, b"") == [other.tokens]
+
+
+@pytest.mark.parametrize("n_shared", [0, 100, 250])
+def test_among_thousands_of_siblings_a_few_rows_lead_to_the_nearest(backend, n_shared):
+    chance = random.Random(n_shared)
+    records = [record_of([9] * n_shared + [number, number]) for number in chance.sample(range(100_000), 4000)]
+    with backend.update() as draft:
+        add(draft, *records)
+    stored = sorted(record.tokens for record in records)
+    with backend.view() as view:
+        read = []
+        ranges = view.ranges
+        view.ranges = lambda wanted: read.append(found := ranges(wanted)) or found
+        for _ in range(50):
+            tokens = as_tokens([9] * n_shared + [chance.randrange(100_000)]).tobytes()
+            assert around(view, NAMESPACE, PAGE, tokens) == expected_around(stored, tokens)
+            assert sum(len(rows) for answer in read for rows in answer) <= 12
+            assert len(read) <= 4
+            read.clear()
+        assert children(view, at_most=5) == stored[:5]
+        assert children(view) == stored
+
+
+def test_a_walk_finds_all_rows_of_a_kind_from_any_on(backend, monkeypatch):
+    monkeypatch.setattr(keyspace, "AT_ONCE", 7)
+    keys = [bytes([number]) for number in range(50)]
+    with backend.update() as draft:
+        for kind in (b"q", b"r", b"s"):
+            for key in keys:
+                draft.put(kind + key, kind)
+    with backend.view() as view:
+        for after, expected in ((b"", keys), (keys[20], keys[21:]), (keys[-1], [])):
+            parts = list(keyspace.walk(view, keyspace.RECORD, after))
+            assert [row for part in parts for row in part] == [(b"r" + key, b"r") for key in expected]
+            assert all(0 < len(part) <= 7 for part in parts)
+
+
+# -- stale and damaged rows -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_tokens", [1, 100, 250])
+@pytest.mark.parametrize("value", [b"", b"\0", b"\0short", b"\2" + bytes(32), b"\0" + bytes(32) + b"long", bytes(65)])
+def test_a_damaged_row_is_none_and_is_replaced_by_the_next_page(backend, value, n_tokens):
+    assert Child.unpack(value) is None
+    gone, new, other = record_of([5] * n_tokens), record_of([5] * n_tokens + [1]), record_of([6])
+    with backend.update() as draft:
+        add(draft, gone, other)
+        damaged = path_of(gone)[0]
+        draft.put(damaged, value)
+        assert children(draft) == [other.tokens]
+        for tokens in (b"", gone.tokens, new.tokens, other.tokens):
+            # it may hide the one beyond it
+            assert around(draft, NAMESPACE, PAGE, tokens) in ([], [other.tokens])
+        assert not is_child(draft, gone)
+        assert not keyspace.remove_child(draft, gone.key, path_of(gone))
+        keyspace.mend_child(draft, damaged)
+        assert draft.get([damaged]) == [value]
+        add(draft, new, gone)
+        assert children(draft) == [gone.tokens, new.tokens, other.tokens]
+
+
+@pytest.mark.parametrize("n_tokens", [1, 100, 250])
+def test_a_row_that_names_a_page_that_is_gone_or_elsewhere_is_taken_over(backend, n_tokens):
+    new = record_of([5] * n_tokens)
+    elsewhere = record_of([5] * n_tokens, parent=OTHER)
+    for stale in (bytes(32), elsewhere.key):
+        with backend.update() as draft:
+            add(draft, elsewhere)
+            draft.put(path_of(new)[0], Child(stale).pack())
+            assert not is_child(draft, new)
+            assert not keyspace.remove_child(draft, new.key, path_of(new))
+            add(draft, new)
+            assert children(draft) == [new.tokens]
+            assert children(draft, OTHER) == [elsewhere.tokens]
+            remove(draft, new, elsewhere)
+            assert rows_of_index(draft) == []
+
+
+def test_a_row_that_says_more_than_there_is_ends_a_search_and_goes_with_its_last_page(backend):
+    one, last = record_of([5] * 150), record_of([6])
+    with backend.update() as draft:
+        add(draft, last)
+        draft.put(path_of(one)[0], Child(None, has_more=True).pack())
+        assert children(draft) == [last.tokens]
+        assert around(draft, NAMESPACE, PAGE, one.tokens) in ([], [last.tokens])
+        add(draft, one)
+        assert children(draft) == [one.tokens, last.tokens]
+        remove(draft, one)
+        assert [row.key for row in rows_of_index(draft)] == path_of(last)
+
+
+def test_nodes_without_end_are_given_up(backend):
+    """As in a location that somebody has forged."""
+    path = child_path(NAMESPACE, PAGE, bytes(400 * (DEEPEST + 50)))
+    with backend.update() as draft:
+        for row in path:
+            draft.put(row, Child(None, has_more=True).pack())
+        assert keyspace.children_of(draft, [first_node(NAMESPACE, PAGE)]) == [[]]
+        found = keyspace.nearest(draft, path[:1], draft.ranges(keyspace.around(path[:1])))
+        assert found == (None, None, None)
+
+
+# -- totals and generations -------------------------------------------------------------------------------------------
+
+
+def test_totals_are_read_as_they_were_written_and_damaged_ones_are_none():
+    totals = Totals().changed(3, (1 << 40, 1 << 50)).changed(1, (1, 2), sign=-1)
+    assert totals == (2, (1 << 40) - 1, (1 << 50) - 2)
+    stored = totals.pack()
+    assert Totals.unpack(stored) == totals
+    for damaged in (None, b"", stored[:-1], stored + b"x", bytes(len(stored)), bytes([stored[0] ^ 1]) + stored[1:]):
+        assert Totals.unpack(damaged) is None
+
+
+def test_sizes_that_are_not_known_stay_so_while_pages_are_counted():
+    totals = Totals(5, 10, 20).changed(1, None, sign=-1).changed(2, (1, 1))
+    assert (totals.entries, totals.has_sizes) == (6, False)
+    assert Totals.unpack(totals.pack()) == totals
+
+
+def test_rows_of_changes_are_in_the_order_of_generations(backend):
+    generations = [1, 2, 255, 256, 1 << 32, 1 << 62]
+    with backend.update() as draft:
+        for number in generations:
+            draft.put(keyspace.change_row(number), b"")
+        [rows] = draft.ranges([keyspace.everything(keyspace.CHANGE)])
+        assert [keyspace.generation_of(row.key) for row in rows] == generations
+        [rows] = draft.ranges([keyspace.changes_between(2, 256)])
+        assert [keyspace.generation_of(row.key) for row in rows] == [255, 256]
+        for forged in (b"g short", keyspace.change_row((1 << 62) + 1)):
+            assert keyspace.generation_of(forged) == 0
+        assert draft.ranges([Range(*keyspace.everything(keyspace.NOTE)[:2])]) == [[]]

@@ -1,0 +1,395 @@
+"""Pages in rows: what every location promises of them, what is counted, and what damaged rows lead to."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from prefixstore.backends.lmdb.backend import LMDBBackend
+from prefixstore.backends.memory import MemoryBackend
+from prefixstore.engine import keyspace, pages
+from prefixstore.engine.budget import Budget
+from prefixstore.engine.invariants import violations
+from prefixstore.engine.keyspace import CHANGE, CHILD, RECORD, TOTALS, Child, Totals, change_row, record_row, usage_row
+from prefixstore.engine.keyspace import everything as everything_of
+from prefixstore.engine.pages import Pages, open_pages
+from prefixstore.errors import CorruptError
+from prefixstore.format.keys import PAGE
+from prefixstore.format.record import Usage
+from prefixstore.maintenance.archive import Archive
+from prefixstore.testing import FaultyBackend, SlowBackend
+from tests.support.page_contract import PagesContract, PersistentPagesContract
+from tests.support.pages import NAMESPACE, make_page
+from tests.support.places import LOCKING, MIB, fill, opened, place, space
+
+
+class TestMemory(PagesContract):
+    def open_backend(self, tmp_path):
+        return Pages(MemoryBackend())
+
+
+class TestLMDB(PersistentPagesContract):
+    def open_backend(self, tmp_path):
+        return Pages(LMDBBackend(tmp_path / "kv", 64 * MIB))
+
+
+class TestSQLite(PersistentPagesContract):
+    def open_backend(self, tmp_path):
+        return open_pages(f"sqlite:///{tmp_path}/kv.db", max_bytes=64 * MIB)
+
+
+class TestValkey(PersistentPagesContract):
+    @pytest.fixture(autouse=True)
+    def locations(self, new_valkey):
+        self.new, self.urls = new_valkey, {}
+
+    def open_backend(self, tmp_path):
+        if tmp_path not in self.urls:
+            self.urls[tmp_path] = self.new()
+        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
+
+
+@pytest.mark.slow
+class TestPostgreSQL(PersistentPagesContract):
+    @pytest.fixture(autouse=True)
+    def databases(self, new_database):
+        self.new, self.urls = new_database, {}
+
+    def open_backend(self, tmp_path):
+        if tmp_path not in self.urls:
+            self.urls[tmp_path] = self.new()
+        return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
+
+
+@pytest.mark.slow
+class TestWrapped(PagesContract):
+    """A wrapper keeps the contract of what it wraps."""
+
+    def open_backend(self, tmp_path):
+        return SlowBackend(FaultyBackend(Pages(MemoryBackend()), "sync", at=10**6), 0.0)
+
+
+# -- generations -------------------------------------------------------------------------------------------------------
+
+
+def test_changes_that_are_too_old_are_forgotten_and_never_half_of_a_transaction(monkeypatch):
+    monkeypatch.setattr(pages, "CHANGES_KEPT", 3)
+    with closing(Pages(MemoryBackend())) as backend:
+        written = []
+        for i in range(6):
+            with backend.update() as transaction:
+                changed = []
+                for number in (10 * i, 10 * i + 1):
+                    key, record = make_page(b"x", [number])
+                    transaction.put(key, record, Usage(1), b"x")
+                    changed.append(key)
+                written.append(changed)
+        with backend.view() as view:
+            known = [view.changes(view.generation - 6 + since) for since in range(7)]
+        expected = [[key for keys in written[since:] for key in keys] for since in range(7)]
+        assert known == [None, None, None, *expected[3:]]
+
+
+# -- from one location to another -------------------------------------------------------------------------------------
+
+
+def page(number, size, parent=NAMESPACE, start=0):
+    payload = np.random.default_rng(number).bytes(size)
+    return *make_page(payload, [number, number], parent=parent, start=start), payload
+
+
+def everything(backend):
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key))) for key, record, usage in view.scan()}, dict(
+            view.namespaces()
+        )
+
+
+def test_a_page_exported_from_one_backend_into_another_is_equal(tmp_path, new_database):
+    """Out of each into the next one, and at last into the first kind again."""
+    locations = [
+        "memory:",
+        str(tmp_path / "lmdb"),
+        f"sqlite:///{tmp_path}/a.db",
+        new_database(),
+        f"sqlite:///{tmp_path}/b.db",
+        str(tmp_path / "again"),
+    ]
+    put = [page(number, 1_300_000) for number in range(3)]
+    put += [page(3, 1_300_000, put[-1][0], 2), page(9, 0), page(10, 17)]
+    with closing(open_pages(locations[0], max_bytes=64 * MIB)) as backend:
+        with backend.update() as transaction:
+            transaction.put_namespace(NAMESPACE, b'{"label":"x"}')
+            for i, (key, record, payload) in enumerate(put):
+                usage = Usage(2**62 + i, 2**32 - 1 - i, pinned=i % 2 == 0, priority=(-1) ** i * 2**14, expires=i)
+                transaction.put(key, record, usage, payload)
+        expected = everything(backend)
+        source = backend
+        for location in locations[1:]:
+            copy = open_pages(location, max_bytes=64 * MIB)
+            with source.view() as view, copy.update() as transaction:
+                for key, settings in view.namespaces().items():
+                    transaction.put_namespace(key, settings)
+                for key, record, usage in view.scan():
+                    transaction.put(key, record, usage, view.payload(key))
+            source.close()
+            source = copy
+            assert everything(copy) == expected, location
+            with copy.view() as view:
+                keys = [key for key, _, _ in put]
+                assert [(record, bytes(payload)) for record, payload in view.fetch(keys)] == [
+                    (record, payload) for _, record, payload in put
+                ]
+        source.close()
+
+
+# -- what is counted ---------------------------------------------------------------------------------------------------
+
+SEQUENCES = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(10)]
+SIZES = (20 * 1000, 20 * 1000)
+
+
+def sizes_of(backend):
+    with backend.view() as view:
+        return view.sizes
+
+
+def counted(backend):
+    """What was counted, as it is stored."""
+    with backend.rows.view() as view:
+        return view.get([TOTALS])[0]
+
+
+def write(backend, key, value):
+    """Replace a row past the pages, which keeps its payload; None deletes it."""
+    with backend.rows.update() as draft:
+        if value is None:
+            draft.delete(key)
+        else:
+            draft.put(key, value)
+
+
+@pytest.mark.parametrize("scheme", ["memory", *LOCKING])
+def test_sizes_are_counted(scheme, tmp_path, request, monkeypatch):
+    url = "memory:" if scheme == "memory" else place(scheme, tmp_path, request)
+    with closing(open_pages(url, max_bytes=64 * MIB)) as backend:
+        assert sizes_of(backend) == (0, 0)
+        keys = fill(backend, space(), SEQUENCES)
+        monkeypatch.setattr(pages._PageView, "summed", lambda view: pytest.fail("the sizes were added up"))
+        assert sizes_of(backend) == SIZES
+        with backend.update() as transaction:
+            transaction.delete(keys[0][1])
+        assert sizes_of(backend) == (19_000, 19_000)
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "another", "flipped"])
+def test_without_a_sound_count_sizes_are_added_up_until_the_next_change_counts_them(tmp_path, damage):
+    with opened(f"lmdb://{tmp_path}/kv") as backend:
+        fill(backend, space(), SEQUENCES)
+        right = counted(backend)
+        flipped = bytes([right[0], right[1] ^ 1, *right[2:]])
+        wrong = {"missing": None, "short": b"x", "another": bytes(len(right)), "flipped": flipped}
+        write(backend, TOTALS, wrong[damage])
+        assert sizes_of(backend) == SIZES
+        # sizes do not change with this, but they are written down
+        key = fill(backend, space("other"), [[1]])[0][0]
+        with backend.update() as transaction:
+            transaction.delete(key)
+        assert counted(backend) == right
+
+
+def test_reindex_counts_what_others_write_meanwhile(tmp_path, monkeypatch):
+    with opened(f"lmdb://{tmp_path}/kv") as backend, opened(backend.location) as other:
+        fill(backend, space(), SEQUENCES)
+        summed, n_written = pages._PageView.summed, []
+
+        def slowly(view):
+            found = summed(view)
+            if not isinstance(view, pages._PageTransaction):
+                # another process commits before the sums are written down
+                n_written.append(1)
+                fill(other, space("more"), [[len(n_written), 1, 2, 3]])
+            return found
+
+        monkeypatch.setattr(pages._PageView, "summed", slowly)
+        backend.reindex()
+        monkeypatch.undo()
+        assert len(n_written) == pages.SUMS
+        expected = 20_000 + 1000 * len(n_written)
+        assert Totals.unpack(counted(backend)) == (20 + pages.SUMS, expected, expected)
+        with Archive(backend.location) as archive:
+            assert archive.check() == []
+
+
+def test_deleting_or_replacing_a_damaged_record_leaves_the_right_sizes(tmp_path):
+    with opened(f"lmdb://{tmp_path}/kv") as backend:
+        paths = fill(backend, space(), SEQUENCES)
+        for key, offset in ((paths[0][1], 17), (paths[1][1], 60), (paths[2][1], -1)):
+            with backend.rows.view() as view:
+                stored = bytearray(view.get([record_row(key)])[0])
+            stored[offset] ^= 0x7F
+            write(backend, record_row(key), bytes(stored))
+        with backend.update() as transaction:
+            transaction.delete(paths[0][1])
+            transaction.delete(paths[1][1])
+        with Archive(backend.location) as archive:
+            assert archive.repair()[1].pages == 1
+            assert archive.check() == []
+        assert sizes_of(backend) == (17_000, 17_000)
+
+
+@pytest.mark.parametrize("wrong", [Totals(20, 1, 2), Totals(19, 20_000, 20_000), Totals()])
+def test_a_wrong_count_is_found_and_mended(tmp_path, wrong):
+    with opened(f"lmdb://{tmp_path}/kv") as backend:
+        fill(backend, space(), SEQUENCES)
+        write(backend, TOTALS, wrong.pack())
+        with Archive(backend.location) as archive:
+            found = archive.check()
+            assert [violation.rule for violation in found] == ["index"]
+            assert "20000" in found[0].message
+            archive.repair()
+            assert archive.check() == []
+        assert sizes_of(backend) == SIZES
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def test_records_that_are_damaged_are_found_and_can_be_deleted():
+    with closing(Pages(MemoryBackend())) as backend:
+        damaged, *others = (path[0] for path in fill(backend, space(), SEQUENCES[:3]))
+        with backend.rows.view() as view:
+            stored = view.get([record_row(damaged)])[0]
+        for value in (b"", b"abc", stored[:60], stored[:-1], stored[:80] + b"x" + stored[81:]):
+            write(backend, record_row(damaged), value)
+            with backend.view() as view:
+                with pytest.raises(CorruptError):
+                    view.record(damaged)
+                with pytest.raises(CorruptError):
+                    list(view.fetch([damaged]))
+                assert len(view.facts(b"", 9)) == 6
+                assert damaged not in [one.key for one in view.neighbors(space().key, b"")]
+        with backend.update() as transaction:
+            assert transaction.delete(damaged)
+        backend.reindex()
+        with backend.view() as view:
+            assert {key for key, _, _ in view.scan()} >= set(others)
+            assert list(view.flaws()) == []
+
+
+def test_a_repair_leaves_a_page_in_its_place_where_a_damaged_record_says_that_it_belongs():
+    with closing(Pages(MemoryBackend())) as backend:
+        (good, *_), (damaged, *_) = fill(backend, space(), SEQUENCES[:2])
+        with backend.rows.view() as view:
+            write(backend, record_row(damaged), view.get([record_row(good)])[0])
+        backend.reindex()
+        with backend.update() as transaction:
+            assert transaction.delete(damaged)
+        with backend.view() as view:
+            assert [one.key for one in view.children([space().key], PAGE)] == [good]
+            assert view.followed([space().key]) == {space().key}
+
+
+def test_a_damaged_usage_is_found():
+    with closing(Pages(MemoryBackend())) as backend:
+        key = fill(backend, space(), SEQUENCES[:1])[0][1]
+        write(backend, usage_row(key), b"x")
+        with backend.view() as view:
+            found = {one: record for one, record, _ in view.stored()}
+            assert isinstance(found[key], CorruptError)
+            assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
+
+
+LONG = [[0] * 400, [0] * 300 + [1] * 100, [0] * 300 + [2] * 50, [0] * 300]
+
+
+def long_pages(backend):
+    """Siblings that share 300 tokens."""
+    with backend.update() as transaction:
+        transaction.put_namespace(space().key, space().canonical)
+        for tokens in LONG:
+            key, record = make_page(b"x", tokens, parent=space().key, namespace=space().key)
+            transaction.put(key, record, Usage(1), b"x")
+
+
+def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all_depths():
+    with closing(Pages(MemoryBackend())) as backend:
+        long_pages(backend)
+        with backend.rows.view() as view:
+            (child_rows,) = view.ranges([everything_of(CHILD)])
+            (records,) = view.ranges([everything_of(RECORD)])
+        for row in records:
+            write(backend, row.key, None)
+        for row in child_rows:
+            if Child.unpack(row.value).page is not None:
+                write(backend, row.key, None)
+        with backend.view() as view:
+            assert view.followed([space().key])
+            assert {rule for rule, _, _ in view.flaws()} == {"index"}
+        backend.reindex()
+        with backend.view() as view:
+            assert not view.followed([space().key])
+            assert list(view.flaws()) == []
+
+
+def test_a_page_whose_record_does_not_say_where_it_belongs_leaves_nothing_when_it_is_deleted():
+    with closing(Pages(MemoryBackend())) as backend:
+        long_pages(backend)
+        with backend.view() as view:
+            keys = [key for key, _, _ in view.scan()]
+        for key in keys:
+            write(backend, record_row(key), b"x")
+        with backend.update() as transaction:
+            for key in keys:
+                assert transaction.delete(key)
+        with backend.rows.view() as view:
+            assert view.ranges([everything_of(CHILD)]) == [[]]
+
+
+FORGED_CHANGES = {
+    "short": (CHANGE + b"\xff", bytes(32)),
+    "long": (change_row(1 << 60) + b"x", bytes(32)),
+    "beyond all numbers": (CHANGE + b"\xff" * 8, bytes(32)),
+    "half a key": (change_row(1 << 60), bytes(33)),
+}
+
+
+@pytest.mark.parametrize("what", FORGED_CHANGES)
+def test_forged_rows_of_changes_are_found_and_keep_nobody_from_writing(what):
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), SEQUENCES[:2])
+        write(backend, *FORGED_CHANGES[what])
+        with backend.view() as view:
+            before = view.generation
+            assert [rule for rule, _, _ in view.flaws()] == ["index"]
+        fill(backend, space(), SEQUENCES[2:3])
+        with backend.view() as view:
+            assert view.generation == before + 1
+            assert len(view.changes(before)) == 2
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert view.changes(before) is None
+
+
+def test_what_a_check_finds_while_others_write_is_no_fault(monkeypatch):
+    """Every row that is read has been replaced since the one before was."""
+    with closing(Pages(MemoryBackend())) as backend:
+        there = fill(backend, space(), SEQUENCES)
+        real, n_turns = keyspace.walk, itertools.count()
+
+        def walk(view, *arguments):
+            for rows in real(view, *arguments):
+                # what was read is no longer true
+                with backend.update() as transaction:
+                    for key in [key for path in there for key in path]:
+                        transaction.delete(key)
+                there[:] = fill(backend, space(), [SEQUENCES[next(n_turns) % 10]])
+                yield rows
+
+        with backend.view() as view:
+            monkeypatch.setattr(keyspace, "walk", walk)
+            assert violations(view, Budget(64 * MIB)) == []

@@ -1,0 +1,391 @@
+"""The store under test. Nothing else in this package knows the engine: when that is replaced, this is rewritten."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from prefixstore import FullError, PrefixStore, StorageError, UnavailableError, opening
+from prefixstore.engine import commit
+from prefixstore.engine.pending import PendingPage
+from prefixstore.format.codec import decode
+from prefixstore.format.export import ExportReader
+from prefixstore.format.keys import PAGE, SNAPSHOT, as_tokens, page_key
+from prefixstore.format.namespace import Namespace
+from prefixstore.maintenance.archive import Archive
+from prefixstore.maintenance.transfer import export_store, import_store
+from tests.model.reference import Facts, P, Page, Space, Used, pages_of
+from tests.support.valkey import forget_lock
+
+__all__ = ["CLOCK", "Clock", "Store", "contents_of_export", "driven_time", "is_soft"]
+
+# what asks the location, or changes it
+OPERATIONS = {
+    *(
+        "view",
+        "update",
+        "commit",
+        "committed",
+        "sync",
+        "generation",
+        "changes",
+        "record",
+        "records",
+        "usage",
+        "leading",
+    ),
+    *("neighbors", "beside", "children", "followed", "facts", "fetch", "payload", "put", "delete", "touch", "note"),
+    *("put_note", "put_namespace", "namespace", "namespaces", "drop_namespace"),
+}
+
+
+class Clock:
+    """The time, which goes on only by what the machine says, and a little with each look."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000 * 10**9
+
+    def __call__(self) -> int:
+        self.now += 1000
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@contextmanager
+def driven_time() -> Iterator[None]:
+    """The time of day is that of `CLOCK`, and nothing pauses."""
+    with patch("time.time_ns", CLOCK), patch.object(commit, "PAUSE", 0.0):
+        yield
+
+
+class _Seam:
+    """A backend, view or transaction, with something that happens before each operation."""
+
+    def __init__(self, inner: Any, before: Callable[[str], None]) -> None:
+        self.inner = inner
+        self.before = before
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPERATIONS:
+            self.before(name)
+        return getattr(self.inner, name)
+
+    @contextmanager
+    def view(self) -> Iterator[Any]:
+        self.before("view")
+        with self.inner.view() as view:
+            yield _Seam(view, self.before)
+
+    @contextmanager
+    def update(self) -> Iterator[Any]:
+        self.before("update")
+        with self.inner.update() as transaction:
+            yield _Seam(transaction, self.before)
+            self.before("commit")
+        # the location has committed, and its answer is lost
+        self.before("committed")
+
+
+class _Fault:
+    """What is wrong with a location: ``"down"``, ``"full"``, ``"hangs"`` (for writers) or ``"dies"`` (the process)."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.left = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def before(self, operation: str) -> None:
+        if operation == "update":
+            self.gate.wait()
+        if self.kind is None or (self.kind == "full" and operation != "put"):
+            return
+        self.left -= 1
+        if self.left >= 0:
+            return
+        if self.kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.kind == "full":
+            raise FullError("full on purpose")
+        raise UnavailableError(f"{operation} fails on purpose")
+
+
+class Store:
+    """A `PrefixStore` without a Llama, and what a Llama, a user and an operator do with it.
+
+    Parameters
+    ----------
+    locations
+        One URL, or two.
+    options
+        Of `PrefixStore`.
+    journal
+        A directory and a file: what is written below the one is recorded in the other; see `process.Disks`.
+    """
+
+    def __init__(
+        self, locations: Sequence[str], options: dict[str, Any], journal: tuple[str, str] | None = None
+    ) -> None:
+        self._locations, self._options, self._journal = list(locations), options, journal
+        self._is_hanging = False
+        if journal is not None:
+            start = ctypes.CDLL(None).power_start
+            start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long]
+            start(os.fsencode(journal[0]), os.fsencode(journal[1]), 0)
+        self._open()
+
+    def _open(self) -> None:
+        self._faults: list[_Fault] = []
+        self._backends: list[Any] = []
+        real = opening.open_pages
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self._faults.append(_Fault())
+            self._backends.append(_Seam(real(*arguments, **options), self._faults[-1].before))
+            return self._backends[-1]
+
+        with patch.object(opening, "open_pages", wrapped):
+            self._store = PrefixStore(self._locations, page_tokens=P, min_tokens=0, max_delay=None, **self._options)
+        self._engine = self._store.engine
+
+    def close(self) -> None:
+        self.heal()
+        self._store.close()
+
+    def reopen(self) -> None:
+        self.close()
+        self._open()
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def _match(self, space: Space, tokens: tuple[int, ...]) -> Any:
+        wanted = as_tokens(tokens)
+        if space.has_snapshots:
+            return self._engine.match_snapshot(_namespace(space).key, wanted, P, len(wanted))
+        return self._engine.match(_namespace(space).key, wanted, P)
+
+    def match(self, space: Space, tokens: tuple[int, ...]) -> int | None:
+        """How many tokens are stored; None if the location fails."""
+        return self._or_none(lambda: self._match(space, tokens).n_tokens)
+
+    def restore(self, space: Space, tokens: tuple[int, ...]) -> tuple[int, list[tuple[Page, bytes]]] | None:
+        """How many tokens are stored, and the states that come back; None if the location fails."""
+
+        def work() -> tuple[int, list[tuple[Page, bytes]]]:
+            path = self._match(space, tokens)
+            before: tuple[int, ...] = ()
+            pages = []
+            for page in path.pages:
+                before += _tokens(page.tokens)
+                pages.append(Page(_space(page.namespace), before, page.form == SNAPSHOT))
+            # pages of recurrent memory have no state
+            first = max(len(pages) - 1, 0) if space.has_snapshots else 0
+            with self._engine.fetching(path.pages[first:], streamed=True) as states:
+                found = [bytes(state) for state in states]
+                del found[states.verified() :]
+            if len(found) == len(pages) - first:
+                self._engine.touch(_namespace(space).key, path.pages, len(tokens))
+            return path.n_tokens, list(zip(pages[first:], found, strict=False))
+
+        return self._or_none(work)
+
+    def capture(self, *jobs: tuple[Space, tuple[int, ...]]) -> list[Page]:
+        """Capture sequences; the pages that were taken. They are written unless the location hangs."""
+        taken: list[Page] = []
+        for space, tokens in jobs:
+            with suppress(StorageError) if self.is_faulty else nullcontext():
+                self._match(space, tokens)
+            # all pages of a sequence are written together
+            with self._engine._queue._lock:
+                taken += [page for page in pages_of(space, tokens) if self._submit(page)]
+            self.settle()
+        return taken
+
+    def _submit(self, page: Page) -> bool:
+        namespace, state = _namespace(page.space), page.state
+        parent = _key(page.parent) if page.parent is not None else namespace.key
+        piece = as_tokens(page.tokens[page.start :]).tobytes()
+        form = SNAPSHOT if page.is_snapshot else PAGE
+        buffer = self._engine.acquire(len(state))
+        if buffer is None:
+            return False
+        buffer.view[:] = state
+        new = PendingPage.of(namespace.key, namespace.canonical, parent, page.start, piece, buffer, 0, form)
+        return self._engine.submit(new)
+
+    # -- users and operators ------------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Whether the store says that everything is durable."""
+        done = self._or_none(self._store.flush, True) is not None
+        if done and self._journal is not None:
+            ctypes.CDLL(None).power_mark(b"flushed")
+        return done
+
+    def pin(self, space: Space, tokens: tuple[int, ...], *, pinned: bool) -> int | None:
+        """How many tokens are pinned now, or no longer; None if the location fails."""
+        wanted = as_tokens(tokens)
+        return self._or_none(lambda: self._engine.pin(_namespace(space).key, wanted, P, pinned=pinned))
+
+    def evict(self, n_bytes: int) -> bool:
+        """Evict in the nearest location; whether it holds no more than that now."""
+        return bool(self._or_none(lambda: self._store.evict(n_bytes).is_enough))
+
+    def clear(self, space: Space | None) -> bool:
+        work = lambda: self._engine.clear(_namespace(space).key if space is not None else None)  # noqa: E731
+        return self._or_none(work) is not None
+
+    def purge(self, **choice: Any) -> None:
+        for location in self._locations:
+            with Archive(location, max_bytes=self._options["max_bytes"]) as archive:
+                archive.purge(**choice)
+
+    def export(self) -> bytes:
+        """All pages of the last location."""
+        file = io.BytesIO()
+        with Archive(self._locations[-1], max_bytes=self._options["max_bytes"]) as archive:
+            export_store(archive, file)
+        return file.getvalue()
+
+    def import_(self, exported: bytes) -> None:
+        with Archive(self._locations[-1], max_bytes=self._options["max_bytes"]) as archive:
+            import_store(ExportReader(io.BytesIO(exported), "export"), archive)
+
+    # -- accidents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_faulty(self) -> bool:
+        return any(fault.kind is not None for fault in self._faults)
+
+    def fail(self, kind: str, after: int, where: int) -> None:
+        """From now on, after so many operations, one of the locations fails."""
+        fault = self._faults[where % len(self._faults)]
+        fault.kind, fault.left = kind, after
+        if kind == "hangs":
+            fault.kind, self._is_hanging = None, True
+            fault.gate.clear()
+
+    def heal(self) -> None:
+        for fault in self._faults:
+            fault.kind = None
+            fault.gate.set()
+        self._is_hanging = False
+        self.settle()
+
+    def wait_for_the_dead(self) -> None:
+        """Return when nothing is under way of a process that was killed; a server would wait for it some seconds."""
+        for location, backend in zip(self._locations, self._backends, strict=True):
+            if location.startswith(("valkey", "unix")):
+                forget_lock(location)
+            # transactions take turns
+            with backend.inner.update():
+                pass
+
+    def damage(self, page: Page) -> None:
+        """Change a bit of the stored bytes of a page."""
+        for backend in self._backends:
+            with backend.inner.update() as transaction:
+                record, usage, payload = (
+                    getattr(transaction, name)(_key(page)) for name in ("record", "usage", "payload")
+                )
+                if record is not None and record.stored_bytes:
+                    changed = bytearray(payload)
+                    changed[len(changed) // 2] ^= 1
+                    transaction.put(_key(page), record, usage, bytes(changed))
+
+    def settle(self) -> None:
+        """Have everything written that can be: captured pages, uses, and what is found to be damaged is deleted."""
+        if not self._is_hanging:
+            self._or_none(self._engine.drain)
+        elif len(self._locations) > 1:
+            self._or_none(self._engine.far.drain)
+
+    def _or_none(self, work: Callable[[], Any], value: Any = None) -> Any:
+        """What `work` returns, or this value; None if the location fails, which is the only time that it may raise."""
+        try:
+            found = work()
+        except StorageError:
+            if not self.is_faulty:
+                raise
+            return None
+        return found if value is None else value
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def look(self) -> list[tuple[dict[Page, Facts], Used]]:
+        """Everything in each location, read past the engine."""
+        return [_contents(backend.inner) for backend in self._backends]
+
+    def problems(self) -> list[str]:
+        """What is wrong with the locations, except what `look` shows; and with the store's own figures."""
+        found = [str(one) for one in self._store.check() if one.rule not in ("payload", "budget")]
+        (seen, _), stats = _contents(self._backends[0].inner), self._store.stats()
+        figures = (stats.entries, stats.bytes_stored, stats.bytes_raw)
+        counted = len(seen), sum(facts.n_bytes for facts in seen.values()), sum(len(page.state) for page in seen)
+        counted = counted[0], counted[1] - sum(4 * (len(page.tokens) - page.start) for page in seen), counted[2]
+        return found + ([f"figures {figures}, counted {counted}"] if figures != counted else [])
+
+
+def _namespace(space: Space) -> Namespace:
+    return Namespace({"model": space.model, "salt": space.tenant, "page_tokens": P})
+
+
+_SPACES = {
+    _namespace(space).key: space for space in (Space(m, t) for m in ("a", "b", "recurrent") for t in ("one", "two"))
+}
+
+
+def _space(namespace: bytes) -> Space:
+    return _SPACES[namespace]
+
+
+def _key(page: Page) -> bytes:
+    parent = _key(page.parent) if page.parent is not None else _namespace(page.space).key
+    piece = as_tokens(page.tokens[page.start :]).tobytes()
+    return page_key(parent, piece, SNAPSHOT if page.is_snapshot else PAGE)
+
+
+def _tokens(raw: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(raw, "<i4").tolist())
+
+
+def _contents(backend: Any) -> tuple[dict[Page, Facts], Used]:
+    found: dict[Page, Facts] = {}
+    with backend.view() as view:
+        pages: dict[bytes, Page] = {}
+        for key, record, usage in sorted(view.scan(), key=lambda one: (one[1].start, one[1].form)):
+            parent = pages.get(record.parent)
+            before = parent.tokens if parent is not None else ()
+            pages[key] = page = Page(_space(record.namespace), before + _tokens(record.tokens), record.form == SNAPSHOT)
+            # of a page whose parent is missing, the tokens are not known
+            assert _key(page) == key, "parents outlive their children"
+            try:
+                is_whole = bytes(decode(record, view.payload(key))) == page.state
+            except StorageError:
+                is_whole = False
+            size = record.stored_bytes + len(record.tokens)
+            found[page] = Facts(size, is_whole, usage.pinned, usage.priority, usage.expires)
+        return found, Used(view.used.bytes, view.used.entries)
+
+
+def contents_of_export(exported: bytes) -> dict[Page, Facts]:
+    """What another store holds after the import of a file."""
+    with Archive("memory:") as archive:
+        import_store(ExportReader(io.BytesIO(exported), "export"), archive)
+        return _contents(archive.backend)[0]
+
+
+def is_soft(location: str) -> bool:
+    """Whether writers of a location do not wait for each other, so that the budget may be exceeded for a moment."""
+    return location.startswith("s3")

@@ -1,0 +1,86 @@
+"""Every backend keeps what a store promises, whatever users and accidents do to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.attacks.power import shim
+from tests.model.machine import Place, run
+from tests.model.process import Disks, Processes
+from tests.support.models import TORTURE
+from tests.support.places import place
+
+# examples, and steps of each: in a run of all tests, and in one of the attacks
+FAST = {"memory": (16, 20), "lmdb": (6, 15), "sqlite": (3, 15)}
+# the others at length in make torture only, until each of them has been seen to pass on many machines
+LONG = (
+    {"memory": (150, 40)}
+    if TORTURE == 1
+    else {
+        "memory": (150, 40),
+        "lmdb": (60, 30),
+        "sqlite": (40, 30),
+        "postgresql": (15, 30),
+        "valkey": (25, 30),
+        "s3": (15, 30),
+        "lmdb, sqlite": (30, 30),
+        "lmdb, valkey": (15, 30),
+        "lmdb, s3": (10, 30),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with closing(Processes()) as started:
+        yield started
+
+
+@pytest.fixture
+def recorded(tmp_path) -> Iterator[Processes]:
+    """As `processes`, and what they write to files is recorded."""
+    with closing(Processes(shim(tmp_path))) as started:
+        yield started
+
+
+@pytest.fixture
+def place_of(request, tmp_path, processes) -> Callable[[str], Place]:
+    """The place for a scheme, or for two: a near one of each store, and a far one that all share."""
+    numbers = itertools.count()
+
+    def of(schemes: str) -> Place:
+        *near, far = schemes.split(", ")
+
+        def locations() -> Callable[[int], list[str]]:
+            number = next(numbers)
+            if far == "memory":
+                return lambda _: [f"memory://model-{number}"]
+            shared = place(far, tmp_path, request, f"far-{number}")
+            return lambda which: [*(place(each, tmp_path, request, f"near-{number}-{which}") for each in near), shared]
+
+        return Place(locations, is_shared=not near, process=None if far == "memory" else processes)
+
+    return of
+
+
+@pytest.mark.parametrize("scheme", FAST)
+def test_promises_are_kept(scheme, place_of):
+    run(place_of(scheme), *FAST[scheme])
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("schemes", LONG)
+def test_promises_are_kept_at_length(schemes, place_of):
+    examples, steps = LONG[schemes]
+    run(place_of(schemes), examples * TORTURE, steps)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("scheme", ["lmdb", "sqlite"])
+def test_what_was_flushed_survives_a_loss_of_power(scheme, tmp_path, recorded):
+    url = "lmdb://{root}/kv" if scheme == "lmdb" else "sqlite:///{root}/kv.db"
+    run(Place(lambda: lambda _: [url], process=recorded, disks=lambda: Disks(tmp_path)), 20 * TORTURE)

@@ -1,0 +1,168 @@
+"""What the doors report, and what a row of the matrix is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.models.architectures import Memory
+from tests.models.prompts import common
+
+__all__ = ["SCENARIOS", "SLACK", "Answer", "Outcome", "Row", "Settings", "limit"]
+
+SCENARIOS = ("same", "regenerate", "other", "third", "next", "edit")
+# what may be computed beyond what is new in a prompt: pages and boundaries need not end at the token
+SLACK = 64
+# what memory that cannot step back computes of a prompt that it knows
+REPEATED = 8
+# candidates so close to each other change places by rounding
+TIE = 0.05
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that both doors have.
+
+    Attributes
+    ----------
+    fa
+        Flash attention: ``on`` or ``off``.
+    kv
+        Type of K and V: ``f16`` or ``q8_0``.
+    swa_full
+        Whether a `Llama` keeps rows outside of the window. It does by default, and a server does not.
+    """
+
+    fa: str = "on"
+    kv: str = "f16"
+    swa_full: bool = True
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer.
+
+    Attributes
+    ----------
+    tokens
+        Of the prompt.
+    ids
+        Of the answer.
+    text
+        Of the answer.
+    gaps
+        How far apart the best two candidates were, for each token.
+    computed
+        How many tokens of the prompt were computed.
+    note
+        Why nothing was restored.
+    """
+
+    tokens: list[int]
+    ids: list[int]
+    text: str
+    gaps: list[float]
+    computed: int
+    note: str = ""
+
+    def compared(self, right: Answer) -> str:
+        """``same``, ``tie`` or ``differs``: beside the answer of a computation without a store."""
+        if self.ids == right.ids:
+            return "same"
+        at = common(self.ids, right.ids)
+        gaps = self.gaps[at : at + 1] + right.gaps[at : at + 1]
+        return "tie" if gaps and min(gaps) < TIE else "differs"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prompt after a restart.
+
+    Attributes
+    ----------
+    computed, ideal
+        Tokens that were computed, and that were new.
+    answer
+        ``same``, ``tie`` or ``differs``.
+    note
+        Why nothing was restored.
+    """
+
+    computed: int
+    ideal: int
+    answer: str = "same"
+    note: str = ""
+
+
+def limit(memory: Memory, scenario: str, ideal: int) -> int:
+    """How many tokens may be computed."""
+    if scenario in ("same", "regenerate"):
+        return 1 if memory.steps_back else REPEATED
+    return ideal + SLACK
+
+
+@dataclass
+class Row:
+    """A model through a door.
+
+    Attributes
+    ----------
+    name, memory
+        The model.
+    door
+        ``python``, ``server``, ``python to server`` or ``server to python``: who computed, and who restored.
+    settings
+        Of both.
+    n_tokens
+        Length of the first prompt.
+    outcomes
+        By scenario.
+    exact
+        Whether state and logits were those of a computation, bit for bit; None: not seen.
+    failed
+        What went wrong.
+    seconds
+        How long it took.
+    """
+
+    name: str
+    memory: Memory
+    door: str
+    settings: Settings = field(default_factory=Settings)
+    n_tokens: int = 0
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    exact: bool | None = None
+    failed: str = ""
+    seconds: float = 0.0
+
+    def is_reached(self, scenario: str) -> bool:
+        """Whether no more was computed than may be, and the answer was right."""
+        outcome = self.outcomes[scenario]
+        return outcome.computed <= limit(self.memory, scenario, outcome.ideal) and outcome.answer != "differs"
+
+    def misses(self) -> list[str]:
+        """What is not as it must be."""
+        if self.failed:
+            return [self.failed]
+        found = []
+        for scenario, outcome in self.outcomes.items():
+            most = limit(self.memory, scenario, outcome.ideal)
+            if outcome.computed > most:
+                because = f" ({outcome.note})" if outcome.note else ""
+                found.append(f"{scenario}: computed {outcome.computed}, at most {most}{because}")
+            if outcome.answer == "differs":
+                found.append(f"{scenario}: another answer")
+        if self.door == "python" and not self.exact:
+            wrong = "the restored state or its logits are not those that were computed"
+            found.append("a captured state was not restored" if self.exact is None else wrong)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "memory": self.memory.value, "misses": self.misses()}
+
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> Row:
+        fields = {name: found[name] for name in ("name", "door", "n_tokens", "exact", "failed", "seconds")}
+        outcomes = {scenario: Outcome(**outcome) for scenario, outcome in found["outcomes"].items()}
+        return cls(memory=Memory(found["memory"]), settings=Settings(**found["settings"]), outcomes=outcomes, **fields)

@@ -1,0 +1,246 @@
+"""Prompts of memory that cannot step back, which `prefixstore serve` has computed and stored in steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prefixstore.server import prefill
+from prefixstore.server.answers import Usage
+from prefixstore.server.prefill import MIN_MISSING, MOST_STOPS, most_stops
+from prefixstore.server.prompts import parse
+from prefixstore.server.rates import FEW_TOKENS, Rates
+from tests.support.llama_server import Running
+from tests.support.models import prompt as numbers
+from tests.support.served import TEXT, Serve
+from tests.support.timeouts import usual_limits
+
+Models = Callable[..., Path]
+Started = Callable[..., Running]
+ARCHS = ["gemma3", "mamba", "lfm2"]
+SHARED, QUESTION = numbers(1000), numbers(120, seed=1)
+OTHER = numbers(130, seed=2)
+
+
+def computed(answer: dict[str, Any]) -> int:
+    return int(answer["timings"]["prompt_n"])
+
+
+# -- how often it is worth it ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_of_a_new_server_so_a_stop_is_tried():
+    assert most_stops(Rates(), MIN_MISSING, 4000) == MOST_STOPS
+    assert most_stops(Rates(), MIN_MISSING - 1, 4000) == 0
+
+
+@pytest.mark.parametrize(("copy_seconds", "stops"), [(0.001, MOST_STOPS), (0.05, 2), (0.1, 1), (0.2, 0)])
+def test_stops_take_at_most_three_percent_of_computing_a_prompt(
+    copy_seconds: float, stops: int, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in usual_limits(prefill):
+        monkeypatch.setattr(prefill, name, value)
+    rates = Rates()
+    rates.computed(1000, 1.0)
+    rates.saved(4000, 1 << 20, copy_seconds)
+    assert most_stops(rates, 4000, 4000) == stops
+    # twice as many tokens take at most twice as long to copy, and half of them no longer than all
+    assert most_stops(rates, 2000, 2000) <= stops
+    assert most_stops(rates, 8000, 8000) == stops
+
+
+def test_a_batch_of_few_tokens_counts_and_a_state_that_does_not_grow_is_known_to_be_as_fast_to_copy():
+    rates = Rates()
+    rates.saved(1000, 1 << 20, 0.02)
+    assert rates.stopping(4000) == pytest.approx(0.08)
+    rates.saved(4000, 1 << 20, 0.02)
+    assert rates.stopping(4000) == pytest.approx(0.02)
+    rates.computed(FEW_TOKENS, 0.1)
+    assert rates.stopping(4000) > 0.2
+    assert rates.token_seconds == Rates().token_seconds
+
+
+def test_what_was_computed_ahead_of_a_request_was_not_cached():
+    assert Usage(1408, 1, 16).after(1408) == Usage(0, 1409, 16)
+    assert Usage(1408, 1, 16).after(174) == Usage(1234, 175, 16)
+    assert Usage(0, 1409, 16).after(1300) == Usage(0, 2709, 16), "the slot was emptied in between"
+
+
+@pytest.mark.parametrize(
+    ("told", "boundaries"),
+    [
+        (None, ()),
+        ({}, ()),
+        ({"boundaries": [5, 3]}, (5, 3)),
+        ({"boundaries": 5}, None),
+        ({"boundaries": [0]}, None),
+        ({"boundaries": [True]}, None),
+        ({"boundaries": [5.0]}, None),
+        ({"boundary": [5]}, None),
+        ([5], None),
+    ],
+)
+def test_a_request_may_say_where_others_will_part_from_it(told: object, boundaries: tuple[int, ...] | None):
+    ask = parse("/v1/chat/completions", json.dumps({"messages": [], "prefixstore": told}).encode())
+    assert (ask.boundaries, ask.reason) == (boundaries, None)
+
+
+# -- with a server -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_another_question_and_the_same_one_are_warm_after_a_restart(
+    arch: str, serve: Serve, models: Models, llama_server: Started
+):
+    alone = llama_server(models(arch))
+    served = serve(model=models(arch))
+    first = served.complete([*SHARED, *QUESTION], prefixstore={"boundaries": [len(SHARED)]})
+    assert first["content"] == alone.cold([*SHARED, *QUESTION])
+    assert served.counts(1120, "prefixstore_request_computed_tokens_total", endpoint="/completion")
+    assert served.metric("prefixstore_request_live_tokens_total") == 0
+    served.saved()
+    served.process.kill()
+    served.process.wait()
+    served = serve(model=models(arch))
+    assert served.status()["store"]["other_settings"] == []
+    other = served.complete([*SHARED, *OTHER])
+    assert (computed(other), other["content"]) == (len(OTHER), alone.cold([*SHARED, *OTHER]))
+    same = served.complete([*SHARED, *QUESTION], id_slot=1)
+    assert (computed(same), same["content"]) == (1, first["content"])
+    assert served.status()["failures"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["mamba", "lfm2"])
+def test_a_second_prompt_shows_what_a_third_will_share(arch: str, serve: Serve, models: Models, llama_server: Started):
+    alone = llama_server(models(arch))
+    served = serve("-np", "1", model=models(arch))
+    served.complete([*SHARED, *QUESTION])
+    served.saved()
+    # in the slot, or in the store's pages
+    assert served.complete([*SHARED, *OTHER])["content"] == alone.cold([*SHARED, *OTHER])
+    assert served.stop() == 0
+    served = serve("-np", "1", model=models(arch))
+    third = numbers(140, seed=3)
+    answer = served.complete([*SHARED, *third])
+    assert computed(answer) <= len(third) + 64
+    assert answer["content"] == alone.cold([*SHARED, *third])
+    assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_where_a_document_ends_is_seen_in_the_text(serve: Serve, models: Models, llama_server: Started):
+    alone = llama_server(models("lfm2"))
+    document, questions = TEXT[:3000] + "\n\n", (TEXT[8000:8400], TEXT[9000:9500])
+    served = serve(model=models("lfm2"))
+    served.complete(document + questions[0])
+    assert served.stop() == 0
+    served = serve(model=models("lfm2"))
+    answer = served.complete(document + questions[1])
+    assert answer["content"] == alone.cold(document + questions[1])
+    n_document = len(served.post("/tokenize", json={"content": document, "add_special": True}).json()["tokens"])
+    # the answer counts what was computed in steps as cached
+    n_restored = int(served.metric("prefixstore_request_restored_tokens_total"))
+    assert n_document - n_restored in range(-8, 65)
+
+
+@pytest.mark.slow
+def test_short_prompts_and_memory_that_can_be_cut_are_computed_at_once(serve: Serve, models: Models):
+    for model, tokens in ((models("lfm2"), numbers(MIN_MISSING - 1)), (models("llama"), SHARED)):
+        served = serve(model=model)
+        assert computed(served.complete(tokens)) == len(tokens)
+        assert served.stop() == 0
+
+
+@pytest.mark.slow
+def test_what_goes_past_the_store_is_computed_at_once(serve: Serve, models: Models):
+    served = serve(model=models("lfm2"))
+    for options in ({"cache_prompt": False}, {"steering": 1}):
+        assert computed(served.complete(SHARED, **options)) == len(SHARED)
+
+
+@pytest.mark.slow
+def test_a_client_sees_the_errors_of_the_server(serve: Serve, models: Models):
+    served = serve("-c", "2048", "-np", "1", model=models("lfm2"))
+    for body in ({"prompt": numbers(2100)}, {"prompt": SHARED, "grammar": "root ::= ("}):
+        answer = served.post("/completion", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["type"] in ("exceed_context_size_error", "invalid_request_error")
+    answer = served.post("/completion", json={"prompt": SHARED, "prefixstore": 1})
+    assert answer.status_code == 400
+    assert "prefixstore must be" in answer.json()["error"]["message"]
+    # what was computed before the second was refused is of use
+    assert computed(served.complete(SHARED)) == 1
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_away_meanwhile_stops_the_server(serve: Serve, models: Models, llama_server: Started):
+    tokens = numbers(16000)
+    served = serve("-c", "16384", "-np", "1", model=models("lfm2"))
+    with suppress(httpx.TimeoutException):
+        httpx.post(f"{served.url}/completion", json={"prompt": tokens, "n_predict": 1}, timeout=0.5, trust_env=False)
+        pytest.fail("the prompt was computed before its client went away")
+    served.until(lambda status: not any(slot["in_use"] for slot in status["slots"]))
+    answer = served.complete(SHARED)
+    assert answer["content"] == llama_server(models("lfm2")).cold(SHARED)
+    assert served.status()["failures"] == {}
+
+
+@pytest.mark.slow
+def test_prompts_side_by_side_are_each_computed_once(serve: Serve, models: Models, llama_server: Started):
+    served = serve(model=models("lfm2"))
+    prompts = [numbers(1200, seed) for seed in range(4)]
+    answers: list[dict[str, Any]] = [{}] * 4
+
+    def ask(i: int) -> None:
+        answers[i] = served.complete(prompts[i])
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone = llama_server(models("lfm2"))
+    assert [answer["content"] for answer in answers] == [alone.cold(prompt) for prompt in prompts]
+    assert served.counts(4 * 1200, "prefixstore_request_computed_tokens_total", endpoint="/completion")
+
+
+@pytest.mark.slow
+def test_a_stream_is_told_that_the_server_still_computes(serve: Serve, models: Models):
+    served = serve("-c", "16384", "-np", "1", "--sse-ping-interval", "1", "-b", "64", "-ub", "64", model=models("lfm2"))
+    body = {"prompt": numbers(16000), "n_predict": 4, "stream": True}
+    with served.http.stream("POST", served.url + "/completion", json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[0] == ":", "the head came before the answer"
+    assert lines[-1].startswith("data: ")
+    assert json.loads(lines[-1].removeprefix("data: "))["stop"] is True
+
+
+@pytest.mark.slow
+def test_what_is_computed_in_steps_for_a_tenant_is_found_by_that_tenant_alone(serve: Serve, models: Models):
+    options = ("--salt-from", "header:X-Tenant", "--admin-key", "admin")
+    served = serve("-np", "2", model=models("lfm2"), options=options)
+    served.headers = {"Authorization": "Bearer admin"}
+    told = {"boundaries": [len(SHARED)]}
+    first = served.complete([*SHARED, *QUESTION], prefixstore=told, headers={"X-Tenant": "alice"})
+    served.saved()
+    assert served.stop() == 0
+    served = serve("-np", "2", model=models("lfm2"), options=options)
+    served.headers = {"Authorization": "Bearer admin"}
+    served.complete([*SHARED, *OTHER], headers={"X-Tenant": "bob"})
+    assert served.metric("prefixstore_request_restored_tokens_total") == 0
+    served.complete([*SHARED, *OTHER], headers={"X-Tenant": "alice"})
+    assert served.metric("prefixstore_request_restored_tokens_total") == len(SHARED)
+    same = served.complete([*SHARED, *QUESTION], headers={"X-Tenant": "alice"})
+    assert (computed(same), same["content"]) == (1, first["content"])
+    assert served.stop() == 0

@@ -1,0 +1,699 @@
+"""What every location promises of pages, as test classes: what `prefixstore.backends.base` says.
+
+What does not depend on pages (commits, forks, threads, what a view sees) is tested once for every backend that keeps
+rows, in `prefixstore.testing.contract`; and for object storage, which keeps pages, in `tests.support.object_contract`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from heapq import nsmallest
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixstore.backends.base import FACTS, Backend, Entry, Transaction, Used, View, facts_of
+from prefixstore.errors import StorageError
+from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES, as_tokens
+from prefixstore.format.record import Buffer, Record, Usage
+from tests.support.pages import NAMESPACE, make_page
+
+__all__ = ["SETTINGS", "PagesContract", "PersistentPagesContract", "Rollback", "payload_of", "put", "stored"]
+
+SETTINGS = b'{"label":"contract"}'
+OTHER = bytes(reversed(NAMESPACE))
+MISSING = bytes(KEY_BYTES)
+
+
+class Rollback(Exception):  # noqa: N818 - not an error
+    """Raised on purpose inside a transaction."""
+
+
+def payload_of(seed: int, size: int) -> bytes:
+    """Bytes that occur nowhere else."""
+    return np.random.default_rng(seed).bytes(size)
+
+
+def put(transaction: Transaction, number: int, payload: bytes | None = None) -> bytes:
+    """Put the first page number `number`, and return its key."""
+    payload = payload_of(number, 100 + number % 50) if payload is None else payload
+    key, record = make_page(payload, [number, number + 1])
+    transaction.put_namespace(NAMESPACE, SETTINGS)
+    transaction.put(key, record, Usage(1), payload)
+    return key
+
+
+def stored(backend: Backend) -> dict[bytes, tuple[Record | StorageError, Usage, bytes]]:
+    """All that a location holds."""
+    with backend.view() as view:
+        return {key: (record, usage, bytes(view.payload(key) or b"")) for key, record, usage in view.scan()}
+
+
+def _sizes(view: View) -> tuple[int, int]:
+    """What `View.sizes` has to be."""
+    records = [record for _, record, _ in view.scan() if isinstance(record, Record)]
+    return sum(record.stored_bytes for record in records), sum(record.raw_bytes for record in records)
+
+
+def _repack(transaction: Transaction, chance: random.Random) -> None:
+    """Put one of 30 pages, whose state has its own size, in a form of some size, as packing or unpacking does."""
+    number = chance.randrange(30)
+    payload = payload_of(number, chance.randrange(100 * number + 1))
+    key, record = make_page(payload, [number])
+    record = replace(record, raw_bytes=100 * number, codec=int(len(payload) < 100 * number))
+    transaction.put(key, record, Usage(1), payload)
+
+
+class _Defaults(View):
+    """A view whose calls for many pages read all of them: what every backend's own have to agree with."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._pages = list(view.scan())
+
+    @property
+    def generation(self) -> int:
+        return self._view.generation
+
+    def changes(self, since: int) -> list[bytes] | None:
+        return self._view.changes(since)
+
+    def scan(self) -> Iterator[tuple[bytes, Record | StorageError, Usage]]:
+        return iter(self._pages)
+
+    def record(self, key: bytes) -> Record | None:
+        return self._view.record(key)
+
+    def usage(self, key: bytes) -> Usage | None:
+        return self._view.usage(key)
+
+    def payload(self, key: bytes) -> Buffer | None:
+        return self._view.payload(key)
+
+    def namespaces(self) -> Mapping[bytes, bytes]:
+        return self._view.namespaces()
+
+    def children(self, parents: Sequence[bytes], form: int, at_most: int | None = None) -> list[Entry]:
+        found: dict[bytes, list[Entry]] = {parent: [] for parent in parents}
+        for key, record, usage in self.scan():
+            if isinstance(record, Record) and record.form == form and record.parent in found:
+                found[record.parent].append(Entry(key, record, usage))
+        count = self.used.entries if at_most is None else at_most
+        return [each for siblings in found.values() for each in nsmallest(count, siblings, key=_tokens_of)]
+
+    def followed(self, keys: Sequence[bytes]) -> set[bytes]:
+        wanted, found = set(keys), set[bytes]()
+        for _, record, _ in self.scan():
+            if not isinstance(record, Record):
+                # it may follow any of them
+                return wanted
+            found |= {record.parent} & wanted
+        return found
+
+    def facts(self, after: bytes, at_most: int) -> npt.NDArray[np.void]:
+        entries = (Entry(*each) for each in self.scan())
+        first = nsmallest(at_most, (each for each in entries if each.key > after), key=lambda each: each.key)
+        return np.array([facts_of(each) for each in first], FACTS)
+
+    def fetch(self, keys: Sequence[bytes]) -> Iterator[tuple[Record, Buffer]]:
+        return self._view.fetch(keys)
+
+    def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
+        return self._view.stored()
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self._view.sizes
+
+    def namespace(self, key: bytes) -> bytes | None:
+        return self._view.namespace(key)
+
+    def note(self, name: bytes) -> bytes | None:
+        return self._view.note(name)
+
+    @property
+    def used(self) -> Used:
+        return self._view.used
+
+
+def _tokens_of(entry: Entry) -> bytes:
+    assert isinstance(entry.record, Record)
+    return entry.record.tokens
+
+
+class _Family:
+    """Random pages that share beginnings of every length with their siblings.
+
+    Parameters
+    ----------
+    seed
+        Of the random numbers.
+    longest
+        The most tokens of a page.
+    """
+
+    def __init__(self, seed: int, longest: int) -> None:
+        self.chance = random.Random(seed)
+        self.longest = longest
+        # what is stored, by key; namespaces are parents that end at position 0
+        self.stored: dict[bytes, Record] = {}
+        self.namespaces = [NAMESPACE, OTHER]
+        self.seen: list[bytes] = [b""]
+
+    def tokens(self) -> list[int]:
+        """Some tokens: others that were chosen before, up to a random place, and then new ones, or none."""
+        known = np.frombuffer(self.chance.choice(self.seen), "<i4").tolist()
+        shared = known[: self.chance.choice([0, 1, 3, 15, 16, 17, 64, 200, 300, len(known)])]
+        more = self.chance.choice([0, 1, 2, 16, 60, 300, 300])
+        tokens = (shared + [self.chance.randrange(-3, 3) for _ in range(more)])[: self.longest]
+        self.seen.append(as_tokens(tokens).tobytes())
+        return list(tokens)
+
+    def page(self) -> tuple[bytes, Record]:
+        """A page or a snapshot that may be stored: after a namespace, or after a page that is stored."""
+        pages = [key for key, record in self.stored.items() if record.form == PAGE]
+        parent = self.chance.choice([*self.namespaces, *self.namespaces, *pages[-3:], *pages[:3]])
+        tokens, form = self.tokens(), self.chance.choice([PAGE, PAGE, PAGE, SNAPSHOT])
+        before = self.stored.get(parent)
+        namespace = parent if before is None else before.namespace
+        start = 0 if before is None else before.start + len(before.tokens) // TOKEN_BYTES
+        if form == PAGE and not tokens:
+            tokens = [7]
+        _, record = make_page(payload_of(1, 10), tokens, parent=parent, start=start, namespace=namespace)
+        record = replace(record, form=form)
+        return record.key, record
+
+    def leaf(self) -> bytes | None:
+        """A page without children."""
+        parents = {record.parent for record in self.stored.values()}
+        leaves = sorted(key for key in self.stored if key not in parents)
+        return self.chance.choice(leaves) if leaves else None
+
+    def change(self, transaction: Transaction, n_times: int) -> None:
+        """Put and delete pages, in a transaction."""
+        for _ in range(n_times):
+            leaf = self.leaf() if self.chance.random() < 0.3 else None
+            if leaf is not None:
+                assert transaction.delete(leaf)
+                del self.stored[leaf]
+                continue
+            key, record = self.page()
+            if self.stored and self.chance.random() < 0.1:
+                key, record = self.chance.choice(sorted(self.stored.items()))  # once more
+            usage = Usage(self.chance.randrange(1, 9), 2, pinned=key[0] % 2 == 0, priority=-5, expires=key[1])
+            transaction.put_namespace(record.namespace, SETTINGS)
+            transaction.put(key, record, usage, payload_of(1, 10))
+            self.stored[key] = record
+
+    def require_agreement(self, view: View) -> None:
+        """Compare a view with what is stored, and with the defaults of `View`."""
+        assert list(view.flaws()) == []
+        defaults = _Defaults(view)
+        parents = [*self.namespaces, *self.stored, MISSING]
+        self.chance.shuffle(parents)
+        for form in (PAGE, SNAPSHOT):
+            for at_most in (None, 2):
+                assert view.children(parents, form, at_most) == defaults.children(parents, form, at_most)
+        assert len(view.children(parents, PAGE)) + len(view.children(parents, SNAPSHOT)) == len(self.stored)
+        wanted = self.chance.sample(self.seen, min(len(self.seen), 6))
+        for parent in (*self.namespaces, *parents[:3]):
+            for tokens in (*wanted, as_tokens(self.tokens()).tobytes(), b"", b"\xff" * 4 * self.longest):
+                assert view.neighbors(parent, tokens) == defaults.neighbors(parent, tokens)
+        after, n_facts = b"", 0
+        while len(facts := view.facts(after, 7)):
+            assert facts.dtype == FACTS
+            assert facts.tolist() == defaults.facts(after, 7).tolist()
+            after, n_facts = facts["key"][-1].tobytes(), n_facts + len(facts)
+        assert n_facts == len(self.stored)
+        for asked in (parents, [*parents, *parents[:3]], parents[:1], []):
+            assert view.followed(asked) == {record.parent for record in self.stored.values()} & set(asked)
+            assert view.followed(asked) == defaults.followed(asked)
+
+
+class PagesContract:
+    """What every location promises of pages. Subclass it and say how to open one."""
+
+    def open_backend(self, tmp_path: Path) -> Backend:
+        """A new, empty location with space for at least 64 MiB. Each test gets a directory of its own."""
+        raise NotImplementedError
+
+    @contextmanager
+    def opened(self, tmp_path: Path) -> Iterator[Backend]:
+        """A new location, closed at the end."""
+        with closing(self.open_backend(tmp_path)) as backend:
+            yield backend
+
+    # -- reading and writing ------------------------------------------------------------------------------------------
+
+    def test_an_empty_location_has_no_pages(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            for opened in (backend.view, backend.update):
+                with opened() as view:
+                    assert list(view.scan()) == list(view.stored()) == list(view.flaws()) == []
+                    assert (dict(view.namespaces()), view.used.entries, view.sizes) == ({}, 0, (0, 0))
+                    assert view.changes(view.generation) == []
+                    assert (view.record(MISSING), view.usage(MISSING), view.payload(MISSING)) == (None, None, None)
+                    assert view.neighbors(NAMESPACE, b"") == view.children([NAMESPACE], PAGE) == []
+                    assert view.children([], PAGE) == view.leading([MISSING]) == view.leading([]) == []
+                    assert view.followed([]) == view.followed([NAMESPACE, MISSING]) == set()
+                    assert len(view.facts(b"", 10)) == 0
+
+    def test_a_page_that_was_put_is_read_back_unchanged(self, tmp_path: Path) -> None:
+        payload = payload_of(0, 5000)
+        key, record = make_page(payload, [7, 8, 2**31 - 1, -(2**31)])
+        usage = Usage(2**63 - 1, 2**32 - 1, pinned=True, priority=-(2**15), expires=2**63 - 1)
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                transaction.put_namespace(NAMESPACE, SETTINGS)
+                transaction.put(key, record, usage, payload)
+            with backend.view() as view:
+                assert view.record(key) == record
+                assert view.usage(key) == usage
+                stored = view.payload(key)
+                assert stored is not None
+                assert bytes(stored) == payload
+                assert list(view.scan()) == [(key, record, usage)]
+                assert view.used.entries == 1
+
+    def test_snapshots_and_pages_without_bytes_are_read_back(self, tmp_path: Path) -> None:
+        """Where memory cannot step back, pages hold tokens only, and a snapshot may have no tokens of its own."""
+        with self.opened(tmp_path) as backend:
+            key, page = make_page(b"", [1, 2])
+            taken = replace(page, parent=key, start=2, tokens=b"", form=SNAPSHOT)
+            with backend.update() as transaction:
+                transaction.put_namespace(NAMESPACE, SETTINGS)
+                transaction.put(key, page, Usage(1), b"")
+                transaction.put(taken.key, taken, Usage(1), b"")
+            with backend.view() as view:
+                for one in (page, taken):
+                    assert view.record(one.key) == one
+                    stored = view.payload(one.key)
+                    assert stored is not None
+                    assert bytes(stored) == b""
+                assert {each: record for each, record, _ in view.scan()} == {key: page, taken.key: taken}
+
+    def test_a_walk_finds_all_pages_with_their_payloads(self, tmp_path: Path) -> None:
+        payloads = [payload_of(i, size) for i, size in enumerate([0, 1, 1 << 20, (1 << 20) + 1, 3_000_000, 10])]
+        pages = {key: (record, payloads[i]) for i in range(6) for key, record in [make_page(payloads[i], [i])]}
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                for key, (record, payload) in pages.items():
+                    transaction.put(key, record, Usage(1), payload)
+            with backend.view() as view:
+                found = {}
+                for key, read, payload_read in view.stored():
+                    assert payload_read is not None
+                    assert not isinstance(payload_read, StorageError)
+                    found[key] = read, bytes(payload_read)
+            assert found == pages
+
+    def test_a_second_put_replaces_the_first(self, tmp_path: Path) -> None:
+        small, large = payload_of(1, 10), payload_of(2, 20_000)
+        with self.opened(tmp_path) as backend:
+            for payload in (small, large, small):
+                key, record = make_page(payload, [1, 2])
+                with backend.update() as transaction:
+                    transaction.put(key, record, Usage(len(payload)), payload)
+                assert stored(backend) == {key: (record, Usage(len(payload)), payload)}
+                with backend.view() as view:
+                    assert view.used.entries == 1
+
+    def test_a_deleted_page_is_gone_with_its_usage_and_payload(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                gone, kept = put(transaction, 1), put(transaction, 2)
+            with backend.update() as transaction:
+                assert transaction.delete(gone) is True
+                assert transaction.delete(gone) is False
+                assert transaction.delete(MISSING) is False
+                transaction.touch(gone, Usage(9))
+                transaction.touch(MISSING, Usage(9))
+            assert stored(backend).keys() == {kept}
+            with backend.view() as view:
+                assert (view.record(gone), view.usage(gone), view.payload(gone)) == (None, None, None)
+                assert view.used.entries == 1
+
+    def test_touch_replaces_the_usage_and_nothing_else(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                key = put(transaction, 1)
+            record, _, payload = stored(backend)[key]
+            with backend.update() as transaction:
+                transaction.touch(key, Usage(5, 6, pinned=True, priority=7, expires=8))
+                assert transaction.usage(key) == Usage(5, 6, pinned=True, priority=7, expires=8)
+            assert stored(backend) == {key: (record, Usage(5, 6, pinned=True, priority=7, expires=8), payload)}
+
+    def test_an_announced_usage_is_a_change_of_the_page(self, tmp_path: Path) -> None:
+        """So other processes learn of pins; uses would be too many."""
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                key, other = put(transaction, 1), put(transaction, 2)
+            with backend.view() as view:
+                before = view.generation
+            with backend.update() as transaction:
+                transaction.touch(other, Usage(9))
+            with backend.view() as view:
+                assert view.generation == before
+            with backend.update() as transaction:
+                transaction.touch(key, Usage(9, pinned=True), announce=True)
+            with backend.view() as view:
+                assert view.generation == before + 1
+                assert view.changes(before) == [key]
+                assert view.usage(key) == Usage(9, pinned=True)
+                assert view.usage(other) == Usage(9)
+
+    def test_namespaces_are_remembered_with_their_settings_until_they_are_dropped(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                put(transaction, 1)
+                key, record = make_page(b"x", [1], parent=OTHER, namespace=OTHER)
+                transaction.put_namespace(OTHER, b"{}")
+                transaction.put(key, record, Usage(1), b"x")
+                assert transaction.namespace(OTHER) == b"{}"
+            with backend.view() as view:
+                assert dict(view.namespaces()) == {NAMESPACE: SETTINGS, OTHER: b"{}"}
+                assert [view.namespace(key) for key in (NAMESPACE, OTHER, MISSING)] == [SETTINGS, b"{}", None]
+            with backend.update() as transaction:
+                transaction.delete(key)
+                transaction.drop_namespace(MISSING)
+                transaction.drop_namespace(OTHER)
+            with backend.view() as view:
+                # a backend may keep settings that no page needs
+                assert dict(view.namespaces()) in ({NAMESPACE: SETTINGS}, {NAMESPACE: SETTINGS, OTHER: b"{}"})
+
+    def test_notes_are_kept_until_they_are_deleted_and_are_no_change_of_pages(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.view() as view:
+                generation = view.generation
+            with backend.update() as transaction:
+                transaction.put_note(b"name", b"value")
+                transaction.put_note(b"other", b"")
+            with backend.view() as view:
+                assert [view.note(name) for name in (b"name", b"other", b"unknown")] == [b"value", b"", None]
+            with backend.update() as transaction:
+                transaction.put_note(b"name", None)
+                transaction.put_note(b"unknown", None)
+                assert transaction.note(b"name") is None
+            with backend.view() as view:
+                assert (view.note(b"name"), view.note(b"other"), view.generation) == (None, b"", generation)
+
+    def test_calls_for_many_pages_agree_with_calls_for_one(self, tmp_path: Path) -> None:
+        payloads = [payload_of(i, 3000 * i) for i in range(5)]
+        pages: list[tuple[bytes, Record]] = []
+        for i, payload in enumerate(payloads):
+            parent = pages[-1][0] if pages else NAMESPACE
+            pages.append(make_page(payload, [i, i], parent=parent, start=2 * i))
+        keys = [key for key, _ in pages]
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                for (key, record), payload in zip(pages[:4], payloads, strict=False):
+                    transaction.put(key, record, Usage(record.start), payload)
+            for opened in (backend.view, backend.update):
+                with opened() as view:
+                    assert view.records([*keys, MISSING]) == {
+                        key: (record, Usage(record.start)) for key, record in pages[:4]
+                    }
+                    assert view.records([]) == {}
+                    wanted = [keys[2], keys[0], keys[4], keys[1]]
+                    fetched = [(record, bytes(payload)) for record, payload in view.fetch(wanted)]
+                    assert fetched == [(pages[2][1], payloads[2]), (pages[0][1], payloads[0])]
+                    assert list(view.fetch([])) == []
+
+    # -- lookups and eviction ------------------------------------------------------------------------------------------
+
+    def test_leading_pages_end_at_the_first_that_is_missing(self, tmp_path: Path) -> None:
+        pages: list[tuple[bytes, Record]] = []
+        for i in range(40):
+            pages.append(make_page(b"x", [i], parent=pages[-1][0] if pages else NAMESPACE, start=i))
+        keys = [key for key, _ in pages]
+        with self.opened(tmp_path) as backend:
+            for n_stored in (0, 1, 2, 23, 40):
+                with backend.update() as transaction:
+                    for key, record in pages[:n_stored]:
+                        transaction.put(key, record, Usage(record.start), b"x")
+                for opened in (backend.view, backend.update):
+                    with opened() as view:
+                        for n_wanted in (0, 1, 3, 22, 23, 24, 40):
+                            found = view.leading(keys[:n_wanted])
+                            expected = [(key, record, Usage(record.start)) for key, record in pages[:n_stored]]
+                            assert found == expected[:n_wanted]
+
+    def test_children_and_facts_of_random_trees_are_those_that_a_scan_finds(self, tmp_path: Path) -> None:
+        for seed, longest in ((1, 4), (2, 40), (3, 2048)):
+            family = _Family(seed, longest)
+            (tmp_path / str(seed)).mkdir()
+            with self.opened(tmp_path / str(seed)) as backend:
+                for step in range(9):
+                    with backend.update() as transaction:
+                        family.change(transaction, family.chance.choice([1, 2, 12]))
+                        if step % 4 == 1:
+                            family.require_agreement(transaction)
+                    before = dict(family.stored)
+                    with suppress(Rollback), backend.update() as transaction:
+                        family.change(transaction, 5)
+                        if step % 4 == 2:
+                            family.require_agreement(transaction)
+                        raise Rollback
+                    family.stored = before
+                    if step % 3 == 2:
+                        with backend.view() as view:
+                            family.require_agreement(view)
+                while family.stored:
+                    with backend.update() as transaction:
+                        for _ in range(min(20, len(family.stored))):
+                            leaf = family.leaf()
+                            assert leaf is not None
+                            assert transaction.delete(leaf)
+                            del family.stored[leaf]
+                    with backend.view() as view:
+                        family.require_agreement(view)
+
+    def test_pages_that_are_followed_are_found_among_thousands(self, tmp_path: Path) -> None:
+        """By pages, by snapshots, or by both; namespaces count as what first pages follow."""
+        pages = [make_page(b"", [number])[1] for number in range(3000)]
+        after = [make_page(b"", [1], parent=record.key, start=1)[1] for record in pages]
+        taken = [replace(record, tokens=b"", form=SNAPSHOT) for record in after]
+        other = OTHER
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                for record in (*pages[:1500], *after[:1500:3], *taken[:1500:5]):
+                    transaction.put(record.key, record, Usage(1), b"")
+            keys = [record.key for record in pages]
+            expected = {record.parent for record in (*after[:1500:3], *taken[:1500:5])}
+            for opened in (backend.view, backend.update):
+                with opened() as view:
+                    assert view.followed(keys) == expected
+                    assert view.followed([*keys, *keys, NAMESPACE, other, NAMESPACE]) == {*expected, NAMESPACE}
+                    assert view.followed(keys[1500:]) == set()
+                    # snapshots and pages at the end of their sequences
+                    assert view.followed([record.key for record in (*after, *taken)]) == set()
+                    found = {key for key in keys[:20] if view.followed([key])}
+                    assert found == expected & set(keys[:20])
+            with backend.update() as transaction:
+                # of the last one its page goes, and the snapshot stays
+                for record in after[:1500:3]:
+                    assert transaction.delete(record.key)
+                assert transaction.followed(keys) == {record.parent for record in taken[:1500:5]}
+
+    def test_neighbors_among_many_siblings_share_the_longest_prefix(self, tmp_path: Path) -> None:
+        """Siblings that differ from the start, or only after 200 tokens, of which some begin with all of another's."""
+        chance = random.Random(3)
+        with self.opened(tmp_path) as backend:
+            for beginning in ([], [5] * 200, [6] * 255):
+                parent, _ = make_page(b"", beginning or [1])
+                siblings = [[*beginning, number] for number in chance.sample(range(10_000), 300)]
+                siblings += [[*each, 7] for each in siblings[:100]]
+                with backend.update() as transaction:
+                    for tokens in siblings:
+                        key, record = make_page(b"", tokens, parent=parent, start=1)
+                        transaction.put(key, record, Usage(1), b"")
+                there = sorted(as_tokens(tokens).tobytes() for tokens in siblings)
+                with backend.view() as view:
+                    assert [_tokens_of(entry) for entry in view.children([parent], PAGE)] == there
+                    for _ in range(60):
+                        wanted = [*chance.choice(siblings)[: chance.choice([1, 100, 250, 300])], chance.randrange(99)]
+                        raw = as_tokens(wanted).tobytes()
+                        found = [_tokens_of(entry) for entry in view.neighbors(parent, raw)]
+                        below, above = [each for each in there if each <= raw], [each for each in there if each > raw]
+                        assert found == below[-1:] + above[:1]
+
+    def test_building_indexes_again_changes_no_page(self, tmp_path: Path) -> None:
+        family = _Family(9, 300)
+        with self.opened(tmp_path) as backend:
+            backend.reindex()
+            with backend.update() as transaction:
+                family.change(transaction, 60)
+            before = stored(backend)
+            with backend.view() as view:
+                generation = view.generation
+            backend.reindex()
+            assert stored(backend) == before
+            with backend.view() as view:
+                assert view.changes(generation) == ([] if view.generation == generation else None)
+                family.require_agreement(view)
+                assert view.sizes == _sizes(view)
+
+    # -- generations ---------------------------------------------------------------------------------------------------
+
+    def test_the_generation_counts_transactions_that_put_or_delete(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+
+            def step(work: Callable[[Transaction], object]) -> int:
+                with backend.view() as view:
+                    before = view.generation
+                with backend.update() as transaction:
+                    work(transaction)
+                with backend.view() as view:
+                    return view.generation - before
+
+            # those of an empty location may begin with any number
+            assert step(lambda transaction: put(transaction, 9)) > 0
+            key, _ = make_page(payload_of(1, 101), [1, 2])
+            assert step(lambda transaction: transaction.record(key)) == 0
+            assert step(lambda transaction: put(transaction, 1)) == 1
+            assert step(lambda transaction: transaction.touch(key, Usage(3))) == 0
+            assert step(lambda transaction: transaction.put_namespace(MISSING, b"{}")) == 0
+            assert step(lambda transaction: transaction.delete(MISSING)) == 0
+            assert step(lambda transaction: [put(transaction, i) for i in range(2, 5)]) == 1
+            assert step(lambda transaction: transaction.delete(key)) == 1
+
+    def test_changes_are_complete_or_none(self, tmp_path: Path) -> None:
+        done: list[tuple[int, set[bytes]]] = []
+        before: bytes | None = None
+        with self.opened(tmp_path) as backend:
+            for i in range(12):
+                with backend.update() as transaction:
+                    first = put(transaction, 10 * i)
+                    changed = {first, put(transaction, 10 * i + 1)}
+                    if before is not None:
+                        assert transaction.delete(before)
+                        changed.add(before)
+                before = first
+                with backend.view() as view:
+                    done.append((view.generation, changed))
+            with backend.view() as view:
+                assert view.changes(done[-1][0]) == []
+                assert view.changes(done[-1][0] + 1) is None
+                assert view.changes(2**40) is None
+                known = [view.changes(generation) for generation, _ in done]
+            for i, keys in enumerate(known):
+                if keys is not None:
+                    assert set(keys) == set().union(*(changed for _, changed in done[i + 1 :]))
+            # what is known about an older generation is known about a newer one
+            assert [keys is not None for keys in known] == sorted(keys is not None for keys in known)
+            assert known[-2] is not None, "nothing is known of the generation before the last"
+
+    def test_changes_come_oldest_first(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                first = put(transaction, 1)
+            with backend.view() as view:
+                since = view.generation
+            keys = []
+            for i in range(2, 6):
+                with backend.update() as transaction:
+                    keys.append(put(transaction, i))
+            with backend.update() as transaction:
+                transaction.delete(first)
+            with backend.view() as view:
+                assert view.changes(since) == [*keys, first]
+
+    # -- space ---------------------------------------------------------------------------------------------------------
+
+    def test_sizes_are_those_of_all_pages_whatever_was_done_to_them(self, tmp_path: Path) -> None:
+        """Pages are put, put again in another form, deleted, put after they were deleted, and rolled back."""
+        chance = random.Random(5)
+        with self.opened(tmp_path) as backend:
+            for step in range(25):
+                with suppress(Rollback), backend.update() as transaction:
+                    for _ in range(chance.choice([1, 3, 20])):
+                        _repack(transaction, chance)
+                        if chance.random() < 0.3:
+                            transaction.delete(make_page(b"", [chance.randrange(30)])[0])
+                    assert transaction.sizes == _sizes(transaction)
+                    if step % 4 == 3:
+                        raise Rollback
+                with backend.view() as view:
+                    assert view.sizes == _sizes(view)
+                    assert list(view.flaws()) == []
+            with backend.update() as transaction:
+                for key, _, _ in list(transaction.scan()):
+                    transaction.delete(key)
+                assert transaction.sizes == (0, 0)
+            with backend.view() as view:
+                assert view.sizes == (0, 0)
+            with backend.update() as transaction:
+                _repack(transaction, chance)
+            with backend.view() as view:
+                assert view.sizes == _sizes(view)
+
+    def test_used_grows_by_no_more_than_the_cost(self, tmp_path: Path) -> None:
+        chance = random.Random(5)
+        keys: list[bytes] = []
+        with self.opened(tmp_path) as backend:
+            for i in range(150):
+                with backend.view() as view:
+                    before = view.used
+                cost = 0
+                with backend.update() as transaction:
+                    transaction.put_namespace(NAMESPACE, SETTINGS)
+                    for _ in range(chance.choice([1, 1, 2, 5])):
+                        payload = bytes(chance.choice([0, 1, 100, 1500, 2000, 2100, 4081, 20_000]))
+                        parent = chance.randbytes(KEY_BYTES)
+                        key, record = make_page(payload, [i] * chance.choice([1, 16, 256, 1024]), parent=parent)
+                        cost += transaction.cost(record, len(payload))
+                        within = transaction.used
+                        transaction.put(key, record, Usage(1), payload)
+                        assert transaction.used.entries == within.entries + 1
+                        keys.append(key)
+                    if i % 3 == 0:
+                        transaction.delete(keys.pop(chance.randrange(len(keys))))
+                with backend.view() as view:
+                    assert view.used.bytes - before.bytes <= cost
+                    assert view.used.entries == len(keys)
+
+
+class PersistentPagesContract(PagesContract):
+    """The further promises of a location whose pages outlive `close`, and which others may have open."""
+
+    def reopen(self, tmp_path: Path) -> Backend:
+        """Open once more what `open_backend` has opened in this directory."""
+        return self.open_backend(tmp_path)
+
+    def test_committed_pages_are_there_after_reopening(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path) as backend:
+            with backend.update() as transaction:
+                keys = [put(transaction, i, payload_of(i, 10_000 * i)) for i in range(5)]
+                transaction.touch(keys[0], Usage(7, 8, pinned=True))
+            with backend.update() as transaction:
+                transaction.delete(keys[1])
+            before = stored(backend)
+            with backend.view() as view:
+                assert view.sizes == _sizes(view)
+                state = (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1))
+            backend.sync()
+        with closing(self.reopen(tmp_path)) as backend:
+            assert stored(backend) == before
+            with backend.view() as view:
+                assert (view.generation, view.used, view.sizes, dict(view.namespaces()), view.changes(1)) == state
+
+    def test_two_backends_on_one_location_see_what_the_other_commits(self, tmp_path: Path) -> None:
+        with closing(self.open_backend(tmp_path)) as one, closing(self.reopen(tmp_path)) as two:
+            with one.view() as view:
+                since = view.generation
+            with one.update() as transaction:
+                first = put(transaction, 1)
+            with two.update() as transaction:
+                assert transaction.record(first) is not None
+                second = put(transaction, 2)
+                transaction.delete(first)
+                two_sizes = transaction.sizes
+            with one.view() as view:
+                assert view.record(first) is None
+                assert view.record(second) is not None
+                assert view.changes(since) == [first, second, first]
+                assert view.sizes == _sizes(view) == two_sizes
