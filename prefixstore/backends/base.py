@@ -348,6 +348,9 @@ def facts_of(entry: Entry) -> tuple[object, ...]:
 class Transaction(View):
     """Exclusive and all or nothing."""
 
+    # of its first changes in an empty location: the generation before, which no other location has had
+    began = 0
+
     @abstractmethod
     def cost(self, record: Record, n_bytes: int) -> int:
         """The most that `used` can grow by, in bytes, if this record is put with a payload of `n_bytes`."""

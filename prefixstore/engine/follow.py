@@ -213,12 +213,12 @@ class Follower:
                 self._end_journal(error)
                 raise
             else:
-                self._end_journal(None)
+                self._end_journal(None, transaction.began)
 
-    def _end_journal(self, error: BaseException | None) -> None:
+    def _end_journal(self, error: BaseException | None, began: int = -1) -> None:
         journal = self._contents.journal
         try:
-            self._enter_outcome(error)
+            self._enter_outcome(error, began)
         finally:
             if journal is not None:
                 journal.ended.set()
@@ -229,7 +229,7 @@ class Follower:
         if journal is not None:
             journal.ended.wait(LONGEST_END)
 
-    def _enter_outcome(self, error: BaseException | None) -> None:
+    def _enter_outcome(self, error: BaseException | None, began: int) -> None:
         with self._lock, self._guard:
             journal, self._contents.journal = self._contents.journal, None
             self._epoch += 1
@@ -238,6 +238,8 @@ class Follower:
                 self._trusted = False
             if journal is not None and error is None:
                 journal.commit()
+                # what it has put into an empty location is not taken for that of another one that was empty, too
+                self._generation = max(self._generation, began)
                 self._counters.count("frees", len(journal.deleted))
             elif journal is not None:
                 trusted, self._trusted = self._trusted, False

@@ -508,7 +508,8 @@ class _PageTransaction(_PageView, Transaction):
             if generation == 1:
                 # an empty location begins with the time: one before it, which has been lost, had no later ones
                 generation += time.time_ns() // 1000
-                self._rows.put(change_row(generation - 1), FIRST)
+                self.began = generation - 1
+                self._rows.put(change_row(self.began), FIRST)
             # a row that no page can have may have been deleted
             changed = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
             self._rows.put(change_row(generation), b"".join(changed))

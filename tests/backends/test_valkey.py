@@ -569,6 +569,21 @@ def test_a_server_that_restarts_empty_is_used_again():
         assert store.engine.check() == []
 
 
+def test_a_server_that_restarts_empty_does_not_have_what_was_first_put_there():
+    """What one process has put into an empty location has no generation that it has read yet."""
+    with private_valkey() as server, closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as store:
+        assert store.put(A) == 3
+        server.kill()
+        server.start()
+        with closing(Store(open_pages(server.url, max_bytes=64 * MIB))) as other:
+            assert other.put(B) == 3
+        # all that it knows now is read in the server that is there
+        assert store.match(B) == 12
+        assert store.match([*A, 9]) < 12
+        assert store.put(A) > 0
+        assert store.engine.check() == []
+
+
 # -- payloads ---------------------------------------------------------------------------------------------------------
 
 

@@ -198,10 +198,10 @@ def test_the_next_transaction_of_the_process_sees_what_was_taken_back():
     seen = []
     end = catalog._end_journal
 
-    def late(error):
+    def late(error, *began):
         # another thread could be in its transaction by now
         seen.append(catalog._turn.locked())
-        end(error)
+        end(error, *began)
 
     catalog._end_journal = late
     store.backend.fails_at = 6
