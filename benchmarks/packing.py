@@ -1,7 +1,7 @@
 """``python -m benchmarks.packing``: what packing under pressure gains on traces, and what restoring packed pages costs.
 
 Measured: how much `planes` saves on states of the trained model, and how long a restore of raw and of packed pages, and
-computing them, takes there. Replayed: traces through the real engine, with its water marks and its repacking. Modelled
+computing them, takes there. Replayed: traces through the real engine, with its water marks. Modelled
 in the replay: one block of a trace is one page of one token, whose payload of `BLOCK_BYTES` saves as much as the
 measured states do; only payloads count against the budget; and the time between two requests is enough for all idle
 work.
@@ -148,8 +148,6 @@ def replay(prompts: Prompts, capacity: str, mode: str, policy: str, payload: byt
         "hit_rate": hits / n_blocks,
         "packed_hits": cache.n_packed_hits / max(hits, 1),
         "written": cache.n_written,
-        "packed": cache.counters["packed"],
-        "unpacked": cache.counters["unpacked"],
         "evicted": cache.counters["evictions"],
         "ratio": used[2] / max(used[1], 1),
         "n_blocks": n_blocks,
@@ -198,7 +196,7 @@ def section(result: dict[str, Any] | None) -> list[str]:
         {measured["compute_ms"] / max(slower, 1e-3):.0f} restores of packed instead of raw pages."""
     )
     lines += paragraph(
-        f"""Replayed through the real engine, with its repacking; modelled: a block is a page of one token with a
+        f"""Replayed through the real engine, with its water marks; modelled: a block is a page of one token with a
         payload of {BLOCK_BYTES} bytes that packs by {result["block_ratio"]:.3f}, payloads alone count against the
         budget, and there is idle time enough after each request. Budgets are fractions of the bytes that all unique
         blocks take raw. Except in the first row room is made from 95 % down to 90 % of the budget. In parentheses: the
@@ -219,10 +217,7 @@ def section(result: dict[str, Any] | None) -> list[str]:
             rows = [
                 [
                     mode,
-                    *(
-                        f"{(cell['written'] + cell['packed'] + cell['unpacked']) / cell['n_blocks']:.3f}"
-                        for cell in cells.values()
-                    ),
+                    *(f"{cell['written'] / cell['n_blocks']:.3f}" for cell in cells.values()),
                 ]
                 for mode, cells in modes.items()
             ]

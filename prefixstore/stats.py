@@ -311,9 +311,8 @@ class Stats:
         snapshots that the context left behind are there as ``"moved_on"``.
     evictions, expired, corrupt
         Pages that this store evicted for space, removed as expired, and deleted as damaged.
-    packed, unpacked
-        Stored pages that this store packed because the location was full, and pages that it made raw again because they
-        were restored and there was space; see `codec`.
+    packed
+        Pages that this store has written packed; see `codec`.
     restore_seconds, capture_seconds
         Foreground time spent on restoring and on capturing pages.
     lost_seconds
@@ -370,7 +369,6 @@ class Stats:
     expired: int
     corrupt: int
     packed: int
-    unpacked: int
     restore_seconds: float
     capture_seconds: float
     lost_seconds: float
@@ -417,7 +415,7 @@ class Stats:
             f"peak {format_bytes(self.peak_bytes)}, {counted(self.allocations, 'page')} written, {self.frees} deleted"
         )
         waiting = f"{counted(self.pending_pages, 'page')}, {counted(self.pending_snapshots, 'snapshot')}"
-        gone = f"{self.packed} packed, {self.unpacked} unpacked, {self.evictions} evicted, {self.expired} expired"
+        gone = f"{self.packed} packed, {self.evictions} evicted, {self.expired} expired"
         lines = {
             "kind": self.kind,
             "lookups": f"{counted(self.hits, 'hit')}, {self.live_hits} live, misses: {_reasons(self.misses)}",

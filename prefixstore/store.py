@@ -124,9 +124,8 @@ class PrefixStore:
         How pages are packed: ``"raw"``, ``"zstd"`` or ``"zstd:LEVEL"``, ``"planes"`` (high and low bytes
         of 16-bit values split, then zstd), or ``"auto"``, which tries the codecs on the first pages of a namespace, and
         again from time to time: while there is space, it compresses only where that barely slows restores (a slow
-        disk, a server), and keeps pages raw in a local file that fits into memory. When the location is full, the
-        background thread packs the pages that would be evicted first before it evicts any; a packed page that is
-        restored becomes raw again when there is space.
+        disk, a server), and keeps pages raw in a local file that fits into memory. When more than `high_water` is in
+        use, new pages are packed with the codec that saves most. A page that is stored keeps its form.
     policy
         Which pages are evicted first, among those that no other page depends on: ``"adaptive"``, which learns from the
         prompts of this process which pages are used again; ``"lru"``, ``"lfu"``, ``"longest_first"``, or
@@ -795,7 +794,6 @@ class PrefixStore:
             expired=count["expired"],
             corrupt=count["corrupt"],
             packed=count["packed"],
-            unpacked=count["unpacked"],
             restore_seconds=count.seconds("restore"),
             capture_seconds=count.seconds("capture"),
             lost_seconds=count.seconds("lost"),

@@ -76,7 +76,6 @@ FACTS = np.dtype(
         ("compute_us", "<u4"),
         ("hits", "<u4"),
         ("priority", "<i2"),
-        ("codec", "u1"),
         ("form", "u1"),
         ("pinned", "?"),
         ("is_readable", "?"),
@@ -323,7 +322,7 @@ def facts_of(entry: Entry) -> tuple[object, ...]:
     """The values of `FACTS` for one page."""
     key, record, usage = entry
     if not isinstance(record, Record):
-        return key, b"", b"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False
+        return key, b"", b"", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, False, False
     return (
         key,
         record.parent,
@@ -338,7 +337,6 @@ def facts_of(entry: Entry) -> tuple[object, ...]:
         min(record.compute_us, 2**32 - 1),
         min(usage.hits, 2**32 - 1),
         usage.priority,
-        record.codec,
         record.form,
         usage.pinned,
         True,

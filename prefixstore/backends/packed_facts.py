@@ -45,7 +45,7 @@ def facts_of(
         is_readable &= record[name] <= LARGEST
     for name in ("last_used", "expires"):
         is_readable &= usage[name] <= LARGEST
-    for name in (*_OF_RECORD, "codec", "form"):
+    for name in (*_OF_RECORD, "form"):
         facts[name] = record[name]
     for name in _OF_USAGE:
         facts[name] = usage[name]

@@ -25,6 +25,7 @@ from prefixstore.engine.policy_memory import note_policy
 from prefixstore.engine.ram import RamTier
 from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
 from prefixstore.format.autocodec import Encoder
+from prefixstore.format.codec import CODECS
 from prefixstore.format.record import Record, Usage, time_of_use
 from prefixstore.stats import Counters, Shortage
 
@@ -37,6 +38,7 @@ ATTEMPTS = 6
 MAX_DOUBLINGS = 2
 # seconds before the second attempt; each further pause is longer by as much
 PAUSE = 0.02
+RAW = CODECS["raw"]
 # expired pages that one commit deletes beside its own work; the next one continues
 EXPIRED_AT_ONCE = 128
 # how often in its time to live the expiry of a page that is in use is announced to other processes
@@ -61,7 +63,7 @@ class Committer:
     keeper
         Keeps in the location what was counted.
     on_used
-        Called after each transaction with what the location holds then.
+        Called after each transaction with what the location holds then, and how many bytes it was to write.
     housekeeping
         Whether to delete damaged, thinned and expired pages as well, and to record uses.
 
@@ -82,7 +84,7 @@ class Committer:
         counters: Counters,
         keeper: HistoryKeeper,
         *,
-        on_used: Callable[[Used], None],
+        on_used: Callable[[Used, int], None],
         housekeeping: bool,
     ) -> None:
         self.shortage: Shortage | None = None
@@ -237,9 +239,10 @@ class Committer:
             spaces = {new.page.namespace for new in written}
             self._keeper.write(transaction, len(packed), n_bytes, spaces, is_wanted=with_figures and self._housekeeping)
             self._evictor.used = used = transaction.used
-        self._on_used(used)
+        self._on_used(used, sum(len(one.payload) for one in packed))
         self._counters.count("corrupt", n_damaged)
         self._counters.count("allocations", len(put))
+        self._counters.count("packed", sum(one.record.key in put and one.record.codec != RAW for one in packed))
         return written
 
     def _clean_up(self, transaction: Transaction, deferred: Deferred) -> int:

@@ -369,7 +369,7 @@ class Contents:
         self._take_over(page, Page.stored(page.key, entry.record, entry.usage))
         # a page that was given up meanwhile has no owner
         is_free = may_be_victim or page.key not in self.pending
-        known = self.table.put(page, entry.record.codec, may_be_victim=is_free)
+        known = self.table.put(page, may_be_victim=is_free)
         self.undo(lambda: self.table.take_back(page.key, known, is_pending=page.key in self.pending))
         if self.journal is not None:
             self.journal.deleted.discard(page.key)

@@ -40,7 +40,6 @@ from prefixstore.engine.queue import Drained, WriteQueue
 from prefixstore.engine.ram import RamTier
 from prefixstore.engine.readers import Admit, Look
 from prefixstore.engine.relay import Keep, Relays
-from prefixstore.engine.repack import Repacker
 from prefixstore.engine.room import Room
 from prefixstore.engine.stored_pages import StoredPages
 from prefixstore.engine.tap import Tap
@@ -191,7 +190,6 @@ class Engine:
             catalog,
             self._budget,
             Evictor(catalog, self._budget, counters),
-            Repacker(catalog, self._encode, counters),
             self._encode,
             is_active=self._write_behind and self._housekeeping and not self._read_only,
         )
@@ -437,7 +435,6 @@ class Engine:
 
     def _note_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         self._catalog.touch(namespace, pages, self._ttl_ns, n_tokens, is_written=not self._read_only)
-        self._room.restored(namespace, pages)
 
     def _tell_use(self, namespace: bytes, pages: Sequence[Page], n_tokens: int | None) -> None:
         if self.tap is not None and n_tokens is not None:

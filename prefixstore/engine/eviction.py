@@ -17,7 +17,7 @@ from prefixstore.engine.page_table import MASK, PageTable
 from prefixstore.engine.policy import Policy, Ranks, by_expiry, lfu, longest_first, lru, priority
 from prefixstore.engine.totals import Group
 
-__all__ = ["BUSY", "POLICIES", "Busy", "Candidates", "VictimQueue", "coldest"]
+__all__ = ["BUSY", "POLICIES", "Busy", "Candidates", "VictimQueue"]
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     "adaptive": Adaptive,
@@ -341,24 +341,3 @@ class Candidates:
     def expiring(self) -> VictimQueue:
         """Pages that expire, the first one first."""
         return self._expiring
-
-
-def coldest(table: PageTable, policy: Policy, n: int, codec: int) -> Generator[None, None, list[int]]:
-    """The slots of the `n` pages with this codec that rank lowest, leaves or not, in order; found in steps."""
-    slots: Slots = np.empty(0, np.int64)
-    orders: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = [np.empty(0)] * 3
-    for block in range(len(table.blocks)):
-        at = table.stored_of(block, codec)
-        columns = table.blocks[block].columns
-        new = [
-            -columns["end"][at].astype(np.float64),
-            columns["last_used"][at].astype(np.float64),
-            policy.ranks(columns, at),
-        ]
-        orders = [np.concatenate(pair) for pair in zip(orders, new, strict=True)]
-        slots = np.concatenate([slots, at + (block << SHIFT)])
-        lowest = np.lexsort(orders)[:n]
-        slots, orders = slots[lowest], [each[lowest] for each in orders]
-        yield
-    found: list[int] = slots.tolist()
-    return found

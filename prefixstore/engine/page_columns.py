@@ -12,8 +12,6 @@ from prefixstore.format.keys import KEY_BYTES
 
 __all__ = [
     "BLOCK",
-    "CODEC_SHIFT",
-    "MAX_CODEC",
     "PINNED",
     "ROW_BYTES",
     "SHIFT",
@@ -39,9 +37,6 @@ STORED = 2
 VICTIM = 4
 SNAPSHOT_FORM = 8
 STRAY = 16
-# the codec is in the other bits
-CODEC_SHIFT = 5
-MAX_CODEC = 7
 
 COLUMNS = {
     # slot of the parent and one; 0 for none

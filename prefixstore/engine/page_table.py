@@ -17,8 +17,6 @@ import numpy as np
 from prefixstore.engine.key_table import Keys, KeyTable, Slots
 from prefixstore.engine.page_columns import (
     BLOCK,
-    CODEC_SHIFT,
-    MAX_CODEC,
     PINNED,
     ROW_BYTES,
     SHIFT,
@@ -50,7 +48,6 @@ class TableEntry(NamedTuple):
     n_bytes: int
     priority: int
     uses: int
-    codec: int
     form: int
     pinned: bool
     is_stored: bool
@@ -143,7 +140,6 @@ class PageTable:
         uses: int = 1,
         expires: int = 0,
         priority: int = 0,
-        codec: int = 0,
         form: int = 0,
         pinned: bool = False,
         is_stored: bool = True,
@@ -164,7 +160,7 @@ class PageTable:
             Nanoseconds since the epoch; no expiry is 0.
         uses
             How often it was used, being captured included.
-        priority, codec, form, pinned
+        priority, form, pinned
             Of its record and usage.
         is_stored, may_be_victim
             Whether the location has it, and whether eviction may delete it.
@@ -184,7 +180,7 @@ class PageTable:
         block.gain[at] = gain
         block.page_class[at] = block.clock[at] = block.n_children[at] = block.n_fixed[at] = block.parent[at] = 0
         flags = PINNED * pinned | STORED * is_stored | VICTIM * may_be_victim | SNAPSHOT_FORM * (form == SNAPSHOT)
-        block.flags[at] = flags | min(codec, MAX_CODEC) << CODEC_SHIFT
+        block.flags[at] = flags
         self.keys.insert(key, slot)
         if key in self._kept_keys:
             self.kept.add(slot)
@@ -235,7 +231,6 @@ class PageTable:
         pinned: bool | None = None,
         expires: int | None = None,
         priority: int | None = None,
-        codec: int | None = None,
         is_stored: bool | None = None,
         may_be_victim: bool | None = None,
     ) -> None:
@@ -251,8 +246,6 @@ class PageTable:
         for bit, value in ((PINNED, pinned), (STORED, is_stored), (VICTIM, may_be_victim)):
             if value is not None:
                 flags = flags | bit if value else flags & ~bit
-        if codec is not None:
-            flags = flags & (1 << CODEC_SHIFT) - 1 | min(codec, MAX_CODEC) << CODEC_SHIFT
         block.flags[at] = flags
         if n_bytes is not None:
             if was_stored and block.n_bytes[at] and n_bytes:
@@ -311,7 +304,6 @@ class PageTable:
             block.n_bytes[at],
             block.priority[at],
             block.uses[at],
-            flags >> CODEC_SHIFT,
             1 if flags & SNAPSHOT_FORM else 0,
             bool(flags & PINNED),
             bool(flags & STORED),
@@ -400,12 +392,6 @@ class PageTable:
         columns = self.blocks[block].columns
         is_victim = (columns["flags"] & (VICTIM | PINNED) == VICTIM) & (columns["n_children"] == 0)
         return np.flatnonzero(is_victim)
-
-    def stored_of(self, block: int, codec: int) -> Slots:
-        """Where in this block there are stored pages with this codec."""
-        flags = self.blocks[block].columns["flags"]
-        wanted = codec << CODEC_SHIFT | STORED | VICTIM
-        return np.flatnonzero(flags & (MAX_CODEC << CODEC_SHIFT | STORED | VICTIM) == wanted)
 
     def gather(self, column: str, slots: Slots) -> Column:
         """Values of a column."""

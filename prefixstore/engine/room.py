@@ -1,23 +1,20 @@
 """Makes room in a location between two water marks, in idle time, so that new pages find space when they are written.
 
-When a commit leaves more in the location than the high water mark, room is made down to the low water mark: expired
-pages are deleted, then pages are packed, the coldest first, and pages are evicted only when none is left to pack. Each
-step is short, and so is its transaction. The transaction that writes a page makes space itself only if it comes first.
+When a commit leaves more in the location than the high water mark, new pages are packed, and room is made down to the
+low water mark: expired pages are deleted, then pages are evicted. Each step is short, and so is its transaction. The
+transaction that writes a page makes space itself only if it comes first.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 
 from prefixstore.backends.base import Backend, Transaction, Used
 from prefixstore.engine.budget import NO_LIMIT, Budget, Evictor, fewer
 from prefixstore.engine.catalog import Catalog
-from prefixstore.engine.index import Page
 from prefixstore.engine.lease import Lease
-from prefixstore.engine.repack import STEP_BYTES, Repacker, Replacement
 from prefixstore.errors import FullError, StorageError
 from prefixstore.format.autocodec import Encoder
 
@@ -26,10 +23,8 @@ __all__ = ["Room"]
 log = logging.getLogger("prefixstore")
 
 NOTHING_WANTED = Used(NO_LIMIT, NO_LIMIT)
-# of one core, for packing and unpacking
+# of one core
 SHARE_OF_TIME = 0.25
-# A step repacks no more than this part of the budget: what a transaction replaces is free for a later one only.
-SHARE_OF_BUDGET = 16
 # Pages deleted in one step: others wait for its transaction, and a batch of pages for the step.
 PAGES_AT_ONCE = 64
 # seconds until the location is asked again: while another process makes room there, and after failures
@@ -48,8 +43,6 @@ class Room:
         What the location may hold, and the marks.
     evictor
         Deletes pages.
-    repacker
-        Packs and unpacks pages.
     encode
         Its `is_short_of_space` is set.
     is_active
@@ -71,7 +64,6 @@ class Room:
         catalog: Catalog,
         budget: Budget,
         evictor: Evictor,
-        repacker: Repacker,
         encode: Encoder,
         *,
         is_active: bool,
@@ -80,10 +72,10 @@ class Room:
         self._backend = backend
         self._catalog = catalog
         self._evictor = evictor
-        self._repacker = repacker
         self._encode = encode
         self._is_active = is_active
         self._clock = clock
+        self._max_bytes = budget.max_bytes
         self._high, self._low = budget.share(budget.high_water), budget.share(budget.low_water)
         # Below this, pages are stored raw again: as far from the low mark as that is from the high mark, or each page
         # would be written raw first and packed soon after.
@@ -92,8 +84,6 @@ class Room:
         # what the location should hold at most
         self._wanted = NOTHING_WANTED
         self._at_once = PAGES_AT_ONCE
-        self._most_bytes = self._step_bytes = min(STEP_BYTES, budget.max_bytes // SHARE_OF_BUDGET)
-        self._has_space_to_pack = True
         self._looks_for_expired = False
         self._n_failures = 0
         self.peak = 0
@@ -101,13 +91,16 @@ class Room:
 
     # -- what there is to do ------------------------------------------------------------------------------------------
 
-    def note(self, used: Used) -> None:
-        """Note how much a transaction has left in the location."""
+    def note(self, used: Used, n_bytes: int) -> None:
+        """Note how much a transaction has left in the location, and how many bytes of it were new."""
         self.saw(used)
-        if used.bytes <= self._relaxed:
+        # or there is no space for as much again, where a few pages fill the budget
+        if used.bytes > min(self._high.bytes, self._max_bytes - n_bytes):
+            self._encode.is_short_of_space = True
+        elif used.bytes <= self._relaxed:
             self._encode.is_short_of_space = False
         if self._is_active and (used.bytes > self._high.bytes or used.entries > self._high.entries):
-            # before anything is packed
+            # before anything is evicted
             self._looks_for_expired |= self._wanted == NOTHING_WANTED
             self._wanted = Used(
                 self._low.bytes if used.bytes > self._high.bytes else self._wanted.bytes,
@@ -119,15 +112,10 @@ class Room:
         self.last = used
         self.peak = max(self.peak, used.bytes)
 
-    def restored(self, namespace: bytes, pages: Sequence[Page]) -> None:
-        """Note that a prompt began with these pages; packed ones are unpacked when there is room."""
-        if self._is_active:
-            self._repacker.want(namespace, pages)
-
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
-        return self._wanted != NOTHING_WANTED or self._repacker.wants_pages
+        return self._wanted != NOTHING_WANTED
 
     def close(self) -> None:
         """Release the lease, so that another process may make room; if that fails, it expires."""
@@ -145,7 +133,7 @@ class Room:
         """Do one step; returns the seconds to wait before the next one."""
         started = self._clock()
         try:
-            pause = self._make() if self._wanted != NOTHING_WANTED else self._unpack()
+            pause = self._make()
         except StorageError as error:
             self._n_failures += 1
             if self._n_failures == 1:
@@ -154,13 +142,12 @@ class Room:
         except BaseException:
             # a fault of the store, or an interrupt: not the same again and again
             self._stop()
-            self._repacker.forget_wanted()
             raise
         self._n_failures = 0
         return pause if pause is not None else (self._clock() - started) * (1 / SHARE_OF_TIME - 1)
 
     def _make(self) -> float | None:
-        """Pack some pages, or evict some; how long to wait, None for as long as its share of time demands."""
+        """Delete pages that have expired, or evict some; how long to wait, None for as its share of time demands."""
         self._catalog.load_table(self._backend)
         with self._backend.view() as view:
             self._catalog.refresh(view)
@@ -171,22 +158,11 @@ class Room:
             if not self._lease.is_free(view):
                 return PAUSE
             self._looks_for_expired = self._looks_for_expired and self._evictor.has_expired()
-            packs = used.bytes > self._wanted.bytes and self._has_space_to_pack and not self._looks_for_expired
-            found = self._repacker.coldest(view, self._step_bytes) if packs else []
         # not in the view: a location cannot reuse what an open one may see
-        if found:
-            packed = self._repacker.pack(found)
-            if packed:
-                self._replace(packed)
-            return None
         if self._looks_for_expired:
             self._delete_expired()
-            return None
-        if packs:
-            # all is packed: from now on a page that is stored raw would only be packed soon after
-            self._encode.is_short_of_space = True
-        self._has_space_to_pack = True
-        self._evict()
+        else:
+            self._evict()
         return None
 
     def _is_too_much(self, used: Used) -> bool:
@@ -195,26 +171,7 @@ class Room:
     def _stop(self) -> None:
         """There is enough room, or none can be made."""
         self._wanted = NOTHING_WANTED
-        self._has_space_to_pack = True
         self._looks_for_expired = False
-        self._step_bytes = self._most_bytes
-
-    def _replace(self, replacements: Sequence[Replacement]) -> None:
-        """Write other forms of pages, in one transaction."""
-        try:
-            with self._catalog.update(self._backend) as transaction:
-                if not self._lease.take(transaction):
-                    return
-                self._repacker.replace(transaction, replacements, self._low.bytes)
-                used = transaction.used
-            self.saw(used)
-        except FullError as error:
-            log.info("no space to pack %d pages at once: %s", len(replacements), error)
-            # fewer at a time; if there is no space even for one, evict first
-            self._step_bytes //= 4
-            self._has_space_to_pack = len(replacements) > 1
-            with suppress(FullError):
-                self._backend.reclaim()
 
     def _delete_expired(self) -> None:
         """Delete some pages that have expired, in one transaction."""
@@ -249,18 +206,3 @@ class Room:
             return False
         self._at_once = PAGES_AT_ONCE
         return True
-
-    def _unpack(self) -> float | None:
-        """Unpack some of the pages that were used again; as `_make`."""
-        with self._backend.view() as view:
-            room = self._low.bytes - view.used.bytes
-            if room <= 0:
-                self._repacker.forget_wanted()
-                return None
-            if not self._lease.is_free(view):
-                return PAUSE
-            found = self._repacker.wanted(view, room, self._step_bytes)
-        unpacked = self._repacker.unpack(found)
-        if unpacked:
-            self._replace(unpacked)
-        return None

@@ -7,11 +7,11 @@ once it was filled. From then on it follows every change.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from prefixstore.backends.base import Entry, Facts
-from prefixstore.engine.eviction import Candidates, VictimQueue, coldest
+from prefixstore.engine.eviction import Candidates, VictimQueue
 from prefixstore.engine.index import Page
 from prefixstore.engine.page_columns import SHIFT
 from prefixstore.engine.page_table import MASK, PageTable, TableEntry
@@ -76,7 +76,7 @@ class StoredPages:
             self.table.keep(keys)
         self._candidates = Candidates(self.table, self.policy)
         for page in pending:
-            self._add(page, 0, is_stored=page.is_stored, may_be_victim=False)
+            self._add(page, is_stored=page.is_stored, may_be_victim=False)
 
     @property
     def is_loading(self) -> bool:
@@ -108,7 +108,7 @@ class StoredPages:
     def announced(self, page: Page) -> None:
         """A page was captured, and waits for a commit."""
         if self.table.find(page.key) < 0:
-            self._add(page, 0, is_stored=False, may_be_victim=False)
+            self._add(page, is_stored=False, may_be_victim=False)
             self.policy.added(self.table, page.namespace, page)
 
     def given_up(self, key: bytes) -> None:
@@ -125,14 +125,14 @@ class StoredPages:
         slot = self.table.find(page.key)
         self.policy.evicted(page.key, *(self.table.noted(slot) if slot >= 0 else (1, 0)))
 
-    def put(self, page: Page, codec: int, *, may_be_victim: bool) -> TableEntry | None:
+    def put(self, page: Page, *, may_be_victim: bool) -> TableEntry | None:
         """The open transaction has put a page, or found it stored; what was known of it before."""
         slot = self.table.find(page.key)
         if slot < 0:
-            self._add(page, codec, is_stored=True, may_be_victim=may_be_victim)
+            self._add(page, is_stored=True, may_be_victim=may_be_victim)
             return None
         before = self.table.entry(slot)
-        self._change(page, codec, may_be_victim=may_be_victim)
+        self._change(page, may_be_victim=may_be_victim)
         self.policy.stored(self.table, slot, page)
         return before
 
@@ -148,7 +148,6 @@ class StoredPages:
                 pinned=before.pinned,
                 expires=before.expires,
                 priority=before.priority,
-                codec=before.codec,
                 is_stored=before.is_stored,
                 # one that another process has stored may have been given up here meanwhile
                 may_be_victim=before.may_be_victim or (before.is_stored and not is_pending),
@@ -191,7 +190,6 @@ class StoredPages:
                     pinned=entry.pinned,
                     expires=entry.expires,
                     priority=entry.priority,
-                    codec=entry.codec,
                     is_stored=True,
                 )
             return
@@ -205,7 +203,6 @@ class StoredPages:
             uses=entry.uses,
             expires=entry.expires,
             priority=entry.priority,
-            codec=entry.codec,
             form=entry.form,
             pinned=entry.pinned,
             is_stored=entry.is_stored,
@@ -233,10 +230,10 @@ class StoredPages:
         page = Page.stored(key, entry.record, entry.usage)
         page.last_used = time_of_use(page.last_used, time.time_ns())
         if slot >= 0:
-            self._change(page, entry.record.codec, may_be_victim=not is_pending)
+            self._change(page, may_be_victim=not is_pending)
             self.used_elsewhere(key, page.last_used)
         elif self.is_loaded or self.is_loading:
-            slot = self._add(page, entry.record.codec, is_stored=True, may_be_victim=not is_pending)
+            slot = self._add(page, is_stored=True, may_be_victim=not is_pending)
             self.policy.found(self.table, slot, page)
 
     def keep(self, owner: str, keys: Collection[bytes]) -> None:
@@ -312,10 +309,6 @@ class StoredPages:
         """Leaves that expire, the first one first."""
         return self._candidates.expiring()
 
-    def coldest(self, n: int, codec: int) -> Generator[None, None, list[int]]:
-        """The slots of the `n` pages with this codec that rank lowest, leaves or not, found in steps."""
-        return coldest(self.table, self.policy, n, codec)
-
     @property
     def totals(self) -> Totals:
         """What all pages, namespaces and salts hold."""
@@ -332,7 +325,7 @@ class StoredPages:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _add(self, page: Page, codec: int, *, is_stored: bool, may_be_victim: bool) -> int:
+    def _add(self, page: Page, *, is_stored: bool, may_be_victim: bool) -> int:
         return self.table.add(
             page.key,
             page.parent,
@@ -343,21 +336,19 @@ class StoredPages:
             uses=page.hits + 1,
             expires=page.expires,
             priority=page.priority,
-            codec=codec,
             form=page.form,
             pinned=page.pinned,
             is_stored=is_stored,
             may_be_victim=may_be_victim,
         )
 
-    def _change(self, page: Page, codec: int, *, may_be_victim: bool) -> None:
+    def _change(self, page: Page, *, may_be_victim: bool) -> None:
         self.table.change(
             page.key,
             n_bytes=page.stored_bytes + page.n_tokens * TOKEN_BYTES,
             pinned=page.pinned,
             expires=page.expires,
             priority=page.priority,
-            codec=codec,
             is_stored=True,
             may_be_victim=may_be_victim,
         )

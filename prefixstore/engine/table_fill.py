@@ -13,8 +13,6 @@ from prefixstore.backends.base import Facts
 from prefixstore.engine.key_table import SHARDS, Keys, Slots
 from prefixstore.engine.page_columns import (
     BLOCK,
-    CODEC_SHIFT,
-    MAX_CODEC,
     PINNED,
     SHIFT,
     SNAPSHOT_FORM,
@@ -95,7 +93,6 @@ class TableFill:
                 last_used=min(int(row["last_used"]), self._now),
                 expires=int(row["expires"]),
                 priority=int(row["priority"]),
-                codec=int(row["codec"]),
                 form=int(row["form"]),
                 pinned=bool(row["pinned"]),
             )
@@ -110,7 +107,6 @@ class TableFill:
                 pinned=bool(row["pinned"]),
                 expires=int(row["expires"]),
                 priority=int(row["priority"]),
-                codec=int(row["codec"]),
                 is_stored=True,
             )
 
@@ -121,7 +117,6 @@ class TableFill:
             | VICTIM
             | PINNED * facts["pinned"].astype(np.uint8)
             | SNAPSHOT_FORM * (facts["form"] == SNAPSHOT).astype(np.uint8)
-            | np.minimum(facts["codec"], MAX_CODEC) << CODEC_SHIFT
         )
         values = {
             "key": keys,

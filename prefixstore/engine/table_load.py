@@ -198,21 +198,6 @@ class TableLoader(Loader):
         with self._lock, self._guard:
             self._table.set_salt(namespace, salt)
 
-    def coldest(self, n: int, codec: int = 0) -> list[Victim]:
-        """Stored pages with this codec that the policy would evict first if they were leaves, in order; at most `n`.
-
-        The table has to be loaded: see `load_table`. Pending pages are not among them.
-        """
-        with self._lock, self._guard:
-            search = self._table.coldest(n, codec)
-        while True:
-            with self._lock, self._guard:
-                try:
-                    next(search)
-                except StopIteration as end:
-                    return [self._table.table.entry(slot) for slot in end.value]
-            time.sleep(PAUSE)
-
     def put_back(self, key: bytes) -> None:
         """A victim was passed over."""
         with self._lock, self._guard:

@@ -143,18 +143,6 @@ class Encoder(ABC):
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
         """The number of the codec and the stored form of a page."""
 
-    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        """As a call, but the form that saves most, however long it takes to unpack."""
-        return self(namespace, raw)
-
-    def may_save(self, namespace: bytes) -> bool:
-        """Whether a stored page may be packed when space is short, as far as is known of its namespace."""
-        return False
-
-    def may_be_raw(self, namespace: bytes) -> bool:
-        """Whether a stored page may be unpacked when there is room, as far as is known of its namespace."""
-        return False
-
 
 class FixedCodec(Encoder):
     """One codec for all pages."""
@@ -185,27 +173,10 @@ class AutoCodec(Encoder):
         self._seen: dict[bytes, int] = {}
 
     def __call__(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        return self._pack(namespace, raw, self._seconds_per_byte)
-
-    def smallest(self, namespace: bytes, raw: Buffer) -> tuple[int, Buffer]:
-        return self._pack(namespace, raw, SHORT_OF_SPACE)
-
-    def may_save(self, namespace: bytes) -> bool:
-        known = self._known.get(namespace)
-        return known is None or choose(known, SHORT_OF_SPACE) != "raw"
-
-    def may_be_raw(self, namespace: bytes) -> bool:
-        known = self._known.get(namespace)
-        return known is None or choose(known, self._seconds_per_byte) == "raw"
-
-    @property
-    def _seconds_per_byte(self) -> float | None:
-        return SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
-
-    def _pack(self, namespace: bytes, raw: Buffer, seconds_per_byte: float | None) -> tuple[int, Buffer]:
         turn = self._seen.get(namespace, 0) % (self.PAGES_MEASURED + self.PAGES_BETWEEN)
         self._seen[namespace] = turn + 1
         known = self._known.get(namespace, {})
+        seconds_per_byte = SHORT_OF_SPACE if self.is_short_of_space else self.read_rate.seconds_per_byte
         if known and turn >= self.PAGES_MEASURED:
             return encode(raw, choose(known, seconds_per_byte))
         packed = {name: encode(raw, name) for name in PACKINGS}

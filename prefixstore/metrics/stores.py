@@ -40,8 +40,7 @@ COUNTS = {
     "evicted_pages": ("evictions", "Pages evicted for space."),
     "expired_pages": ("expired", "Pages deleted because their time to live had passed."),
     "corrupt_pages": ("corrupt", "Pages deleted because they were damaged."),
-    "packed_pages": ("packed", "Stored pages that were packed because space was short."),
-    "unpacked_pages": ("unpacked", "Packed pages that were made raw again."),
+    "packed_pages": ("packed", "Pages that were written packed."),
     "outages": ("outages", "How often the circuit breaker opened because the location failed or was slow."),
 }
 TIMES = {

@@ -305,7 +305,7 @@ def crowd(  # noqa: C901 - one thing after the other
         }:
             problems.append(f"damage: {counters.group('unreadable')}, {counters['corrupt']}")
         done += Counter({f"dropped {k}": n for k, n in counters.group("dropped").items()})
-        done += Counter({name: counters[name] for name in ("evictions", "packed", "unpacked", "expired", "outages")})
+        done += Counter({name: counters[name] for name in ("evictions", "packed", "expired", "outages")})
         with suppress(StorageError):
             store.close()
     wait_until = time.monotonic() + 60

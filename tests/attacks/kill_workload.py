@@ -250,18 +250,18 @@ def work(location: str, seed: int, pack: str, say: Report, point: Points, *, dur
 
 
 def make_room(location: str, seed: int, pack: str, say: Report, point: Points) -> None:
-    """Pack pages and evict some; then, with more room, unpack those that are used."""
+    """Make room, and pack what is stored meanwhile."""
     del pack
     sequences = np.random.default_rng(seed).integers(0, 3, (8, 9)).tolist()
     # one that was killed keeps no lease
     lease.SECONDS = 0.0
-    for budget in (replace(BUDGET, high_water=0.25, low_water=0.2), BUDGET):
-        with closing(Work(location, say, point, budget=budget, codec="auto")) as one:
-            # here, and not in a thread: its operations could not be counted
-            one.engine._room._is_active = True
-            for tokens in sequences:
-                one.capture(SPACES[0], tokens)
-                one.use(SPACES[0], tokens)
+    budget = replace(BUDGET, high_water=0.25, low_water=0.2)
+    with closing(Work(location, say, point, budget=budget, codec="auto")) as one:
+        # here, and not in a thread: its operations could not be counted
+        one.engine._room._is_active = True
+        for tokens in sequences:
+            one.capture(SPACES[0], tokens)
+            one.use(SPACES[0], tokens)
             rest(one.engine)
 
 

@@ -33,7 +33,7 @@ def resident() -> int:
 def collections_of(store):
     """All that could grow, by name."""
     engine, hook = store.engine, store._hooks.current
-    catalog, queue, room = engine._catalog, engine._queue, engine._room
+    catalog, queue = engine._catalog, engine._queue
     contents, stored = catalog._contents, catalog._table
     policy, deferred, table, queues = stored.policy, contents.deferred, stored.table, stored._candidates
     named = {"pages": contents.index.pages, "roots": contents.index._roots}
@@ -48,8 +48,6 @@ def collections_of(store):
     named |= {"queues": queues._victims_of}
     named |= {"samples": policy._samples, "prompts": policy._prompts, "latest": policy._latest}
     named |= {"ghosts": policy._ghosts, "duel": [n for cache in policy._duel._caches for n in cache._numbers]}
-    repacker = room._repacker
-    named |= {"coldest": repacker._coldest, "kept raw": repacker._kept_raw, "to unpack": repacker._wanted}
     named |= {"hot": engine._ram._wanted, "in memory": engine._ram._states}
     named |= {"gone": hook.context.lineage.gone, "keys": hook.context.lineage._keys, "saved": hook.saved._saved}
     named |= {"idle": queue._buffers._idle, "queue": queue._queue, "counts": engine.counters._counts}

@@ -1,4 +1,4 @@
-"""Water marks: room is made in idle time, in short steps, by packing before evicting."""
+"""Water marks: beyond the upper one new pages are packed, and room is made in idle time, in short steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tests.support.engines import (
     compressible,
     entry,
     rest,
-    state_of,
     store_of,
     two_stores,
     wait_for,
@@ -103,12 +102,13 @@ def test_the_marks_apply_to_entries_and_packing_does_not_help_there():
 
 def test_the_mark_of_the_other_limit_is_not_enforced():
     """Entries between their marks are not evicted because there are too many bytes."""
-    with store_of(max_bytes=100 * ENTRY, max_entries=102, codec="auto", state_of=compressible) as store:
+    with store_of(max_bytes=155 * ENTRY, max_entries=102) as store:
         for number in range(96):
-            store.put(single(number), SIZE)
+            # the first victims are large
+            store.put(single(number), 10 * SIZE if number < 6 else SIZE)
         rest(store.engine)
-        assert used(store).entries == 96
-        assert used(store).bytes <= 90 * ENTRY
+        assert used(store).entries == 95
+        assert used(store).bytes <= 0.9 * 155 * ENTRY
 
 
 @pytest.mark.parametrize("max_entries", [1, 2, 3, 10])
@@ -190,56 +190,43 @@ def test_a_store_is_closed_without_an_error_if_only_its_lease_cannot_be_given_ba
     assert synced == [True]
 
 
-# -- packing before evicting -------------------------------------------------------------------------------------------
+# -- packing -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_coldest_pages_are_packed_and_none_is_evicted():
+def test_beyond_the_high_mark_new_pages_are_packed_until_there_is_room_again():
     store = filled(20)
-    assert store.engine.has_idle_work
-    rest(store.engine)
-    found = codecs(store)
-    n_packed = found.count("planes")
-    assert 0 < n_packed < 20
-    assert found == ["planes"] * n_packed + ["raw"] * (20 - n_packed)
-    assert (store.counters["packed"], store.counters["evictions"]) == (n_packed, 0)
-    assert used(store).bytes <= store.max_bytes * 0.9
-    assert [store.fetch(single(number)) for number in range(20)] == [1] * 20
-    assert not store.engine._encode.is_short_of_space
-    store.close()
-
-
-def test_pages_that_others_follow_are_packed_too():
-    store = Store(MemoryPages(), 20 * ENTRY, codec="auto", state_of=compressible)
-    tokens = list(range(20 * P))
-    store.put(tokens[: 19 * P + 1], SIZE)
-    store.engine.commit([])
-    rest(store.engine)
-    assert store.counters["packed"] > 1
-    assert store.counters["evictions"] == 0
-    assert store.fetch(tokens[: 19 * P + 1]) == 20
-    store.close()
-
-
-def test_when_all_is_packed_the_first_victims_are_evicted_and_new_pages_are_packed_at_once():
-    store = filled(20)
+    assert set(codecs(store)) == {"raw"}
     for number in range(20, 60):
         store.put(single(number), SIZE)
         rest(store.engine)
     assert set(codecs(store)) == {"planes"}
-    assert store.counters["evictions"] > 0
-    assert store.engine._encode.is_short_of_space
-    # no page was evicted while one was raw: more are here than would be without packing
-    assert used(store).entries >= 20
-    before = store.counters["packed"]
-    store.put(single(60), SIZE)
-    rest(store.engine)
-    assert store.counters["packed"] == before
-    assert store.fetch(single(60)) == 1
-    # with room again, pages are raw again
+    assert store.counters["packed"] == 40
+    assert used(store).bytes <= store.max_bytes * 0.95
+    # more are here than would be without packing
+    assert used(store).entries > 20
+    assert store.fetch(single(59)) == 1
     store.engine.evict_to(5 * ENTRY)
-    for number in range(61, 63):
+    for number in range(60, 62):
         store.put(single(number), SIZE)
     assert codecs(store)[-1] == "raw"
+    assert store.counters["packed"] == 41
+    store.close()
+
+
+def test_a_page_that_is_stored_keeps_its_form():
+    store = filled(20)
+    rest(store.engine)
+    left = [number for number in range(20) if store.fetch(single(number))]
+    rest(store.engine)
+    assert codecs(store) == ["raw"] * len(left)
+    store.close()
+
+
+def test_a_store_that_only_writes_in_the_foreground_packs_as_well():
+    store = filled(20, options={"write_behind": False})
+    assert not store.engine.has_idle_work
+    store.put(single(20), SIZE)
+    assert codecs(store)[-1] == "planes"
     store.close()
 
 
@@ -250,135 +237,13 @@ def test_a_codec_that_was_chosen_is_kept(codec):
     store.open()
     store.put(single(20), SIZE)
     rest(store.engine)
-    assert store.counters["packed"] == 0
+    assert codecs(store)[-1] == codec
     assert set(codecs(store)) <= {"raw", codec}
     assert used(store).bytes <= store.max_bytes * 0.95
     store.close()
 
 
-def test_pages_that_do_not_get_smaller_are_evicted_and_not_tried_again(monkeypatch):
-    store = filled(20, state_of=state_of)
-    tried = []
-    smallest = store.engine._encode.smallest
-    monkeypatch.setattr(
-        store.engine._encode, "smallest", lambda namespace, raw: tried.append(bytes(raw)) or smallest(namespace, raw)
-    )
-    for number in range(20, 40):
-        store.put(single(number), SIZE)
-        rest(store.engine)
-    assert len(tried) == len(set(tried)) < 5, "the namespace is known not to get smaller"
-    assert store.counters["packed"] == 0
-    assert store.counters["evictions"] > 0
-    store.close()
-
-
-def test_a_few_pages_that_do_not_get_smaller_are_each_tried_once(monkeypatch):
-    """In a namespace whose other pages do."""
-
-    def mixed(key, size):
-        return (state_of if key[0] % 4 == 0 else compressible)(key, size)
-
-    store = filled(40, state_of=mixed)
-    tried = []
-    smallest = store.engine._encode.smallest
-    monkeypatch.setattr(
-        store.engine._encode, "smallest", lambda namespace, raw: tried.append(bytes(raw)) or smallest(namespace, raw)
-    )
-    monkeypatch.setattr(store.engine._encode, "may_save", lambda namespace: True)
-    for number in range(40, 60):
-        store.put(single(number), SIZE)
-        rest(store.engine)
-    assert store.counters["packed"] > 0
-    assert len(tried) == len(set(tried)) > store.counters["packed"]
-    store.close()
-
-
-# -- unpacking when there is room --------------------------------------------------------------------------------------
-
-
-def packed_with_room():
-    """A store whose pages are packed, in which there is room now."""
-    store = filled(20)
-    for number in range(20, 30):
-        store.put(single(number), SIZE)
-        rest(store.engine)
-    store.engine.evict_to(10 * ENTRY)
-    store.engine.commit([])
-    rest(store.engine)
-    assert "planes" in codecs(store)
-    return store
-
-
-def test_a_packed_page_that_is_restored_becomes_raw_again_when_there_is_room():
-    store = packed_with_room()
-    store.match([])
-    here = [number for number in range(30) if store.match(single(number))]
-    unpacked = store.counters["unpacked"]
-    for number in here[:3]:
-        assert store.fetch(single(number)) == 1
-    assert store.engine.has_idle_work
-    rest(store.engine)
-    assert store.counters["unpacked"] == unpacked + 3
-    for number in here[:3]:
-        (page,) = store.engine.match(NS, as_tokens(single(number)), P).pages
-        assert page.stored_bytes == page.raw_bytes == SIZE
-        assert store.fetch(single(number)) == 1
-    rest(store.engine)
-    # those that were not used stay packed
-    assert codecs(store).count("planes") == len(here) - 3
-    store.close()
-
-
-def test_without_room_a_page_stays_packed():
-    store = filled(20)
-    rest(store.engine)
-    before = codecs(store)
-    assert store.fetch(single(0)) == 1
-    rest(store.engine)
-    assert store.counters["unpacked"] == 0
-    assert sorted(codecs(store)) == sorted(before)
-    store.close()
-
-
-def test_unpacking_ends_at_the_low_mark():
-    store = packed_with_room()
-    here = [number for number in range(30) if store.match(single(number))]
-    # what is left of the room: less than one page grows by
-    store.engine._room._low = type(used(store))(used(store).bytes + 100, 2**63)
-    for number in here:
-        store.fetch(single(number))
-    rest(store.engine)
-    assert used(store).bytes <= store.engine._room._low.bytes
-    store.close()
-
-
-def test_a_location_that_is_slow_to_read_keeps_its_pages_packed(monkeypatch):
-    store = packed_with_room()
-    monkeypatch.setattr(type(store.engine._encode.read_rate), "seconds_per_byte", property(lambda _: 1e-6))
-    for number in range(30):
-        store.fetch(single(number))
-    rest(store.engine)
-    assert store.counters["unpacked"] == 0
-    store.close()
-
-
 # -- several engines ---------------------------------------------------------------------------------------------------
-
-
-def test_another_process_restores_the_pages_that_were_packed(tmp_path):
-    options = {"max_bytes": 26 * 6 * 4096, "codec": "auto", "state_of": compressible}
-    options |= {"high_water": 0.8, "low_water": 0.75}
-    with two_stores(tmp_path, **options) as (one, two):
-        for number in range(20):
-            one.put(single(number), SIZE)
-        assert [two.fetch(single(number)) for number in range(20)] == [1] * 20
-        one.engine.commit([])
-        rest(one.engine)
-        assert one.counters["packed"] > 0
-        for streamed in (False, True):
-            assert [two.fetch(single(number), streamed=streamed) for number in range(20)] == [1] * 20
-        assert two.counters.group("unreadable") == {}
-        assert two.counters["evictions"] == one.counters["evictions"] == 0
 
 
 def test_one_engine_at_a_time_makes_room(tmp_path, monkeypatch):
@@ -420,14 +285,11 @@ def test_an_engine_that_closes_leaves_the_work_to_others_at_once(tmp_path, monke
 # -- what can go wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["view", "record", "payload", "update", "put", "commit"])
-def test_a_location_that_fails_is_left_alone_for_a_while_and_nothing_is_lost(operation, caplog, monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.repack.STEP_PAGES", 2)
+@pytest.mark.parametrize("operation", ["view", "update", "delete", "commit"])
+def test_a_location_that_fails_is_left_alone_for_a_while_and_nothing_else_is_lost(operation, caplog):
     store = filled(20)
-    inner = store.backend
-    faulty = FaultyBackend(inner, operation, at=2, times=3)
     room = store.engine._room
-    room._backend = faulty
+    room._backend = faulty = FaultyBackend(store.backend, operation, times=3)
     pauses = []
     with caplog.at_level(logging.WARNING, "prefixstore"):
         for _ in range(60):
@@ -438,45 +300,33 @@ def test_a_location_that_fails_is_left_alone_for_a_while_and_nothing_is_lost(ope
     assert not room.has_work
     assert [record.message for record in caplog.records if "no space could be freed" in record.message] != []
     assert max(pauses) >= 4 * PAUSE
-    assert [store.fetch(single(number)) for number in range(20)] == [1] * 20
-    assert store.counters["evictions"] == 0
+    n_left = used(store).entries
+    assert [store.fetch(single(number)) for number in range(20)] == [0] * (20 - n_left) + [1] * n_left
+    assert store.counters["evictions"] == 20 - n_left > 0
     store.close()
 
 
-def test_where_there_is_space_to_pack_a_few_pages_only_these_are_packed_at_a_time(monkeypatch):
-    monkeypatch.setattr("prefixstore.engine.room.SHARE_OF_BUDGET", 1)
+def test_a_location_without_space_to_delete_many_deletes_fewer_at_a_time():
     store = filled(20)
     room = store.engine._room
-    room._backend = FaultyBackend(store.backend, "put", FullError("no space"), at=3, times=1)
+    room._backend = FaultyBackend(store.backend, "delete", FullError("no space"), at=2, times=1)
     rest(store.engine)
     assert room._backend.failures == 1
-    assert store.counters["packed"] > 0
-    assert store.counters["evictions"] == 0
-    store.close()
-
-
-def test_a_location_without_space_to_pack_evicts_instead():
-    store = filled(20)
-    room = store.engine._room
-    room._backend = FaultyBackend(store.backend, "put", FullError("no space"), times=None)
-    rest(store.engine)
-    assert store.counters["packed"] == 0
     assert store.counters["evictions"] > 0
     assert used(store).bytes <= store.max_bytes * 0.9
-    assert not store.engine._encode.is_short_of_space
     store.close()
 
 
 def test_a_fault_of_the_store_ends_the_work_until_the_next_commit(monkeypatch):
     store = filled(20)
-    monkeypatch.setattr(type(store.engine._encode), "smallest", lambda *_: 1 // 0)
+    monkeypatch.setattr(type(store.engine._room._evictor), "evict", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         store.engine.do_idle_work()
     assert not store.engine.has_idle_work
     monkeypatch.undo()
     store.engine.commit([])
     rest(store.engine)
-    assert store.counters["packed"] > 0
+    assert store.counters["evictions"] > 0
     store.close()
 
 
@@ -484,7 +334,7 @@ def test_while_the_circuit_is_open_nothing_is_asked(monkeypatch):
     store = filled(20)
     monkeypatch.setattr(type(store.engine._breaker), "is_open", property(lambda _: True))
     assert store.engine.do_idle_work() is None
-    assert store.counters["packed"] == 0
+    assert store.counters["evictions"] == 0
     monkeypatch.undo()
     store.close()
 

@@ -60,7 +60,7 @@ class Interrupting(list):
 
 def table_of(store):
     table = store.engine._catalog._table.table
-    keys = [table.key(slot) for block in range(len(table.blocks)) for slot in table.stored_of(block, 0).tolist()]
+    keys = [table.key(slot) for slot in table if table.entry(slot).is_stored]
     assert len(keys) == len(set(keys)) == len(table)
     assert table.totals.of(None).pages == len(keys)
     assert keys

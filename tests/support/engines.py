@@ -13,12 +13,11 @@ import numpy as np
 from prefixstore.backends.lmdb.backend import LMDBBackend
 from prefixstore.backends.memory import COSTS, MemoryBackend
 from prefixstore.buffers import BufferPool
-from prefixstore.engine.budget import NO_LIMIT, Budget, Quota
+from prefixstore.engine.budget import Budget, Quota
 from prefixstore.engine.engine import Engine
 from prefixstore.engine.eviction import POLICIES
 from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
-from prefixstore.engine.repack import Repacker
 from prefixstore.format.autocodec import pick
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key, page_keys
 from prefixstore.format.record import RECORD, RECORD_SEAL, USAGE
@@ -39,7 +38,6 @@ __all__ = [
     "compressible",
     "entry",
     "gated",
-    "pack_all",
     "put_snapshots",
     "rest",
     "snapshot_of",
@@ -260,18 +258,3 @@ def wait_for(condition, what="it"):
     while not condition():
         assert time.monotonic() < until, f"{what} did not happen within 120 s"
         time.sleep(0.002)
-
-
-def pack_all(engine: Engine) -> int:
-    """Pack all raw pages of an engine's location, as if space were short; how many were."""
-    repacker = Repacker(engine._catalog, engine._encode, engine.counters)
-    before = engine.counters["packed"]
-    while True:
-        engine._catalog.load_table(engine._backend)
-        with engine.view() as view:
-            found = repacker.coldest(view)
-        if not found:
-            return engine.counters["packed"] - before
-        packed = repacker.pack(found)
-        with engine._catalog.update(engine._backend) as transaction:
-            repacker.replace(transaction, packed, NO_LIMIT)

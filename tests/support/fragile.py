@@ -150,7 +150,7 @@ def rows(engine: Engine) -> dict[bytes, Any]:
     table = engine._catalog._table.table
     entries = [(table.entry(slot), table.parent(slot)) for slot in table]
     return {
-        one.key: (parent, one.namespace, one.end, one.n_bytes, one.priority, one.codec, one.form, one.pinned)
+        one.key: (parent, one.namespace, one.end, one.n_bytes, one.priority, one.form, one.pinned)
         for one, parent in entries
         if one.is_stored
     }
