@@ -10,13 +10,25 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixstore.backends import contract, open_backend
-from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, retried, tokens_of
+from prefixstore.backends.base import (
+    CHANGES_KEPT,
+    FACTS,
+    Backend,
+    Entry,
+    Transaction,
+    Used,
+    View,
+    fewer,
+    retried,
+    tokens_of,
+)
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.packed_facts import facts_of
 from prefixstore.engine import keyspace
@@ -29,7 +41,7 @@ from prefixstore.engine.keyspace import (
     record_row,
     usage_row,
 )
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import CorruptError, FullError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, place_of, record_bytes, sizes_of
 
@@ -37,7 +49,7 @@ __all__ = ["Pages", "open_pages"]
 
 # of the generation before the first one of a location
 FIRST = b"first"
-# rows that a rebuild of the index changes in one update
+# rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
 # Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
 # unknown until the index is rebuilt, which does not keep other writers waiting.
@@ -483,19 +495,29 @@ class _PageTransaction(_PageView, Transaction):
         rest = [contract.Row(row, stored) for row, stored in left if stored is not None]
         return bool(self._mend_hollow(rest)) or is_changed
 
-    def rows_from(self, kind: bytes, start: bytes) -> list[bytes]:
+    def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
         """The keys of the next rows of a kind."""
-        wanted = Range(start, keyspace.everything(kind).stop, REINDEXED_AT_ONCE)
+        wanted = Range(start, keyspace.everything(kind).stop, at_most)
         return [row.key for row in self._rows.ranges([wanted])[0]]
 
-    def start_over(self, totals: Totals) -> None:
-        """Replace the totals, and have every process read again what it knows: the index may have been wrong."""
+    def start_over(self, totals: Totals) -> int:
+        """Replace the totals, and have every process read again what it knows: the index may have been wrong.
+
+        Returns the generation that begins with this.
+        """
         self._totals = totals
         now = self.generation
-        for row in self._rows.ranges([keyspace.everything(keyspace.CHANGE)])[0]:
-            self._rows.delete(row.key)
         # what the generation in between has changed, nobody can say; without any, as for an empty location
-        self._rows.put(change_row(now + 2 if now else time.time_ns() // 1000), b"")
+        generation = now + 2 if now else time.time_ns() // 1000
+        self._rows.put(change_row(generation), b"")
+        return generation
+
+    def forget(self, rows: Sequence[bytes], before: int) -> bool:
+        """Delete some rows of changes: those of generations before this one, or of none; once is enough."""
+        for row in rows:
+            if generation_of(row) < before:
+                self._rows.delete(row)
+        return False
 
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
@@ -586,34 +608,42 @@ class Pages(Backend):
             # while others write, if possible
             with self._viewing() as view:
                 generation, totals = view.generation, view.summed()
-            if self._start_over(generation, totals):
-                return
-        self._start_over(None, None)
+            if before := self._start_over(generation, totals):
+                break
+        else:
+            before = self._start_over(None, None)
+        self._work_on_all(keyspace.CHANGE, partial(_PageTransaction.forget, before=before))
 
     def _work_on_all(self, kind: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]) -> bool:
         """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
-        has_more, start = False, kind
-        while done := self._work_on(kind, start, work):
+        has_more, start, at_once = False, kind, REINDEXED_AT_ONCE
+        while True:
+            try:
+                done = self._work_on(kind, start, at_once, work)
+            except FullError as error:
+                at_once = fewer(self, at_once, error)
+                continue
+            if done is None:
+                return has_more
             start, again = done
             has_more = has_more or again
-        return has_more
 
     @retried
     def _work_on(
-        self, kind: bytes, start: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]
+        self, kind: bytes, start: bytes, at_once: int, work: Callable[[_PageTransaction, Sequence[bytes]], bool]
     ) -> tuple[bytes, bool] | None:
         """Do some work on the next rows of a kind, in one update; where those after them begin, and what it says."""
         with self._changing() as transaction:
-            rows = transaction.rows_from(kind, start)
+            rows = transaction.rows_from(kind, start, at_once)
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _start_over(self, generation: int | None, totals: Totals | None) -> bool:
+    def _start_over(self, generation: int | None, totals: Totals | None) -> int:
+        """Write down the totals, or add them up without any; the generation that begins, 0 if others have written."""
         with self._changing() as transaction:
             if generation is not None and transaction.generation != generation:
-                return False
-            transaction.start_over(transaction.summed() if totals is None else totals)
-            return True
+                return 0
+            return transaction.start_over(transaction.summed() if totals is None else totals)
 
     def after_fork(self) -> None:
         self._backend.after_fork()

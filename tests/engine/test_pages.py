@@ -16,7 +16,7 @@ from prefixstore.engine.invariants import violations
 from prefixstore.engine.keyspace import CHANGE, CHILD, RECORD, TOTALS, Child, Totals, change_row, record_row, usage_row
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.errors import CorruptError
+from prefixstore.errors import CorruptError, FullError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
@@ -333,6 +333,37 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
         with backend.view() as view:
             assert not view.followed([space().key])
             assert list(view.flaws()) == []
+
+
+def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
+    backend, n_pages, step = Pages(LMDBBackend(tmp_path / "kv", MIB)), 0, 64
+    with closing(backend):
+        while step:
+            try:
+                with backend.update() as transaction:
+                    for number in range(n_pages, n_pages + step):
+                        key, record = make_page(b"", [number])
+                        transaction.put(key, record, Usage(1), b"")
+                n_pages += step
+            except FullError:
+                backend.reclaim()
+                step //= 2
+        with backend.rows.view() as view:
+            rows = [row.key for row in view.ranges([everything_of(CHILD)])[0]]
+        assert len(rows) == n_pages
+        for i in range(0, n_pages, 10):
+            with backend.rows.update() as draft:
+                for row in rows[i : i + 10]:
+                    draft.put(row, b"\2" + bytes(32))
+            backend.reclaim()
+        with backend.view() as view:
+            before = view.generation
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert view.changes(before) is None
+        with backend.rows.view() as view:
+            assert len(view.ranges([everything_of(CHANGE)])[0]) == 1
 
 
 def test_a_page_whose_record_does_not_say_where_it_belongs_leaves_nothing_when_it_is_deleted():
