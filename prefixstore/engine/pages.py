@@ -280,6 +280,7 @@ class _PageView(View):
                 if self._is_lost(row.key[1:], row.value):
                     yield "index", row.key[1:], "it is not found among the children of its parent"
         yield from self._wrong_children()
+        yield from self._orphans()
         for rows in keyspace.walk(self._rows, keyspace.CHANGE):
             if not all(generation_of(row.key) and _is_whole(row.value) for row in rows):
                 yield "index", b"", "the changes of a generation cannot be read"
@@ -318,6 +319,17 @@ class _PageView(View):
         # where a page belongs whose record is damaged, nobody can say
         is_right = record is not None and (not isinstance(record, Record) or row.key in _path_of(record))
         return [child.page] if now == row.value and not is_right else []
+
+    def _orphans(self) -> Iterator[tuple[str, bytes, str]]:
+        for rows in keyspace.walk(self._rows, keyspace.USAGE):
+            keys = [row.key[1:] for row in rows]
+            for key, seen in zip(keys, self._rows.get([record_row(key) for key in keys]), strict=True):
+                if seen is not None:
+                    continue
+                # this view may see later commits: both as they are now
+                usage, record = self._rows.get([usage_row(key), record_row(key)])
+                if usage is not None and record is None:
+                    yield "orphan", key, "a usage without a record"
 
     def _miscounted(self) -> Iterator[tuple[str, bytes, str]]:
         for _ in range(SUMS):

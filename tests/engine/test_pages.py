@@ -303,6 +303,22 @@ def test_a_damaged_usage_is_found():
             assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
 
 
+def test_usages_without_a_record_are_found_and_deleted():
+    with Archive("memory:", create=True) as archive:
+        paths = fill(archive.backend, space(), SEQUENCES)
+        # of a page that has lost its record, of one that never was, and of none that can be
+        gone = [paths[0][1], bytes(32), b"short", bytes(40)]
+        write(archive.backend, record_row(gone[0]), None)
+        for key in gone[1:]:
+            write(archive.backend, usage_row(key), Usage(1).pack())
+        found, _ = archive.repair()
+        assert sorted(one.key for one in found if one.rule == "orphan") == sorted(key.hex() for key in gone)
+        assert archive.check() == []
+        with archive.backend.rows.view() as view:
+            left = {row.key[1:] for row in view.ranges([everything_of(b"u")])[0]}
+        assert left == {key for path in paths for key in path} - set(gone)
+
+
 LONG = [[0] * 400, [0] * 300 + [1] * 100, [0] * 300 + [2] * 50, [0] * 300]
 
 
@@ -323,6 +339,7 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             (records,) = view.ranges([everything_of(RECORD)])
         for row in records:
             write(backend, row.key, None)
+            write(backend, usage_row(row.key[1:]), None)
         for row in child_rows:
             if Child.unpack(row.value).page is not None:
                 write(backend, row.key, None)
