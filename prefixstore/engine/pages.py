@@ -49,6 +49,8 @@ __all__ = ["Pages", "open_pages"]
 
 # of the generation before the first one of a location
 FIRST = b"first"
+# Keys in one row of changes; of more, an update writes several. The last one is read with each lookup.
+KEYS_OF_CHANGE = 64
 # rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
 # Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
@@ -393,7 +395,9 @@ class _PageTransaction(_PageView, Transaction):
             return used
         # where the size is estimated, with what the end of the transaction writes
         costs = self._rows.costs
-        last = costs.of(change_row(0), bytes(KEY_BYTES * len(self._changed)))
+        n_full, n_left = divmod(len(self._changed), KEYS_OF_CHANGE)
+        last = costs.of(change_row(0), bytes(KEY_BYTES * n_left))
+        last += n_full * costs.of(change_row(0), bytes(KEY_BYTES * KEYS_OF_CHANGE))
         return Used(used.bytes + last + costs.of(keyspace.TOTALS, Totals().pack()), used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
@@ -538,17 +542,17 @@ class _PageTransaction(_PageView, Transaction):
                 self._totals = self.summed()
             self._rows.put(keyspace.TOTALS, self._totals.pack())
         if self._changed:
-            generation = self.generation + 1
-            if generation == 1:
+            last = self.generation
+            if last == 0:
                 # an empty location begins with the time: one before it, which has been lost, had no later ones
-                generation += time.time_ns() // 1000
-                self.began = generation - 1
-                self._rows.put(change_row(self.began), FIRST)
+                self.began = last = time.time_ns() // 1000
+                self._rows.put(change_row(last), FIRST)
             # a row that no page can have may have been deleted
-            changed = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
-            self._rows.put(change_row(generation), b"".join(changed))
-            if generation > CHANGES_KEPT:
-                self._rows.delete(change_row(generation - CHANGES_KEPT))
+            keys = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
+            for generation, at in enumerate(range(0, max(len(keys), 1), KEYS_OF_CHANGE), last + 1):
+                self._rows.put(change_row(generation), b"".join(keys[at : at + KEYS_OF_CHANGE]))
+                if generation > CHANGES_KEPT:
+                    self._rows.delete(change_row(generation - CHANGES_KEPT))
 
 
 class Pages(Backend):

@@ -13,7 +13,18 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import CHANGE, CHILD, RECORD, TOTALS, Child, Totals, change_row, record_row, usage_row
+from prefixstore.engine.keyspace import (
+    CHANGE,
+    CHILD,
+    RECORD,
+    TOTALS,
+    Child,
+    Totals,
+    change_row,
+    generation_of,
+    record_row,
+    usage_row,
+)
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, FullError
@@ -91,6 +102,22 @@ def test_changes_that_are_too_old_are_forgotten_and_never_half_of_a_transaction(
             known = [view.changes(view.generation - 6 + since) for since in range(7)]
         expected = [[key for keys in written[since:] for key in keys] for since in range(7)]
         assert known == [None, None, None, *expected[3:]]
+
+
+@pytest.mark.parametrize("n_changed", [1, 64, 65, 200])
+def test_what_a_lookup_reads_of_the_last_update_is_small_however_many_pages_it_changed(n_changed):
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), SEQUENCES)
+        with backend.view() as view:
+            before = view.generation
+        paths = fill(backend, space("more"), [[number] for number in range(n_changed)])
+        with backend.view() as view, backend.rows.view() as rows:
+            assert view.changes(before) == [key for path in paths for key in path]
+            assert view.changes(view.generation) == []
+            (last,) = rows.ranges([everything_of(CHANGE)._replace(limit=1, reverse=True)])[0]
+            assert generation_of(last.key) == view.generation
+            assert len(last.value) <= 64 * 32
+            assert list(view.flaws()) == []
 
 
 # -- from one location to another -------------------------------------------------------------------------------------
