@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -278,9 +278,8 @@ class _PageView(View):
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         self._check()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            for row in rows:
-                if self._is_lost(row.key[1:], row.value):
-                    yield "index", row.key[1:], "it is not found among the children of its parent"
+            for key in self._lost(rows):
+                yield "index", key, "it is not found among the children of its parent"
         yield from self._wrong_children()
         yield from self._orphans()
         for rows in keyspace.walk(self._rows, keyspace.CHANGE):
@@ -288,39 +287,39 @@ class _PageView(View):
                 yield "index", b"", "the changes of a generation cannot be read"
         yield from self._miscounted()
 
-    def _is_lost(self, key: bytes, stored: bytes | None) -> bool:
-        """Whether a page with this record is not found among its siblings."""
-        path = _path_in(key, stored)
-        if path is None:
-            return False
-        now, *rows = self._rows.get([record_row(key), *path])
-        # this view may see later commits: where the page is then, is another question
-        return _path_in(key, now) == path and not keyspace.leads_to(key, rows)
+    def _lost(self, rows: Sequence[contract.Row]) -> Iterator[bytes]:
+        """Those pages with these records that are not found among their siblings."""
+        paths = {row.key: path for row in rows if (path := _path_in(row.key[1:], row.value)) is not None}
+        found = iter(self._rows.get([key for record, path in paths.items() for key in (record, *path)]))
+        for record, path in paths.items():
+            now, *children = islice(found, 1 + len(path))
+            # this view may see later commits: where the page is then, is another question
+            if _path_in(record[1:], now) == path and not keyspace.leads_to(record[1:], children):
+                yield record[1:]
 
     def _wrong_children(self) -> Iterator[tuple[str, bytes, str]]:
         """What is wrong with child rows."""
         for rows in keyspace.walk(self._rows, keyspace.CHILD):
-            for row in rows:
-                for key in self._misplaced(row):
+            for key in self._misplaced(rows):
+                if key is not None:
                     yield "index", key, "it is among the children of a page that it does not follow, or is not stored"
             for row in keyspace.hollow(self._rows, rows):
                 # also now: this view may see later commits
                 if self._rows.get([row.key])[0] == row.value and keyspace.hollow(self._rows, [row]):
                     yield "index", b"", "a page is said to have children that it does not have"
 
-    def _misplaced(self, row: contract.Row) -> list[bytes]:
-        """The pages that a child row names wrongly; `b""` for a row that cannot be read."""
-        child = keyspace.Child.unpack(row.value)
-        if child is None:
-            return [b""]
-        if child.page is None:
-            return []
-        # this view may see later commits: both as they are now
-        now, stored = self._rows.get([row.key, record_row(child.page)])
-        record = _entry(child.page, stored, None).record if stored is not None else None
-        # where a page belongs whose record is damaged, nobody can say
-        is_right = record is not None and (not isinstance(record, Record) or row.key in _path_of(record))
-        return [child.page] if now == row.value and not is_right else []
+    def _misplaced(self, rows: Sequence[contract.Row]) -> list[bytes | None]:
+        """The page that each of these child rows names wrongly; `b""` if it cannot be read, None if it is right."""
+        children = [keyspace.Child.unpack(row.value) for row in rows]
+        pages = [child.page if child is not None else None for child in children]
+        # this view may see later commits: rows and records as they are now
+        records = [record_row(page or b"") for page in pages]
+        now = self._rows.get([*(row.key for row in rows), *records])
+        found: list[bytes | None] = []
+        for row, child, page, value, record in zip(rows, children, pages, now, now[len(rows) :], strict=False):
+            is_wrong = page is not None and value == row.value and not _may_be_below(row.key, page, record)
+            found.append(b"" if child is None else page if is_wrong else None)
+        return found
 
     def _orphans(self) -> Iterator[tuple[str, bytes, str]]:
         for rows in keyspace.walk(self._rows, keyspace.USAGE):
@@ -367,6 +366,11 @@ def _path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
     """The child rows that a stored page can have; None if it is not there, or cannot be read."""
     record = _entry(key, stored, None).record if stored is not None else None
     return _path_of(record) if isinstance(record, Record) else None
+
+
+def _may_be_below(row: bytes, key: bytes, stored: bytes | None) -> bool:
+    """Whether a page may be below a child row; where one belongs whose record is damaged, nobody can say."""
+    return stored is not None and ((path := _path_in(key, stored)) is None or row in path)
 
 
 def _path_of(record: Record) -> list[bytes]:
@@ -499,17 +503,19 @@ class _PageTransaction(_PageView, Transaction):
     def correct(self, rows: Sequence[bytes]) -> bool:
         """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
         is_changed = False
-        for row, stored in zip(rows, self._rows.get(rows), strict=True):
-            child = keyspace.Child.unpack(stored)
-            if stored is not None and child is None:
-                self._rows.delete(row)
-                is_changed = True
-            elif stored is not None and child is not None and self._misplaced(contract.Row(row, stored)):
-                keyspace.take_out(self._rows, row, child)
-                is_changed = True
-        left = zip(rows, self._rows.get(rows), strict=True)
-        rest = [contract.Row(row, stored) for row, stored in left if stored is not None]
-        return bool(self._mend_hollow(rest)) or is_changed
+        there = self._stored(rows)
+        for row, wrong in zip(there, self._misplaced(there), strict=True):
+            child = keyspace.Child.unpack(row.value)
+            if child is None:
+                self._rows.delete(row.key)
+            elif wrong is not None:
+                keyspace.take_out(self._rows, row.key, child)
+            is_changed = is_changed or wrong is not None
+        return bool(self._mend_hollow(self._stored(rows))) or is_changed
+
+    def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
+        found = zip(rows, self._rows.get(rows), strict=True)
+        return [contract.Row(row, value) for row, value in found if value is not None]
 
     def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
         """The keys of the next rows of a kind."""

@@ -330,6 +330,17 @@ def test_a_damaged_usage_is_found():
             assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
 
 
+def test_a_check_of_the_index_asks_a_server_for_many_pages_at_once(monkeypatch):
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), [[number] for number in range(500)])
+        with backend.view() as view:
+            requests, (get, ranges) = [], (view._rows.get, view._rows.ranges)
+            monkeypatch.setattr(view._rows, "get", lambda keys: requests.append("get") or get(keys))
+            monkeypatch.setattr(view._rows, "ranges", lambda wanted: requests.append("ranges") or ranges(wanted))
+            assert list(view.flaws()) == []
+            assert len(requests) < 30
+
+
 def test_usages_without_a_record_are_found_and_deleted():
     with Archive("memory:", create=True) as archive:
         paths = fill(archive.backend, space(), SEQUENCES)
