@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixstore.backends.contract import ConflictError
-from prefixstore.errors import CorruptError, FullError, IncompatibleError, StorageError
+from prefixstore.errors import CorruptError, IncompatibleError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT, TOKEN_BYTES
 from prefixstore.format.record import Buffer, Record, Usage
 
@@ -49,7 +49,6 @@ __all__ = [
     "View",
     "facts_after",
     "facts_of",
-    "fewer",
     "retried",
     "tokens_of",
 ]
@@ -440,15 +439,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the location. A second call does nothing."""
-
-
-def fewer(backend: Backend, at_once: int, error: FullError) -> int:
-    """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
-
-    Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.
-    """
-    if at_once == 1:
-        raise error
-    with suppress(FullError):
-        backend.reclaim()
-    return max(at_once // 4, 1)

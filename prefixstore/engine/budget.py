@@ -6,10 +6,11 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used, fewer
+from prefixstore.backends.base import CONFLICTS, Backend, Transaction, Used
 from prefixstore.backends.contract import ConflictError
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.contents import DropReason
@@ -153,6 +154,18 @@ class Evicted:
 
 class _TakenBackError(StorageError):
     """Ends a transaction that only tries something; what it has changed is undone."""
+
+
+def fewer(backend: Backend, at_once: int, error: FullError) -> int:
+    """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
+
+    Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.
+    """
+    if at_once == 1:
+        raise error
+    with suppress(FullError):
+        backend.reclaim()
+    return max(at_once // 4, 1)
 
 
 class Evictor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from prefixstore.backends.base import CONFLICTS, Backend, Entry, Transaction, fewer, retried
+from prefixstore.backends.base import CONFLICTS, Backend, Entry, Transaction, retried
 from prefixstore.backends.contract import ConflictError
-from prefixstore.engine.budget import PAGES_AT_ONCE
+from prefixstore.engine.budget import PAGES_AT_ONCE, fewer
 from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.index import Index, Page, depth_first
 from prefixstore.engine.invariants import Violation

@@ -25,13 +25,13 @@ from prefixstore.backends.base import (
     Transaction,
     Used,
     View,
-    fewer,
     retried,
     tokens_of,
 )
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.packed_facts import facts_of
 from prefixstore.engine import keyspace
+from prefixstore.engine.budget import fewer
 from prefixstore.engine.keyspace import (
     Totals,
     change_row,
