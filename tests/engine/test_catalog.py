@@ -17,8 +17,8 @@ from prefixstore.errors import FullError
 from prefixstore.format.keys import as_tokens, page_keys
 from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import StoredPage
-from prefixstore.testing import FaultyBackend
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, Store, entry, put_snapshots, snapshot_of
+from tests.support.faults import FaultyBackend
 
 SETTINGS = Namespace({"salt": "tenant"}).canonical
 

@@ -31,7 +31,6 @@ from prefixstore.errors import CorruptError, FullError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from prefixstore.testing import FaultyBackend, SlowBackend
 from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
 from tests.support.places import LOCKING, MIB, fill, opened, place, space
@@ -73,14 +72,6 @@ class TestPostgreSQL(PersistentPagesContract):
         if tmp_path not in self.urls:
             self.urls[tmp_path] = self.new()
         return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
-
-
-@pytest.mark.slow
-class TestWrapped(PagesContract):
-    """A wrapper keeps the contract of what it wraps."""
-
-    def open_backend(self, tmp_path):
-        return SlowBackend(FaultyBackend(Pages(MemoryBackend()), "sync", at=10**6), 0.0)
 
 
 # -- generations -------------------------------------------------------------------------------------------------------

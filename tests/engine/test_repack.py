@@ -16,7 +16,6 @@ from prefixstore.format.autocodec import AutoCodec, encode
 from prefixstore.format.codec import CODECS, PACKINGS, decode
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_key
 from prefixstore.format.record import Usage, checksum
-from prefixstore.testing import SlowBackend
 from tests.support import PATIENCE
 from tests.support.engines import (
     MIB,
@@ -33,6 +32,7 @@ from tests.support.engines import (
     taken,
     two_stores,
 )
+from tests.support.faults import SlowBackend
 from tests.support.pages import make_page
 from tests.support.places import SCHEMES, place
 
