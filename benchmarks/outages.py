@@ -16,7 +16,7 @@ from benchmarks.tables import met, milliseconds, table
 from prefixstore import PrefixStore
 from prefixstore.backends.base import Backend
 from prefixstore.errors import UnavailableError
-from prefixstore.testing.faults import Operation, SlowBackend
+from tests.support.faults import Operation, SlowBackend
 
 PROMPT, ANSWER, ROUNDS = 512, 24, 24
 # seconds that each operation of the location takes, and whether it then fails

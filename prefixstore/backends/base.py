@@ -264,10 +264,6 @@ class View(ABC):
         whose record cannot be read.
         """
 
-    def payload_keys(self) -> Iterator[bytes]:
-        """Keys of all payloads, for `check`, where there may be one without a record."""
-        return iter(())
-
     @abstractmethod
     def namespaces(self) -> Mapping[bytes, bytes]:
         """Canonical settings of the namespaces that have pages here, by key."""
@@ -283,8 +279,9 @@ class View(ABC):
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         """Faults of what a backend keeps beside the pages, such as an index of children, for `check`.
 
-        Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Backend.reindex` mends it), the key
-        of the page or ``b""``, and a message. Raises `CorruptError` if the location cannot be used at all.
+        Each is a rule of `prefixstore.engine.invariants.Violation` (``"index"`` if `Backend.reindex` mends it,
+        ``"orphan"`` if `Transaction.delete` does), the key of the page or ``b""``, and a message. Raises `CorruptError`
+        if the location cannot be used at all.
         """
         return iter(())
 

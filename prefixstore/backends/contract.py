@@ -37,6 +37,8 @@ __all__ = ["LONGEST_KEY", "Backend", "Change", "ConflictError", "Costs", "Draft"
 
 # bytes: LMDB takes no longer ones
 LONGEST_KEY = 511
+# so many more rows than a range may have are asked for at first, as a draft may have changed some of them
+MORE_ROWS = 16
 
 
 class ConflictError(UnavailableError):
@@ -160,10 +162,15 @@ class Draft(View):
         self._keys: list[bytes] = []
         # of these, those that were deleted, and perhaps written again: their payloads are gone
         self._deleted: set[bytes] = set()
+        # and those of rows that are written, in order
+        self._written: list[bytes] = []
         # by how many bytes the changes make the location larger
         self._growth = 0
         # values that were read: as nobody else changes them, once is enough
         self._read: dict[bytes, bytes | None] = {}
+        # Where reading a range may begin instead, by its first bound and direction: what is before was changed here, so
+        # that a row that was deleted is passed over once, and not in each range.
+        self._begins: dict[tuple[bytes, bool], bytes] = {}
 
     def put(self, key: bytes, value: bytes, payload: Buffer | None = None, *, replaced: int | None = None) -> None:
         """Write a row. The memory of the payload must stay valid and unchanged until the update has closed.
@@ -178,6 +185,11 @@ class Draft(View):
 
     def _change(self, change: Change, replaced: int | None) -> None:
         before = self._changes.get(change.key)
+        was_written = before is not None and before.value is not None
+        if change.value is not None and not was_written:
+            insort(self._written, change.key)
+        elif change.value is None and was_written:
+            del self._written[bisect_left(self._written, change.key)]
         if before is None:
             insort(self._keys, change.key)
             before = Change(change.key, self._read.get(change.key))
@@ -221,7 +233,8 @@ class Draft(View):
         if self._apply is not None and self._changes:
             self._apply(self.changes)
             self._read.update((key, change.value) for key, change in self._changes.items())
-            self._changes, self._keys, self._deleted, self._growth = {}, [], set(), 0
+            self._changes, self._keys, self._written, self._deleted = {}, [], [], set()
+            self._growth, self._begins = 0, {}
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         unread = [key for key in keys if key not in self._changes and key not in self._read]
@@ -230,22 +243,43 @@ class Draft(View):
         return [change.value if (change := self._changes.get(key)) else self._read[key] for key in keys]
 
     def ranges(self, wanted: Sequence[Range]) -> list[list[Row]]:
-        changed = [self._keys[bisect_left(self._keys, one.start) : bisect_left(self._keys, one.stop)] for one in wanted]
-        asked = [
-            # so many of the first rows may be gone
-            one if one.limit is None else one._replace(limit=one.limit + len(keys))
-            for one, keys in zip(wanted, changed, strict=True)
-        ]
-        return [
-            self._merged(one, keys, rows)
-            for one, keys, rows in zip(wanted, changed, self._view.ranges(asked), strict=True)
-        ]
+        found: dict[int, list[Row]] = {}
+        n_more = MORE_ROWS
+        while waiting := {i: self._asked(one, n_more) for i, one in enumerate(wanted) if i not in found}:
+            for (i, asked), rows in zip(waiting.items(), self._view.ranges(list(waiting.values())), strict=True):
+                kept = self._unchanged(wanted[i], rows)
+                # with fewer, as many as were asked for may have been changed
+                if asked.limit is None or len(rows) < asked.limit or len(kept) >= (wanted[i].limit or 0):
+                    found[i] = self._merged(wanted[i], kept)
+            n_more *= 4
+        return [found[i] for i in range(len(wanted))]
 
-    def _merged(self, wanted: Range, changed: Sequence[bytes], stored: list[Row]) -> list[Row]:
-        if not changed:
-            return stored
-        mine = [Row(key, value) for key in changed if (value := self._changes[key].value) is not None]
-        kept = [row for row in stored if row.key not in self._changes]
+    def _asked(self, wanted: Range, n_more: int) -> Range:
+        """What to read for a range: some more rows than it may have if some were changed, from where others begin."""
+        if wanted.reverse:
+            wanted = wanted._replace(stop=self._begins.get((wanted.stop, True), wanted.stop))
+        else:
+            wanted = wanted._replace(start=self._begins.get((wanted.start, False), wanted.start))
+        n_changed = bisect_left(self._keys, wanted.stop) - bisect_left(self._keys, wanted.start)
+        limit = wanted.limit
+        return wanted if limit is None else wanted._replace(limit=limit + max(min(n_changed, n_more), 0))
+
+    def _unchanged(self, wanted: Range, rows: list[Row]) -> list[Row]:
+        """Those of the first stored rows of a range that were not changed; remembers where they begin."""
+        kept = [row for row in rows if row.key not in self._changes]
+        n_changed = len(rows) if not kept else rows.index(kept[0])
+        if n_changed:
+            self._begins[wanted.stop if wanted.reverse else wanted.start, wanted.reverse] = rows[n_changed - 1].key
+        return kept
+
+    def _merged(self, wanted: Range, kept: list[Row]) -> list[Row]:
+        """These stored rows and those that were written here."""
+        low, high = bisect_left(self._written, wanted.start), bisect_left(self._written, wanted.stop)
+        if wanted.limit is not None and wanted.reverse:
+            low = max(low, high - wanted.limit)
+        elif wanted.limit is not None:
+            high = min(high, low + wanted.limit)
+        mine = [Row(key, self._changes[key].value or b"") for key in self._written[low:high]]
         return sorted(mine + kept, reverse=wanted.reverse)[: wanted.limit]
 
     def payloads(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, Buffer | None] | None]:

@@ -41,7 +41,8 @@ def doctor(
 
     Checks versions, the file system, permissions, free space, the budget, and whether restoring beats computing.
     With --config, the model is loaded, and its settings are compared with those of the stored pages. With --server,
-    prefixstore serve is asked whether it stores and restores anything, and if not, why. It writes nothing.
+    prefixstore serve is asked whether it stores and restores anything, and has pages for its settings, and if not,
+    why. It writes nothing.
 
     Exit codes: 0 no problems found; 1 something should be changed.
 
@@ -72,6 +73,7 @@ def _of_server(url: str, api_key: str | None) -> Finding:
     """Whether a ``prefixstore serve`` uses its store."""
     try:
         from prefixstore.server.client import LlamaServer  # noqa: PLC0415 - the extra "server"
+        from prefixstore.server.store_check import ADVICE  # noqa: PLC0415 - as above
     except ImportError as error:
         raise MissingExtraError('--server needs httpx; pip install "prefixstore[server]"') from error
     try:
@@ -80,6 +82,10 @@ def _of_server(url: str, api_key: str | None) -> Finding:
     except ServerError as error:
         return Finding("server", "cannot be asked", Level.PROBLEM, str(error))
     reason = status["passed_through"]
+    differ = (status.get("store") or {}).get("other_settings")
+    if differ:
+        found = f"{url} has no pages for its settings, but for others of its model: {'; '.join(differ)}"
+        return Finding("server", found, Level.PROBLEM, ADVICE)
     if reason is None:
         return Finding("server", f"{url} uses its store")
     advice = str(status.get("why") or "docs/servers.md says which servers are not stored.")

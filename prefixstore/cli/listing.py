@@ -71,7 +71,7 @@ def ls(
     form: OutputForm = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the namespaces, with their models and tenants.
+    """List the namespaces, with their models and tenants, and the settings in which those of one model differ.
 
     Uses count pages: a prompt with ten stored pages counts as ten.
 
@@ -93,13 +93,15 @@ def ls(
     if chosen is not Form.TEXT:
         rows_of([_namespace_row(one, history) for one in shown], chosen)
         return
-    columns = ["namespace", "model", "label", "tenant", "pages>", "tokens>", "stored>", "uses>", "used>"]
+    differ = _differences(holdings)
+    columns = ["namespace", "model", "label", "tenant", "settings", "pages>", "tokens>", "stored>", "uses>", "used>"]
     rows = [
         [
             one.key.hex()[:SHORT],
             visible(_model(described_of(history, one))),
             visible(str(_settings(one).get("label") or "")),
             visible(str(_settings(one).get("salt") or "")),
+            visible(differ[one.key]),
             f"{one.pages:,}",
             f"{one.tokens:,}",
             format_bytes(one.stored_bytes),
@@ -121,6 +123,22 @@ def _model(one: Described) -> str:
 
 def _settings(holding: Holding) -> dict[str, object]:
     return dict(holding.namespace.settings) if holding.namespace is not None else {}
+
+
+def _differences(holdings: list[Holding]) -> dict[bytes, str]:
+    """The settings in which namespaces of one model differ, as text, by the key of each; not what has a column."""
+    of_model: dict[object, list[Holding]] = {}
+    for one in holdings:
+        of_model.setdefault(_settings(one).get("model"), []).append(one)
+    found = {}
+    for same in of_model.values():
+        names = {name for one in same for name in _settings(one)} - {"label", "salt"}
+        differ = sorted(name for name in names if len({repr(_settings(one).get(name)) for one in same}) > 1)
+        for one in same:
+            values = [(name, _settings(one).get(name)) for name in differ]
+            texts = (f"{name} {'not set' if value is None else str(value)[:SHORT]}" for name, value in values)
+            found[one.key] = ", ".join(texts)
+    return found
 
 
 def _namespace_json(holding: Holding, history: History) -> dict[str, object]:

@@ -111,7 +111,13 @@ def explain(engine: Engine, words: Words, tokens: Tokens, place: Place, note: st
             break
     notes = [note] if note else []
     if place.kind.has_snapshots and matched.n_tokens < n_shared and reason != "snapshot":
-        notes.insert(0, f"{n_shared:,} tokens are the same; this model resumes only at its snapshots.")
+        note = f"{n_shared:,} tokens are the same; this model resumes only at its snapshots."
+        if n_shared - matched.n_tokens >= place.min_tokens:
+            note += (
+                f" If prompts often part there, name that place: store.boundary({n_shared}), or"
+                f' "prefixstore": {{"boundaries": [{n_shared}]}} in requests to prefixstore serve.'
+            )
+        notes.insert(0, note)
     restore, recompute, compute = _costs(place, tokens, matched)
     if matched.n_tokens and not restore.n_tokens and reason not in ("short", "unsupported"):
         notes.insert(0, f"Matches of fewer than min_tokens={place.min_tokens} tokens are not restored.")

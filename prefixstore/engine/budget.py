@@ -157,9 +157,9 @@ class _TakenBackError(StorageError):
 
 
 def fewer(backend: Backend, at_once: int, error: FullError) -> int:
-    """How many pages to delete in one transaction, after a location had no space to delete `at_once`.
+    """How many pages or rows to change in one transaction, after a location had no space to change `at_once`.
 
-    Deleting a page takes space as well, until the transaction is committed. Raises `error` if it was only one.
+    Deleting takes space as well, until the transaction is committed. Raises `error` if it was only one.
     """
     if at_once == 1:
         raise error

@@ -217,12 +217,8 @@ class Deleter:
         return removed + self._delete_all(found, strays_only=True)
 
     def delete_damaged_strays(self) -> Removed:
-        """Delete what can never be restored and has no known owner: damaged records, payloads without one, ..."""
-        strays = self._strays()
-        with self._backend.view() as view:
-            # a payload without a record is in no index
-            found = {key for key in view.payload_keys() if not view.records([key])}
-        return self._delete_all(found | strays.damaged(), strays_only=True)
+        """Delete what can never be restored and has no known owner: damaged records."""
+        return self._delete_all(self._strays().damaged(), strays_only=True)
 
     def _strays(self) -> Strays:
         """What is stored and can never be found."""

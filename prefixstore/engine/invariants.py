@@ -6,9 +6,8 @@ end: that its parent is there, and ends where the page starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,7 @@ class Violation:
     rule
         ``"record"`` (it cannot be read), ``"parent"`` (the parent is missing, or cannot have children), ``"position"``
         (the page does not start where its parent ends), ``"payload"`` (missing, damaged, or of the wrong length),
-        ``"orphan"`` (a payload without a record), ``"index"`` (the backend does not find a page among the children of
+        ``"orphan"`` (a usage without a record), ``"index"`` (the backend does not find a page among the children of
         its parent, or finds another there), ``"file"`` (the file is damaged elsewhere),
         ``"namespace"`` (unknown, or not that of the parent), ``"budget"``
         (exceeded).
@@ -109,13 +108,6 @@ class _Places:
             is_wrong &= ~(is_known & (parents["form"] == FOREIGN))
             yield from ((bytes(page["key"]), bytes(page["parent"])) for page in some[is_wrong])
 
-    def missing(self, keys: Iterable[bytes]) -> Iterator[bytes]:
-        """Those of these keys that no page has."""
-        waiting = iter(keys)
-        while some := list(islice(waiting, AT_ONCE)):
-            _, is_known = self.find(np.array(some, KEY))
-            yield from (key for key, there in zip(some, is_known, strict=True) if not there)
-
 
 def violations(view: View, budget: Budget) -> list[Violation]:
     """Read the whole location and verify every checksum. An empty list means that no problems were found."""
@@ -143,11 +135,6 @@ def violations(view: View, budget: Budget) -> list[Violation]:
     places.finish()
     for key, parent in places.misplaced():
         found += _misplaced(view, key, parent)
-    found += [
-        Violation("orphan", key.hex(), "a payload without a record")
-        for key in places.missing(view.payload_keys())
-        if _has_no_record(view, key)
-    ]
     used = view.used
     if budget.exceeded(used):
         found.append(Violation("budget", "", f"{used.bytes:,} bytes in {used.entries:,} pages exceed {budget}"))
@@ -182,14 +169,6 @@ def _record_now(view: View, key: bytes, record: Record) -> Record | None:
         return view.record(key)
     except StorageError:
         return record
-
-
-def _has_no_record(view: View, key: bytes) -> bool:
-    """Whether there is none now: a view may see what was stored after its records were read."""
-    try:
-        return view.record(key) is None
-    except StorageError:
-        return True
 
 
 def _damage_now(view: View, record: Record) -> str | None:

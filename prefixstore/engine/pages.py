@@ -10,16 +10,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from functools import partial
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixstore.backends import contract, open_backend
-from prefixstore.backends.base import CHANGES_KEPT, FACTS, Backend, Entry, Transaction, Used, View, retried, tokens_of
+from prefixstore.backends.base import (
+    CHANGES_KEPT,
+    FACTS,
+    Backend,
+    Entry,
+    Transaction,
+    Used,
+    View,
+    retried,
+    tokens_of,
+)
 from prefixstore.backends.contract import Draft, Range
 from prefixstore.backends.packed_facts import facts_of
 from prefixstore.engine import keyspace
+from prefixstore.engine.budget import fewer
 from prefixstore.engine.keyspace import (
     Totals,
     change_row,
@@ -29,7 +41,7 @@ from prefixstore.engine.keyspace import (
     record_row,
     usage_row,
 )
-from prefixstore.errors import CorruptError, StorageError
+from prefixstore.errors import CorruptError, FullError, StorageError
 from prefixstore.format.keys import KEY_BYTES, PAGE, SNAPSHOT
 from prefixstore.format.record import USAGE, Buffer, Record, Usage, place_of, record_bytes, sizes_of
 
@@ -37,7 +49,9 @@ __all__ = ["Pages", "open_pages"]
 
 # of the generation before the first one of a location
 FIRST = b"first"
-# rows that a rebuild of the index changes in one update
+# Keys in one row of changes; of more, an update writes several. The last one is read with each lookup.
+KEYS_OF_CHANGE = 64
+# rows that a rebuild of the index changes in one update, if there is space for it
 REINDEXED_AT_ONCE = 512
 # Of so many pages an update adds up the sizes, if they are not known: it takes a fraction of a second. Of more they are
 # unknown until the index is rebuilt, which does not keep other writers waiting.
@@ -264,48 +278,59 @@ class _PageView(View):
     def flaws(self) -> Iterator[tuple[str, bytes, str]]:
         self._check()
         for rows in keyspace.walk(self._rows, keyspace.RECORD):
-            for row in rows:
-                if self._is_lost(row.key[1:], row.value):
-                    yield "index", row.key[1:], "it is not found among the children of its parent"
+            for key in self._lost(rows):
+                yield "index", key, "it is not found among the children of its parent"
         yield from self._wrong_children()
+        yield from self._orphans()
         for rows in keyspace.walk(self._rows, keyspace.CHANGE):
             if not all(generation_of(row.key) and _is_whole(row.value) for row in rows):
                 yield "index", b"", "the changes of a generation cannot be read"
         yield from self._miscounted()
 
-    def _is_lost(self, key: bytes, stored: bytes | None) -> bool:
-        """Whether a page with this record is not found among its siblings."""
-        path = _path_in(key, stored)
-        if path is None:
-            return False
-        now, *rows = self._rows.get([record_row(key), *path])
-        # this view may see later commits: where the page is then, is another question
-        return _path_in(key, now) == path and not keyspace.leads_to(key, rows)
+    def _lost(self, rows: Sequence[contract.Row]) -> Iterator[bytes]:
+        """Those pages with these records that are not found among their siblings."""
+        paths = {row.key: path for row in rows if (path := _path_in(row.key[1:], row.value)) is not None}
+        found = iter(self._rows.get([key for record, path in paths.items() for key in (record, *path)]))
+        for record, path in paths.items():
+            now, *children = islice(found, 1 + len(path))
+            # this view may see later commits: where the page is then, is another question
+            if _path_in(record[1:], now) == path and not keyspace.leads_to(record[1:], children):
+                yield record[1:]
 
     def _wrong_children(self) -> Iterator[tuple[str, bytes, str]]:
         """What is wrong with child rows."""
         for rows in keyspace.walk(self._rows, keyspace.CHILD):
-            for row in rows:
-                for key in self._misplaced(row):
+            for key in self._misplaced(rows):
+                if key is not None:
                     yield "index", key, "it is among the children of a page that it does not follow, or is not stored"
             for row in keyspace.hollow(self._rows, rows):
                 # also now: this view may see later commits
                 if self._rows.get([row.key])[0] == row.value and keyspace.hollow(self._rows, [row]):
                     yield "index", b"", "a page is said to have children that it does not have"
 
-    def _misplaced(self, row: contract.Row) -> list[bytes]:
-        """The pages that a child row names wrongly; `b""` for a row that cannot be read."""
-        child = keyspace.Child.unpack(row.value)
-        if child is None:
-            return [b""]
-        if child.page is None:
-            return []
-        # this view may see later commits: both as they are now
-        now, stored = self._rows.get([row.key, record_row(child.page)])
-        record = _entry(child.page, stored, None).record if stored is not None else None
-        # where a page belongs whose record is damaged, nobody can say
-        is_right = record is not None and (not isinstance(record, Record) or row.key in _path_of(record))
-        return [child.page] if now == row.value and not is_right else []
+    def _misplaced(self, rows: Sequence[contract.Row]) -> list[bytes | None]:
+        """The page that each of these child rows names wrongly; `b""` if it cannot be read, None if it is right."""
+        children = [keyspace.Child.unpack(row.value) for row in rows]
+        pages = [child.page if child is not None else None for child in children]
+        # this view may see later commits: rows and records as they are now
+        records = [record_row(page or b"") for page in pages]
+        now = self._rows.get([*(row.key for row in rows), *records])
+        found: list[bytes | None] = []
+        for row, child, page, value, record in zip(rows, children, pages, now, now[len(rows) :], strict=False):
+            is_wrong = page is not None and value == row.value and not _may_be_below(row.key, page, record)
+            found.append(b"" if child is None else page if is_wrong else None)
+        return found
+
+    def _orphans(self) -> Iterator[tuple[str, bytes, str]]:
+        for rows in keyspace.walk(self._rows, keyspace.USAGE):
+            keys = [row.key[1:] for row in rows]
+            for key, seen in zip(keys, self._rows.get([record_row(key) for key in keys]), strict=True):
+                if seen is not None:
+                    continue
+                # this view may see later commits: both as they are now
+                usage, record = self._rows.get([usage_row(key), record_row(key)])
+                if usage is not None and record is None:
+                    yield "orphan", key, "a usage without a record"
 
     def _miscounted(self) -> Iterator[tuple[str, bytes, str]]:
         for _ in range(SUMS):
@@ -343,6 +368,11 @@ def _path_in(key: bytes, stored: bytes | None) -> list[bytes] | None:
     return _path_of(record) if isinstance(record, Record) else None
 
 
+def _may_be_below(row: bytes, key: bytes, stored: bytes | None) -> bool:
+    """Whether a page may be below a child row; where one belongs whose record is damaged, nobody can say."""
+    return stored is not None and ((path := _path_in(key, stored)) is None or row in path)
+
+
 def _path_of(record: Record) -> list[bytes]:
     """The child rows that a page can have."""
     return keyspace.child_path(record.parent, record.form, record.tokens)
@@ -369,7 +399,9 @@ class _PageTransaction(_PageView, Transaction):
             return used
         # where the size is estimated, with what the end of the transaction writes
         costs = self._rows.costs
-        last = costs.of(change_row(0), bytes(KEY_BYTES * len(self._changed)))
+        n_full, n_left = divmod(len(self._changed), KEYS_OF_CHANGE)
+        last = costs.of(change_row(0), bytes(KEY_BYTES * n_left))
+        last += n_full * costs.of(change_row(0), bytes(KEY_BYTES * KEYS_OF_CHANGE))
         return Used(used.bytes + last + costs.of(keyspace.TOTALS, Totals().pack()), used.entries)
 
     def cost(self, record: Record, n_bytes: int) -> int:
@@ -471,31 +503,43 @@ class _PageTransaction(_PageView, Transaction):
     def correct(self, rows: Sequence[bytes]) -> bool:
         """Take out of some child rows what they name wrongly; whether the rows above may be wrong since."""
         is_changed = False
-        for row, stored in zip(rows, self._rows.get(rows), strict=True):
-            child = keyspace.Child.unpack(stored)
-            if stored is not None and child is None:
-                self._rows.delete(row)
-                is_changed = True
-            elif stored is not None and child is not None and self._misplaced(contract.Row(row, stored)):
-                keyspace.take_out(self._rows, row, child)
-                is_changed = True
-        left = zip(rows, self._rows.get(rows), strict=True)
-        rest = [contract.Row(row, stored) for row, stored in left if stored is not None]
-        return bool(self._mend_hollow(rest)) or is_changed
+        there = self._stored(rows)
+        for row, wrong in zip(there, self._misplaced(there), strict=True):
+            child = keyspace.Child.unpack(row.value)
+            if child is None:
+                self._rows.delete(row.key)
+            elif wrong is not None:
+                keyspace.take_out(self._rows, row.key, child)
+            is_changed = is_changed or wrong is not None
+        return bool(self._mend_hollow(self._stored(rows))) or is_changed
 
-    def rows_from(self, kind: bytes, start: bytes) -> list[bytes]:
+    def _stored(self, rows: Sequence[bytes]) -> list[contract.Row]:
+        found = zip(rows, self._rows.get(rows), strict=True)
+        return [contract.Row(row, value) for row, value in found if value is not None]
+
+    def rows_from(self, kind: bytes, start: bytes, at_most: int) -> list[bytes]:
         """The keys of the next rows of a kind."""
-        wanted = Range(start, keyspace.everything(kind).stop, REINDEXED_AT_ONCE)
+        wanted = Range(start, keyspace.everything(kind).stop, at_most)
         return [row.key for row in self._rows.ranges([wanted])[0]]
 
-    def start_over(self, totals: Totals) -> None:
-        """Replace the totals, and have every process read again what it knows: the index may have been wrong."""
+    def start_over(self, totals: Totals) -> int:
+        """Replace the totals, and have every process read again what it knows: the index may have been wrong.
+
+        Returns the generation that begins with this.
+        """
         self._totals = totals
         now = self.generation
-        for row in self._rows.ranges([keyspace.everything(keyspace.CHANGE)])[0]:
-            self._rows.delete(row.key)
         # what the generation in between has changed, nobody can say; without any, as for an empty location
-        self._rows.put(change_row(now + 2 if now else time.time_ns() // 1000), b"")
+        generation = now + 2 if now else time.time_ns() // 1000
+        self._rows.put(change_row(generation), b"")
+        return generation
+
+    def forget(self, rows: Sequence[bytes], before: int) -> bool:
+        """Delete some rows of changes: those of generations before this one, or of none; once is enough."""
+        for row in rows:
+            if generation_of(row) < before:
+                self._rows.delete(row)
+        return False
 
     def finish(self) -> None:
         """Record what changed, and forget changes that are too old."""
@@ -504,17 +548,17 @@ class _PageTransaction(_PageView, Transaction):
                 self._totals = self.summed()
             self._rows.put(keyspace.TOTALS, self._totals.pack())
         if self._changed:
-            generation = self.generation + 1
-            if generation == 1:
+            last = self.generation
+            if last == 0:
                 # an empty location begins with the time: one before it, which has been lost, had no later ones
-                generation += time.time_ns() // 1000
-                self.began = generation - 1
-                self._rows.put(change_row(self.began), FIRST)
+                self.began = last = time.time_ns() // 1000
+                self._rows.put(change_row(last), FIRST)
             # a row that no page can have may have been deleted
-            changed = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
-            self._rows.put(change_row(generation), b"".join(changed))
-            if generation > CHANGES_KEPT:
-                self._rows.delete(change_row(generation - CHANGES_KEPT))
+            keys = [key for key in dict.fromkeys(self._changed) if len(key) == KEY_BYTES]
+            for generation, at in enumerate(range(0, max(len(keys), 1), KEYS_OF_CHANGE), last + 1):
+                self._rows.put(change_row(generation), b"".join(keys[at : at + KEYS_OF_CHANGE]))
+                if generation > CHANGES_KEPT:
+                    self._rows.delete(change_row(generation - CHANGES_KEPT))
 
 
 class Pages(Backend):
@@ -586,34 +630,42 @@ class Pages(Backend):
             # while others write, if possible
             with self._viewing() as view:
                 generation, totals = view.generation, view.summed()
-            if self._start_over(generation, totals):
-                return
-        self._start_over(None, None)
+            if before := self._start_over(generation, totals):
+                break
+        else:
+            before = self._start_over(None, None)
+        self._work_on_all(keyspace.CHANGE, partial(_PageTransaction.forget, before=before))
 
     def _work_on_all(self, kind: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]) -> bool:
         """Do some work on all rows of a kind, some at a time; whether it says that there is more."""
-        has_more, start = False, kind
-        while done := self._work_on(kind, start, work):
+        has_more, start, at_once = False, kind, REINDEXED_AT_ONCE
+        while True:
+            try:
+                done = self._work_on(kind, start, at_once, work)
+            except FullError as error:
+                at_once = fewer(self, at_once, error)
+                continue
+            if done is None:
+                return has_more
             start, again = done
             has_more = has_more or again
-        return has_more
 
     @retried
     def _work_on(
-        self, kind: bytes, start: bytes, work: Callable[[_PageTransaction, Sequence[bytes]], bool]
+        self, kind: bytes, start: bytes, at_once: int, work: Callable[[_PageTransaction, Sequence[bytes]], bool]
     ) -> tuple[bytes, bool] | None:
         """Do some work on the next rows of a kind, in one update; where those after them begin, and what it says."""
         with self._changing() as transaction:
-            rows = transaction.rows_from(kind, start)
+            rows = transaction.rows_from(kind, start, at_once)
             return (rows[-1] + b"\0", work(transaction, rows)) if rows else None
 
     @retried
-    def _start_over(self, generation: int | None, totals: Totals | None) -> bool:
+    def _start_over(self, generation: int | None, totals: Totals | None) -> int:
+        """Write down the totals, or add them up without any; the generation that begins, 0 if others have written."""
         with self._changing() as transaction:
             if generation is not None and transaction.generation != generation:
-                return False
-            transaction.start_over(transaction.summed() if totals is None else totals)
-            return True
+                return 0
+            return transaction.start_over(transaction.summed() if totals is None else totals)
 
     def after_fork(self) -> None:
         self._backend.after_fork()

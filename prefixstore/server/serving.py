@@ -33,7 +33,7 @@ from prefixstore.server.records import Props
 from prefixstore.server.session import ServerSession, SessionOptions
 from prefixstore.server.slot_manager import Timing
 from prefixstore.server.slots import SlotStore
-from prefixstore.server.store_check import check_store, differences
+from prefixstore.server.store_check import ADVICE, check_store, differences
 from prefixstore.server.tenants import TenantSource
 from prefixstore.server.upstream import Upstream
 from prefixstore.units import counted, format_bytes
@@ -262,7 +262,9 @@ def _what_is_stored(session: ServerSession) -> str:
     held = f"{counted(stats.entries, 'page')}, {format_bytes(stats.bytes_used)}" if stats.entries else "empty"
     nearer = " in the nearer one" if stats.tiers else ""
     differ = differences(session.store)
-    unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}" if differ else ""
+    unusable = ""
+    if differ:
+        unusable = f"; it has pages of this model, and none for these settings: {', '.join(differ)}. {ADVICE}"
     return f"llama-server is ready; store {store.location}: {held}{nearer}{unusable}"
 
 

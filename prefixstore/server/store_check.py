@@ -12,9 +12,11 @@ from prefixstore.opening import Locations
 from prefixstore.server.slots import SlotStore
 from prefixstore.store import PrefixStore
 
-__all__ = ["check_store", "differences"]
+__all__ = ["ADVICE", "check_store", "differences"]
 
 FAR = "the far location"
+# what to do where `differences` finds some
+ADVICE = "Start the server with the settings of the pages, or compute pages for its own: prefixstore warm --for-server."
 
 
 def check_store(location: Locations, options: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
-"""For authors of backends: the contract as a test class, and backends that misbehave on purpose."""
+"""For authors of backends: the contract as a test class."""
 
 from prefixstore.testing.contract import BackendContract, PersistentBackendContract
-from prefixstore.testing.faults import FaultyBackend, Operation, SlowBackend
 
-__all__ = ["BackendContract", "FaultyBackend", "Operation", "PersistentBackendContract", "SlowBackend"]
+__all__ = ["BackendContract", "PersistentBackendContract"]

@@ -99,7 +99,6 @@ def use(place: str, good: dict[bytes, bytes]) -> str:
                     transaction.delete(key)
             (path,) = fill(backend, SETTINGS, [[900_000 + i for i in range(12)]], size=5000)
             with backend.view() as view:
-                list(view.payload_keys())
                 _ = view.namespaces(), view.used, view.changes(1)
             backend.reclaim()
             return "used" if set(path) <= dict(states(backend)).keys() else LOST

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 from prefixstore.errors import UnavailableError
-from prefixstore.testing.faults import Operation, SlowBackend
+from tests.support.faults import Operation, SlowBackend
 
 __all__ = ["FlakyBackend"]
 

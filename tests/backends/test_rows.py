@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from prefixstore.backends.contract import Change, Costs, Draft, Range, Row
+from prefixstore.backends.contract import Change, Costs, Draft, Range
 from prefixstore.backends.memory import COSTS, ROWS_OF_BLOCK, MemoryBackend
 from prefixstore.errors import UnavailableError
 from prefixstore.testing import BackendContract
@@ -153,16 +153,53 @@ def open_draft(request):
     return opened
 
 
-def test_ranges_are_filled_up_behind_rows_that_were_deleted(open_draft):
-    keys = [b"%03d" % i for i in range(50)]
-    draft = open_draft(keys)
-    for key in [*keys[:20], *keys[-10:]]:
+@pytest.mark.parametrize("seed", range(4))
+def test_ranges_are_those_of_a_plain_dictionary_after_any_changes(open_draft, seed):
+    chance = random.Random(seed)
+    keys = [b"%03d" % i for i in range(0, 400, 2)]
+    draft, rows = open_draft(keys), dict.fromkeys(keys, b"stored")
+    for _ in range(60):
+        for _ in range(chance.choice([1, 3, 10])):
+            key = b"%03d" % chance.randrange(100, 300)
+            if chance.random() < 0.8:
+                draft.delete(key)
+                rows.pop(key, None)
+            else:
+                draft.put(key, b"mine")
+                rows[key] = b"mine"
+        assert chance.random() < 0.9 or draft.used >= 0
+        bounds = [b"%03d" % chance.choice([0, 99, 150, 300, 301, 399]) for _ in range(6)]
+        wanted = [
+            Range(start, stop, limit, reverse=reverse)
+            for start, stop in product(bounds[:2], bounds[2:])
+            for limit, reverse in product((0, 1, 3, 100, None), (False, True))
+        ]
+        for one, found in zip(wanted, draft.ranges(wanted), strict=True):
+            expected = sorted((row for row in rows.items() if one.start <= row[0] < one.stop), reverse=one.reverse)
+            assert found == expected[: one.limit]
+
+
+@pytest.mark.parametrize("order", [sorted, reversed, lambda keys: random.Random(5).sample(keys, len(keys))])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_row_that_was_deleted_is_read_a_few_times_however_often_its_neighbors_are(open_draft, order, reverse):
+    keys = [b"%04d" % i for i in range(1000)]
+    draft, n_read = open_draft(keys), 0
+    real = draft._view.ranges
+
+    def ranges(wanted):
+        nonlocal n_read
+        found = real(wanted)
+        n_read += sum(map(len, found))
+        return found
+
+    draft._view.ranges = ranges
+    left = set(keys)
+    for key in order(keys):
         draft.delete(key)
-    draft.put(b"0055", b"mine")
-    left = [Row(b"0055", b"mine"), *(Row(key, b"stored") for key in keys[20:-10])]
-    for start, limit, reverse in product((b"0", b"006", b"038", b"048"), (0, 1, 3, 10, None), (False, True)):
-        [found] = draft.ranges([Range(start, b"9", limit, reverse=reverse)])
-        assert found == sorted((row for row in left if row.key >= start), reverse=reverse)[:limit]
+        left.discard(key)
+        [found] = draft.ranges([Range(b"0", b"9", 1, reverse=reverse)])
+        assert [row.key for row in found] == ([max(left) if reverse else min(left)] if left else [])
+    assert n_read < 20 * len(keys)
 
 
 @pytest.mark.parametrize("is_read", [False, True])

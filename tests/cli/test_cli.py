@@ -236,6 +236,16 @@ def test_stats_and_ls_count_what_is_stored(store, run, as_json):
     assert run("stats", store)[0] == 0
 
 
+def test_ls_tells_namespaces_of_one_model_apart(tmp_path, run):
+    with Archive(str(tmp_path / "kv"), create=True) as archive:
+        for n, more in enumerate(({"type_k": "f16"}, {"type_k": "q8_0"}, {"type_k": "q8_0", "salt": "one"})):
+            fill(archive.backend, space(model="a" * 64, flash_attn_type=1, **more), [[n]])
+        fill(archive.backend, space(model="b" * 64, type_k="f32"), [[9]])
+    code, out, _ = run("ls", tmp_path / "kv")
+    assert (code, out.count("type_k f16"), out.count("type_k q8_0")) == (0, 1, 2)
+    assert not {"flash_attn_type", "type_k f32"} & set(re.findall(r"flash_attn_type|type_k f32", out))
+
+
 def test_tree_and_show_list_pages(store, run, as_json):
     code, found = as_json("tree", store)
     assert (code, len(found)) == (0, 9)

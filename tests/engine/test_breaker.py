@@ -14,9 +14,9 @@ from prefixstore.engine.breaker import CircuitBreaker
 from prefixstore.engine.pages import Pages, open_pages
 from prefixstore.errors import CorruptError, UnavailableError
 from prefixstore.stats import Counters
-from prefixstore.testing import SlowBackend
 from tests.support.ctrl_c import interrupted, places_in
 from tests.support.engines import MIB, A, MemoryPages, Store
+from tests.support.faults import SlowBackend
 from tests.support.timeouts import wait_for
 
 

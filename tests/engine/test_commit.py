@@ -13,8 +13,8 @@ from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import FullError, UnavailableError
 from prefixstore.format.keys import SNAPSHOT, as_tokens, page_keys
 from prefixstore.format.record import Record, StoredPage, Usage, checksum
-from prefixstore.testing import FaultyBackend
 from tests.support.engines import MIB, NS, A, B, C, MemoryPages, P, entry, state_of, store_of
+from tests.support.faults import FaultyBackend
 from tests.support.fragile import known_keys
 
 # -- tails -------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from prefixstore.engine.pages import Pages
 from prefixstore.engine.pending import PendingPage
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key, page_keys
-from prefixstore.testing import FaultyBackend
 from tests.support.engines import MIB, NS, OTHER, A, B, C, MemoryPages, P, entry, state_of, store_of
+from tests.support.faults import FaultyBackend
 
 # -- match and fetch ---------------------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from prefixstore.format.namespace import Namespace
 from prefixstore.format.record import checksum
 from prefixstore.format.saved_state import pack_state
 from prefixstore.stats import Purpose
-from prefixstore.testing.faults import FaultyBackend
 from tests.support import PATIENCE, ROOT
 from tests.support.engines import MIB, NS, A, B, MemoryPages, Store, store_of, two_stores
+from tests.support.faults import FaultyBackend
 from tests.support.places import SCHEMES, opened, place
 
 NOW = 1_800_000_000.0  # within an hour and a day

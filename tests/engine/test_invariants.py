@@ -105,29 +105,6 @@ def test_a_page_after_a_snapshot_is_found(backend):
     assert found(backend) == [("parent", after[0].hex(), "its parent is a snapshot, which cannot have children")]
 
 
-def test_a_payload_without_a_record_is_found(backend, monkeypatch):
-    pages = chain(8)
-    put(backend, *pages)
-    with backend.view() as view:
-        keys = [key for key, _, _ in view.stored()]
-        monkeypatch.setattr(view, "payload_keys", lambda: iter([*keys, bytes(32)]))
-        assert [str(one) for one in violations(view, AMPLE)] == [
-            f"orphan: {bytes(32).hex()} a payload without a record"
-        ]
-
-
-def test_a_page_that_is_stored_during_a_check_is_no_orphan(backend, monkeypatch):
-    pages = chain(8)
-    put(backend, *pages[:-1])
-    with backend.view() as view:
-        keys = [*(key for key, _ in pages), bytes(32)]
-        monkeypatch.setattr(view, "payload_keys", lambda: iter(keys))
-        # as a view of memory, which sees what was stored since
-        there = view.record
-        monkeypatch.setattr(view, "record", lambda key: pages[-1][1] if key == pages[-1][0] else there(key))
-        assert [one.key for one in violations(view, AMPLE)] == [bytes(32).hex()]
-
-
 def test_a_location_beyond_its_budget_is_found(backend):
     put(backend, *chain(5))
     assert [rule for rule, _, _ in found(backend, Budget(1 << 40, 4))] == ["budget"]

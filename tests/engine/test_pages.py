@@ -13,14 +13,24 @@ from prefixstore.backends.memory import MemoryBackend
 from prefixstore.engine import keyspace, pages
 from prefixstore.engine.budget import Budget
 from prefixstore.engine.invariants import violations
-from prefixstore.engine.keyspace import CHANGE, CHILD, RECORD, TOTALS, Child, Totals, change_row, record_row, usage_row
+from prefixstore.engine.keyspace import (
+    CHANGE,
+    CHILD,
+    RECORD,
+    TOTALS,
+    Child,
+    Totals,
+    change_row,
+    generation_of,
+    record_row,
+    usage_row,
+)
 from prefixstore.engine.keyspace import everything as everything_of
 from prefixstore.engine.pages import Pages, open_pages
-from prefixstore.errors import CorruptError
+from prefixstore.errors import CorruptError, FullError
 from prefixstore.format.keys import PAGE
 from prefixstore.format.record import Usage
 from prefixstore.maintenance.archive import Archive
-from prefixstore.testing import FaultyBackend, SlowBackend
 from tests.support.page_contract import PagesContract, PersistentPagesContract
 from tests.support.pages import NAMESPACE, make_page
 from tests.support.places import LOCKING, MIB, fill, opened, place, space
@@ -64,14 +74,6 @@ class TestPostgreSQL(PersistentPagesContract):
         return open_pages(self.urls[tmp_path], max_bytes=64 * MIB)
 
 
-@pytest.mark.slow
-class TestWrapped(PagesContract):
-    """A wrapper keeps the contract of what it wraps."""
-
-    def open_backend(self, tmp_path):
-        return SlowBackend(FaultyBackend(Pages(MemoryBackend()), "sync", at=10**6), 0.0)
-
-
 # -- generations -------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +93,22 @@ def test_changes_that_are_too_old_are_forgotten_and_never_half_of_a_transaction(
             known = [view.changes(view.generation - 6 + since) for since in range(7)]
         expected = [[key for keys in written[since:] for key in keys] for since in range(7)]
         assert known == [None, None, None, *expected[3:]]
+
+
+@pytest.mark.parametrize("n_changed", [1, 64, 65, 200])
+def test_what_a_lookup_reads_of_the_last_update_is_small_however_many_pages_it_changed(n_changed):
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), SEQUENCES)
+        with backend.view() as view:
+            before = view.generation
+        paths = fill(backend, space("more"), [[number] for number in range(n_changed)])
+        with backend.view() as view, backend.rows.view() as rows:
+            assert view.changes(before) == [key for path in paths for key in path]
+            assert view.changes(view.generation) == []
+            (last,) = rows.ranges([everything_of(CHANGE)._replace(limit=1, reverse=True)])[0]
+            assert generation_of(last.key) == view.generation
+            assert len(last.value) <= 64 * 32
+            assert list(view.flaws()) == []
 
 
 # -- from one location to another -------------------------------------------------------------------------------------
@@ -303,6 +321,33 @@ def test_a_damaged_usage_is_found():
             assert [one.key for one in violations(view, Budget(64 * MIB))] == [key.hex()]
 
 
+def test_a_check_of_the_index_asks_a_server_for_many_pages_at_once(monkeypatch):
+    with closing(Pages(MemoryBackend())) as backend:
+        fill(backend, space(), [[number] for number in range(500)])
+        with backend.view() as view:
+            requests, (get, ranges) = [], (view._rows.get, view._rows.ranges)
+            monkeypatch.setattr(view._rows, "get", lambda keys: requests.append("get") or get(keys))
+            monkeypatch.setattr(view._rows, "ranges", lambda wanted: requests.append("ranges") or ranges(wanted))
+            assert list(view.flaws()) == []
+            assert len(requests) < 30
+
+
+def test_usages_without_a_record_are_found_and_deleted():
+    with Archive("memory:", create=True) as archive:
+        paths = fill(archive.backend, space(), SEQUENCES)
+        # of a page that has lost its record, of one that never was, and of none that can be
+        gone = [paths[0][1], bytes(32), b"short", bytes(40)]
+        write(archive.backend, record_row(gone[0]), None)
+        for key in gone[1:]:
+            write(archive.backend, usage_row(key), Usage(1).pack())
+        found, _ = archive.repair()
+        assert sorted(one.key for one in found if one.rule == "orphan") == sorted(key.hex() for key in gone)
+        assert archive.check() == []
+        with archive.backend.rows.view() as view:
+            left = {row.key[1:] for row in view.ranges([everything_of(b"u")])[0]}
+        assert left == {key for path in paths for key in path} - set(gone)
+
+
 LONG = [[0] * 400, [0] * 300 + [1] * 100, [0] * 300 + [2] * 50, [0] * 300]
 
 
@@ -323,6 +368,7 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
             (records,) = view.ranges([everything_of(RECORD)])
         for row in records:
             write(backend, row.key, None)
+            write(backend, usage_row(row.key[1:]), None)
         for row in child_rows:
             if Child.unpack(row.value).page is not None:
                 write(backend, row.key, None)
@@ -333,6 +379,37 @@ def test_rows_that_lead_to_pages_which_are_not_there_are_found_and_mended_at_all
         with backend.view() as view:
             assert not view.followed([space().key])
             assert list(view.flaws()) == []
+
+
+def test_a_full_file_has_space_to_mend_the_whole_index(tmp_path):
+    backend, n_pages, step = Pages(LMDBBackend(tmp_path / "kv", MIB)), 0, 64
+    with closing(backend):
+        while step:
+            try:
+                with backend.update() as transaction:
+                    for number in range(n_pages, n_pages + step):
+                        key, record = make_page(b"", [number])
+                        transaction.put(key, record, Usage(1), b"")
+                n_pages += step
+            except FullError:
+                backend.reclaim()
+                step //= 2
+        with backend.rows.view() as view:
+            rows = [row.key for row in view.ranges([everything_of(CHILD)])[0]]
+        assert len(rows) == n_pages
+        for i in range(0, n_pages, 10):
+            with backend.rows.update() as draft:
+                for row in rows[i : i + 10]:
+                    draft.put(row, b"\2" + bytes(32))
+            backend.reclaim()
+        with backend.view() as view:
+            before = view.generation
+        backend.reindex()
+        with backend.view() as view:
+            assert list(view.flaws()) == []
+            assert view.changes(before) is None
+        with backend.rows.view() as view:
+            assert len(view.ranges([everything_of(CHANGE)])[0]) == 1
 
 
 def test_a_page_whose_record_does_not_say_where_it_belongs_leaves_nothing_when_it_is_deleted():

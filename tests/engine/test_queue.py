@@ -18,10 +18,10 @@ from prefixstore.engine.queue import WriteQueue
 from prefixstore.errors import UnavailableError
 from prefixstore.format.keys import as_tokens, page_key
 from prefixstore.stats import Counters
-from prefixstore.testing import FaultyBackend, SlowBackend
 from tests.support import PATIENCE, in_thread
 from tests.support.ctrl_c import interrupted, places_in, sample
 from tests.support.engines import MIB, NS, A, B, MemoryPages, P, Store, gated, state_of, store_of, wait_for, writer_of
+from tests.support.faults import FaultyBackend, SlowBackend
 from tests.support.fragile import known_keys
 
 # -- what is written, and when -----------------------------------------------------------------------------------------

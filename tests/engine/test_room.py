@@ -17,7 +17,6 @@ from prefixstore.errors import FullError
 from prefixstore.format.codec import CODECS
 from prefixstore.format.keys import as_tokens
 from prefixstore.maintenance.archive import Archive
-from prefixstore.testing import FaultyBackend
 from tests.support.engines import (
     MIB,
     NS,
@@ -31,6 +30,7 @@ from tests.support.engines import (
     two_stores,
     wait_for,
 )
+from tests.support.faults import FaultyBackend
 
 SIZE = 24_000  # six pages of an LMDB file, five when it is packed
 ENTRY = entry(P, SIZE)

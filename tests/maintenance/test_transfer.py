@@ -24,8 +24,8 @@ from prefixstore.format.record import FORMAT_VERSION
 from prefixstore.maintenance import transfer
 from prefixstore.maintenance.archive import Archive
 from prefixstore.maintenance.transfer import copy_store, export_store, import_store
-from prefixstore.testing import FaultyBackend
 from tests.support import PATIENCE
+from tests.support.faults import FaultyBackend
 from tests.support.places import SCHEMES, contents, fill, place, space
 
 SEQUENCES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9, 10], [20, 21, 22, 23, 24], [30, 31])

@@ -167,15 +167,22 @@ def test_a_server_finds_what_it_has_stored_at_the_ends_of_windows(serve: Serve, 
 
 
 @pytest.mark.slow
-def test_a_server_says_if_the_pages_of_its_model_are_for_other_settings(serve: Serve, docs_model: Path, tmp_path: Path):
+def test_a_server_and_doctor_say_if_the_pages_of_its_model_are_for_other_settings(
+    serve: Serve, docs_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt": TEXT[:3000]}))
     # as a Llama has it by default
     assert main(["warm", "--model", str(docs_model), "--store", str(tmp_path / "store"), str(file)]) == 0
     served = serve()
     differ = "flash_attn_type is 1 here, 0 in the store"
-    assert f"has pages of this model, and none for these settings: {differ}\n" in served.text()
+    assert f"has pages of this model, and none for these settings: {differ}. Start the server with" in served.text()
     assert served.status()["store"]["other_settings"] == [differ]
+    capsys.readouterr()
+    assert main(["doctor", str(tmp_path / "store"), "--server", served.url, "--json"]) == 1
+    finding = next(one for one in json.loads(capsys.readouterr().out)["findings"] if one["name"] == "server")
+    assert (finding["level"], differ in finding["value"]) == ("problem", True)
+    assert "prefixstore warm --for-server" in finding["advice"]
     served.complete(TEXT[:3000])
     served.until(lambda status: status["store"]["other_settings"] == [])
 

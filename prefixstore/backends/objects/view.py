@@ -138,12 +138,6 @@ class ObjectsView(View):
 
     # -- payloads -----------------------------------------------------------------------------------------------------
 
-    def payload_keys(self) -> Iterator[bytes]:
-        # Payloads without a page are among the flaws: they may be of a page that has another payload by now. A page
-        # that was stored since a walk is none that it has missed.
-        walked = self._walked
-        return (key for key, _ in self._items() if walked is None or key in walked)
-
     def payload(self, key: bytes) -> Buffer | None:
         stored = self._stored(key)
         found = self._read(key, stored) if stored is not None else None
@@ -167,9 +161,7 @@ class ObjectsView(View):
             yield stored.record, payload
 
     def stored(self) -> Iterator[tuple[bytes, Record | StorageError, Buffer | StorageError | None]]:
-        items = self._items()
-        self._walked = {key for key, _ in items}
-        for (key, _), found in self._ahead(items):
+        for (key, _), found in self._ahead(self._items()):
             if found is not None:
                 stored, payload = found
                 yield key, stored.record, payload

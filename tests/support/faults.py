@@ -82,9 +82,6 @@ class _WrappedView(View):
                 return
             yield from found
 
-    def payload_keys(self) -> Iterator[bytes]:
-        return self._view.payload_keys()
-
     def namespaces(self) -> Mapping[bytes, bytes]:
         return self._view.namespaces()
 
