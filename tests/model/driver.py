@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -163,9 +164,20 @@ class Store:
         self.heal()
         self._store.close()
 
-    def reopen(self) -> None:
-        self.close()
+    def reopen(self, *jobs: tuple[Space, tuple[int, ...]]) -> list[Page]:
+        """Capture sequences, and close the store while they wait to be written; the pages that were taken."""
+        if self._options["write_behind"]:
+            self.fail("hangs", 0, 0)
+            threading.Thread(target=self._heal_when_closing).start()
+        taken = self.capture(*jobs)
+        self._store.close()
         self._open()
+        return taken
+
+    def _heal_when_closing(self) -> None:
+        while not self._engine._queue._closing:
+            time.sleep(0.001)
+        self._heal()
 
     # -- prompts ------------------------------------------------------------------------------------------------------
 
@@ -277,11 +289,14 @@ class Store:
             fault.gate.clear()
 
     def heal(self) -> None:
+        self._heal()
+        self.settle()
+
+    def _heal(self) -> None:
         for fault in self._faults:
             fault.kind = None
             fault.gate.set()
         self._is_hanging = False
-        self.settle()
 
     def wait_for_the_dead(self) -> None:
         """Return when nothing is under way of a process that was killed; a server would wait for it some seconds."""

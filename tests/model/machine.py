@@ -336,9 +336,10 @@ class Machine(RuleBasedStateMachine):
         self.model.used(pages, CLOCK.now)
         self.expected = {"imported": pages, "must": pages}
 
-    @rule(who=stores)
-    def reopen(self, who: int) -> None:
-        self.stores[who % len(self.stores)].reopen()
+    @rule(who=stores, work=works)
+    def reopen(self, who: int, work: list[Job | Like]) -> None:
+        who, wanted = who % len(self.stores), self.jobs(work)
+        self.took(who, self.stores[who].reopen(*wanted), wanted)
 
     @rule(who=stores)
     def flush(self, who: int) -> None:
@@ -440,3 +441,17 @@ def run(place: Place, examples: int, steps: int = 30, **options: Any) -> None:
     bounds = settings(max_examples=examples, stateful_step_count=steps, deadline=None, **options)
     with driven_time():
         run_state_machine_as_test(machine, settings=bounds)
+
+
+def play(place: Place, steps: Iterable[tuple[Any, ...]], **options: Any) -> None:
+    """Take given steps, each the name of a rule and its arguments; with these options of `Machine.open`."""
+    machine = type("At", (Machine,), {"place": place})()
+    with driven_time():
+        try:
+            machine.open(**{"limits": "none", "policy": "lru", "codec": "raw"} | options)
+            for name, *arguments in steps:
+                getattr(machine, name)(*arguments)
+                machine.what_is_stored_is_legal()
+                machine.stores_find_nothing_wrong()
+        finally:
+            machine.teardown()

@@ -1,4 +1,4 @@
-"""Faults put into the engine of today, each with what the machine says when it finds it.
+"""Faults put into the engine of today: the steps that show each of them, and what the machine says then.
 
 They name what they change in the engine, and are written anew for another one.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
+import lmdb
 import pytest
 
 from prefixstore.engine import eviction, index, page_table, readers
@@ -17,21 +18,46 @@ from prefixstore.engine.catalog import Catalog
 from prefixstore.engine.commit import Committer
 from prefixstore.engine.delete import Deleter
 from prefixstore.engine.engine import Engine
+from prefixstore.engine.far import FarEngine
 from prefixstore.engine.follow import Follower
 from prefixstore.engine.index import Index, Page, Path
 from prefixstore.engine.journal import Journal
+from prefixstore.engine.pages import _PageTransaction
 from prefixstore.engine.queue import WriteQueue
 from prefixstore.engine.ram import RamTier
+from prefixstore.maintenance import transfer
+from tests.model.machine import SPACES
+from tests.model.reference import LARGE
 
 Patch: TypeAlias = pytest.MonkeyPatch
 
+ONE, TWO, OTHER_MODEL, RECURRENT = SPACES
+# a page; a page and a tail; two pages, the second of which takes the place of that tail; and others
+PAGE, TAIL, TWO_PAGES = (ONE, (0,) * 4), (ONE, (0,) * 6), (ONE, (0,) * 8)
+OTHERS = (ONE, (1,) * 7)
+
 
 class Mutation(NamedTuple):
-    """A fault; a part of the message that it leads to; and whether only a loss of power shows it."""
+    """A fault.
+
+    Attributes
+    ----------
+    put_in
+        Puts it into this process.
+    message
+        A part of the message that it leads to.
+    steps, options
+        The shortest steps that show it; see `machine.play`.
+    where
+        What it takes to show it: ``"memory"``; ``"two"`` locations; another ``"process"``, which has the fault; or
+        ``"power"`` that is lost there.
+    """
 
     put_in: Callable[[Patch], None]
     message: str
-    needs_power_loss: bool = False
+    steps: list[tuple[Any, ...]]
+    options: dict[str, str]
+    where: str
 
 
 MUTATIONS: dict[str, Mutation] = {}
@@ -42,9 +68,11 @@ def apply(name: str) -> None:
     MUTATIONS[name].put_in(pytest.MonkeyPatch())
 
 
-def leads_to(message: str, *, needs_power_loss: bool = False) -> Callable[[Callable[[Patch], None]], None]:
+def leads_to(
+    message: str, *steps: tuple[Any, ...], where: str = "memory", **options: str
+) -> Callable[[Callable[[Patch], None]], None]:
     def add(put_in: Callable[[Patch], None]) -> None:
-        MUTATIONS[put_in.__name__.replace("_", " ")] = Mutation(put_in, message, needs_power_loss)
+        MUTATIONS[put_in.__name__.replace("_", " ")] = Mutation(put_in, message, list(steps), options, where)
 
     return add
 
@@ -55,7 +83,7 @@ def wrap(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> Non
     patch.setattr(owner, name, lambda *arguments, **options: change(real, *arguments, **options))
 
 
-@leads_to("a lookup finds only")
+@leads_to("a lookup finds only", ("capture", 0, [TWO_PAGES]), ("match", 0, (TWO, (0,) * 8)))
 def match_ignores_the_salt(patch: Patch) -> None:
     def match(real: Any, self: Any, namespace: bytes, tokens: Any, page_tokens: int) -> Path:
         paths = [real(self, one, tokens, page_tokens) for one in (namespace, *self._contents.index._roots)]
@@ -64,7 +92,9 @@ def match_ignores_the_salt(patch: Patch) -> None:
     wrap(patch, Catalog, "match", match)
 
 
-@leads_to("a lookup finds only|a restore gives pages of its tokens")
+@leads_to(
+    "a lookup finds only|a restore gives pages of its tokens", ("capture", 0, [TAIL]), ("match", 0, (ONE, (0,) * 5))
+)
 def a_tail_matches_one_token_too_many(patch: Patch) -> None:
     def match(real: Any, *arguments: Any) -> Any:
         path, unknown = real(*arguments)
@@ -73,7 +103,11 @@ def a_tail_matches_one_token_too_many(patch: Patch) -> None:
     wrap(patch, Index, "match", match)
 
 
-@leads_to("a lookup finds|a restore gives pages of its tokens")
+@leads_to(
+    "a lookup finds|a restore gives pages of its tokens",
+    ("capture", 0, [(RECURRENT, (0, 0))]),
+    ("match", 0, (RECURRENT, (0, 1, 1))),
+)
 def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
     wrap(
         patch,
@@ -83,7 +117,7 @@ def a_snapshot_of_other_tokens_is_found(patch: Patch) -> None:
     )
 
 
-@leads_to("what is pinned stays")
+@leads_to("what is pinned stays", ("capture", 0, [TWO_PAGES]), ("pin", 0, TWO_PAGES, True), ("evict", 0, 0.0))
 def eviction_takes_pinned_pages(patch: Patch) -> None:
     for module in (eviction, page_table):
         patch.setattr(module, "PINNED", 0)
@@ -91,7 +125,9 @@ def eviction_takes_pinned_pages(patch: Patch) -> None:
     wrap(patch, Catalog, "remove_victim", change)
 
 
-@leads_to("what is pinned stays|pins are kept")
+@leads_to(
+    "what is pinned stays|pins are kept", ("capture", 0, [TAIL]), ("pin", 0, TAIL, True), ("capture", 0, [TWO_PAGES])
+)
 def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
     wrap(
         patch,
@@ -101,7 +137,7 @@ def the_pin_of_a_tail_is_lost_with_it(patch: Patch) -> None:
     )
 
 
-@leads_to("parents outlive")
+@leads_to("parents outlive", ("capture", 0, [TWO_PAGES, (ONE, (0, 0, 0, 0, 1, 1, 1, 1))]), ("evict", 0, 0.9))
 def eviction_takes_the_parent_as_well(patch: Patch) -> None:
     def delete(real: Any, self: Any, transaction: Any, victim: Any, cause: Any) -> bool:
         record = transaction.record(victim.key)
@@ -110,73 +146,190 @@ def eviction_takes_the_parent_as_well(patch: Patch) -> None:
     wrap(patch, Evictor, "_delete", delete)
 
 
-@leads_to("the budget is kept")
+@leads_to("the budget is kept", ("capture", 0, [(ONE, (0,) * 36)]), limits="entries")
 def the_budget_is_ignored(patch: Patch) -> None:
     patch.setattr(Budget, "exceeded", lambda *_, **__: False)
 
 
-@leads_to("quotas are kept")
+@leads_to("quotas are kept", ("capture", 0, [(ONE, (LARGE,) * 16)]), limits="quotas")
 def quotas_are_ignored(patch: Patch) -> None:
     patch.setattr(Evictor, "_quotas", lambda *_: [])
 
 
-@leads_to("the lowest priority is evicted first")
+@leads_to(
+    "the lowest priority is evicted first",
+    ("capture", 1, [(ONE, (0,) * 16)]),
+    ("capture", 0, [(ONE, (1,) * 16)]),
+    ("capture", 1, [(TWO, (0,) * 4)]),
+    limits="entries",
+    policy="priority",
+)
 def priorities_are_ignored(patch: Patch) -> None:
     patch.setitem(eviction.POLICIES, "priority", eviction.POLICIES["longest_first"])
 
 
-@leads_to("a lookup finds only")
+@leads_to("a lookup finds only", ("capture", 1, [PAGE]), ("wait", 61), ("match", 0, PAGE))
 def expiry_is_ignored(patch: Patch) -> None:
     patch.setattr(Page, "has_expired", lambda *_: False)
 
 
-@leads_to("a use renews")
+@leads_to("a use renews", ("capture", 1, [PAGE]), ("wait", 50), ("restore", 1, PAGE))
 def a_use_does_not_renew_a_page(patch: Patch) -> None:
     patch.setattr(Committer, "_write_uses", lambda *_: None)
 
 
-@leads_to("what is deleted is gone")
+@leads_to("what is deleted is gone", ("capture", 0, [PAGE]), ("delete", 0, None))
 def purge_leaves_one_page(patch: Patch) -> None:
     wrap(patch, Deleter, "_select", lambda real, self, choose: real(self, choose)[1:])
 
 
-@leads_to("nothing is evicted without need|what is pinned stays")
+@leads_to(
+    "nothing is evicted without need|what is pinned stays", ("capture", 0, [PAGE, (TWO, (0,))]), ("delete", 0, TWO)
+)
 def clear_takes_all_tenants(patch: Patch) -> None:
     wrap(patch, Engine, "clear", lambda real, self, _: real(self, None))
 
 
-@leads_to("a restore gives the state bit for bit")
+@leads_to("a restore gives the state bit for bit", ("capture", 0, [PAGE]), ("damage", 0), ("restore", 0, PAGE))
 def a_damaged_payload_is_returned(patch: Patch) -> None:
     for name in ("verify", "verify_checksum"):
         patch.setattr(readers, name, lambda _, view: view)
 
 
-@leads_to("a restore gives the state bit for bit")
+@leads_to("a restore gives the state bit for bit", ("capture", 1, [PAGE, OTHERS]), ("restore_all", 1))
 def the_states_in_memory_are_confused(patch: Patch) -> None:
     wrap(patch, RamTier, "state", lambda _, self, page: next((one.array.data for one in self._states.values()), None))
 
 
-@leads_to("an export has everything|what was captured is stored")
+@leads_to(
+    "an export has everything|what was captured is stored",
+    ("capture", 0, [PAGE]),
+    ("export", 0),
+    ("delete", 0, None),
+    ("import_", 0),
+)
 def an_import_drops_the_last_page(patch: Patch) -> None:
     wrap(patch, Engine, "import_pages", lambda real, self, batch, settings: real(self, batch[:-1], settings))
 
 
-@leads_to("a lookup finds|what is found is restored")
+@leads_to("an imported page is the same", ("capture", 0, [PAGE]), ("pin", 0, PAGE, True), ("export", 0))
+def an_export_forgets_pins(patch: Patch) -> None:
+    def pages(real: Any, self: Any) -> Any:
+        for one in real(self):
+            yield one._replace(usage=replace(one.usage, pinned=False))
+
+    wrap(patch, transfer._Source, "__iter__", pages)
+
+
+@leads_to(
+    "a lookup finds|what is found is restored",
+    ("capture", 0, [PAGE]),
+    ("match", 1, PAGE),
+    ("delete", 0, None),
+    ("match", 1, PAGE),
+)
 def a_reader_keeps_a_stale_index(patch: Patch) -> None:
     wrap(patch, Follower, "refresh", lambda real, self, view, **options: real(self, view, **options) if options else 0)
 
 
-@leads_to("a lookup finds only|what was captured is stored")
+@leads_to(
+    "a lookup finds only|what was captured is stored|what is missing is captured",
+    *(("fail", 0, "down", n, 0, [(ONE, (n, n))]) for n in range(0, 20, 2)),
+)
 def a_failed_commit_is_taken_for_stored(patch: Patch) -> None:
     patch.setattr(Journal, "roll_back", lambda _: None)
     patch.setattr(Catalog, "drop", lambda *_: None)
 
 
-@leads_to("what was captured is stored")
+@leads_to("what was captured is stored", ("capture", 0, [(ONE, (0,) * 12)]))
 def a_captured_page_is_forgotten(patch: Patch) -> None:
     wrap(patch, WriteQueue, "_next_batch", lambda real, self: real(self)[:2])
 
 
-@leads_to("what was flushed survives", needs_power_loss=True)
+@leads_to("all that is not pinned can be evicted", ("capture", 0, [PAGE]), ("evict", 0, 0.0))
+def nothing_is_evicted_on_request(patch: Patch) -> None:
+    patch.setattr(Evictor, "shrink", lambda *_: None)
+
+
+@leads_to("a lookup finds the longest", ("hang", [PAGE], [PAGE], None))
+def what_waits_is_not_found(patch: Patch) -> None:
+    def match(real: Any, *arguments: Any) -> Path:
+        path = real(*arguments)
+        pages = tuple(page for page in path.pages if page.is_stored)
+        return Path(pages, min(path.n_tokens, pages[-1].end if pages else 0))
+
+    wrap(patch, Catalog, "match", match)
+
+
+@leads_to("what is missing is captured", ("fail", 0, "full", 0, 0, [PAGE]))
+def a_page_without_space_is_refused_for_good(patch: Patch) -> None:
+    def drop(real: Any, self: Any, batch: Any, reason: Any) -> None:
+        real(self, batch, reason)
+        self._refused.update(new.page.key for new in batch)
+
+    wrap(patch, Catalog, "drop", drop)
+
+
+@leads_to("what was captured is stored", ("reopen", 0, [PAGE]))
+def closing_drops_what_waits(patch: Patch) -> None:
+    def close(real: Any, self: Any) -> None:
+        catalog = self._work._catalog
+        catalog.abandon(list(catalog._contents.pending.values()))
+        real(self)
+
+    wrap(patch, WriteQueue, "close", close)
+
+
+@leads_to("what was captured is stored", ("capture", 0, [PAGE]), where="two")
+def nothing_goes_to_the_far_location(patch: Patch) -> None:
+    patch.setattr(FarEngine, "offer", lambda *_: None)
+
+
+@leads_to(
+    "a lookup finds only",
+    ("capture", 0, [PAGE]),
+    ("match", 0, PAGE),
+    ("delete", 2, None),
+    ("match", 0, PAGE),
+    where="process",
+)
+def another_process_does_not_say_what_it_changes(patch: Patch) -> None:
+    def finish(real: Any, self: Any) -> None:
+        self._changed.clear()
+        real(self)
+
+    wrap(patch, _PageTransaction, "finish", finish)
+
+
+@leads_to(
+    "nothing is evicted without need",
+    *(("complete", 0, (ONE, (n, n))) for n in range(0, 40, 2)),
+    *(("kill", [(ONE, (n, n, n))], n) for n in range(0, 40, 2)),
+    where="process",
+)
+def a_tail_is_deleted_before_what_replaces_it_is_written(patch: Patch) -> None:
+    def commit(real: Any, self: Any, batch: Any) -> Any:
+        with self._catalog.update(self._backend) as transaction:
+            for new in batch:
+                if (tail := self._catalog.tail_before(new)) is not None:
+                    transaction.delete(tail.key)
+        return real(self, batch)
+
+    wrap(patch, Committer, "commit", commit)
+
+
+@leads_to(
+    "what was flushed survives", ("capture", 0, [PAGE]), ("flush", 0), ("lose_power", 0.0, "none", 0), where="power"
+)
 def flush_does_not_sync(patch: Patch) -> None:
     patch.setattr(Engine, "sync", lambda _: None)
+
+
+@leads_to(
+    "what survives|a state survives|not an LMDB environment",
+    ("capture", 0, [PAGE]),
+    ("lose_power", 1.0, "some", 0),
+    where="power",
+)
+def what_is_not_flushed_is_written_in_any_order(patch: Patch) -> None:
+    wrap(patch, lmdb, "open", lambda real, *arguments, **options: real(*arguments, **options | {"sync": False}))

@@ -28,22 +28,25 @@ class Processes:
     ----------
     shim
         A library that records what is written to files; see `tests.attacks.power`.
-    mutation
-        The name of one in `mutations`, which is put into each of them.
     """
 
-    def __init__(self, shim: Path | None = None, mutation: str = "") -> None:
+    def __init__(self, shim: Path | None = None) -> None:
         environment = os.environ | ({"LD_PRELOAD": str(shim)} if shim is not None else {})
-        code = "import sys; from tests.model.process import fork_for_ever; fork_for_ever(sys.argv[1])"
-        self._forks = python(code, mutation, env=environment)
+        self._forks = python("from tests.model.process import fork_for_ever; fork_for_ever()", env=environment)
         self._last: Process | None = None
+        self._mutation = ""
+
+    def mutate(self, name: str) -> None:
+        """Put one of `mutations` into each process from now on."""
+        self.kill()
+        self._mutation = name
 
     def __call__(self) -> Process:
         """A process; the one that was given last, if nothing has happened to it."""
         if self._last is None or not self._last.is_idle:
             self.kill()
             with Listener(family="AF_UNIX") as listener:
-                print(listener.address, file=self._forks.stdin, flush=True)
+                print(f"{listener.address} {self._mutation}", file=self._forks.stdin, flush=True)
                 self._last = Process(listener.accept())
         return self._last
 
@@ -56,19 +59,19 @@ class Processes:
         self._forks.communicate()
 
 
-def fork_for_ever(mutation: str) -> None:
-    """Fork a child for each address that comes in."""
+def fork_for_ever() -> None:
+    """Fork a child for each address that comes in, with a mutation or none."""
     import prefixstore.backends.sql.sqlite  # noqa: F401 - once here, instead of in each child
+    from tests.model import mutations
 
     disable_timeouts()
-    if mutation:
-        from tests.model import mutations
-
-        mutations.apply(mutation)
     # those that have ended stay zombies until this process ends: no other process gets the number of one
     for line in sys.stdin:
+        address, _, mutation = line.strip("\n").partition(" ")
         if os.fork() == 0:
-            with driver.driven_time(), Client(line.strip()) as pipe:
+            if mutation:
+                mutations.apply(mutation)
+            with driver.driven_time(), Client(address) as pipe:
                 _serve(pipe)
             os._exit(0)
 

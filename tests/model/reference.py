@@ -270,7 +270,9 @@ class Reference:
                 evicted.add(page)
         for page in must:
             is_lost = not self.damaged.isdisjoint(page.lineage)
-            promise(is_lost or page in seen or self._is_covered(page, seen), "what was captured is stored:", page)
+            for here in (seen, places[-1][0]):
+                # of two locations, in the far one as well
+                promise(is_lost or page in here or self._is_covered(page, here), "what was captured is stored:", page)
         for page in doomed:
             promise(page not in seen, "what is deleted is gone:", page)
         self._judge_pins(seen, pins, {page for page in imported if imported[page].pinned and page not in self.stored})
