@@ -31,38 +31,36 @@ class _Costs(Costs):
 COSTS = _Costs(payload=1000)
 # a block of more rows becomes two
 ROWS_OF_BLOCK = 512
-# before all rows, whose keys are not empty: so no block is ever empty
-FIRST = Change(b"", b"")
 
 
 class _View(View):
     """Rows in order, in blocks. A row is kept as the change that would write it.
 
-    A committed block is a tuple, and never changes. An update has a list of the blocks of its own, and replaces those
-    that it changes by lists.
+    What is committed never changes: an update has its own copy of the blocks that differ.
 
     Parameters
     ----------
+    bounds
+        No key of a block is below its bound; the first bound is empty.
     blocks
-        The rows; the first one is `FIRST`.
+        One for each bound, and always a first one.
     used
         The size of all in bytes.
     """
 
-    def __init__(self, blocks: list[Sequence[Change]], used: int) -> None:
+    def __init__(self, bounds: list[bytes], blocks: list[list[Change]], used: int) -> None:
+        self._bounds = bounds
         self._blocks = blocks
         self._used = used
+        # the ids of the blocks that no other view has
+        self._own: set[int] = set()
 
     @property
     def used(self) -> int:
         return self._used
 
-    def _number(self, key: bytes) -> int:
-        """The number of the block that a key belongs to."""
-        return max(bisect_right(self._blocks, key, key=_first_key) - 1, 0)
-
     def _row(self, key: bytes) -> Change | None:
-        block = self._blocks[self._number(key)]
+        block = self._blocks[bisect_right(self._bounds, key) - 1]
         at = bisect_left(block, (key,))
         return block[at] if at < len(block) and block[at].key == key else None
 
@@ -73,9 +71,8 @@ class _View(View):
         return [self._range(*one) for one in wanted]
 
     def _range(self, start: bytes, stop: bytes, limit: int | None, reverse: bool) -> list[Row]:
-        start = start or b"\0"
         found: list[Change] = []
-        numbers = range(self._number(start), self._number(stop) + 1)
+        numbers = range(bisect_right(self._bounds, start) - 1, bisect_left(self._bounds, stop))
         for number in reversed(numbers) if reverse else numbers:
             block = self._blocks[number]
             rows = block[bisect_left(block, (start,)) : bisect_left(block, (stop,))]
@@ -90,30 +87,30 @@ class _View(View):
             yield None if row is None or row.value is None else (row.value, row.payload)
 
     def apply(self, changes: Sequence[Change]) -> None:
-        """Write changes into these rows, which must be those of an update."""
+        """Write changes into these rows, which are those of an update."""
         for change in changes:
-            number = self._number(change.key)
+            number = bisect_right(self._bounds, change.key) - 1
             block = self._blocks[number]
-            if not isinstance(block, list):
-                block = self._blocks[number] = list(block)
+            if id(block) not in self._own:
+                block = self._blocks[number] = block.copy()
+                self._own.add(id(block))
             at = bisect_left(block, (change.key,))
             before = [row for row in block[at : at + 1] if row.key == change.key]
             after = [] if change.value is None else [_kept(change, before)]
             block[at : at + len(before)] = after
             self._used += sum(map(_cost, after)) - sum(map(_cost, before))
-            if not block:
-                del self._blocks[number]
-            elif len(block) > ROWS_OF_BLOCK:
-                middle = len(block) // 2
-                self._blocks[number : number + 1] = [block[:middle], block[middle:]]
+            if len(block) > ROWS_OF_BLOCK:
+                upper = block[ROWS_OF_BLOCK // 2 :]
+                del block[ROWS_OF_BLOCK // 2 :]
+                self._own.add(id(upper))
+                self._blocks.insert(number + 1, upper)
+                self._bounds.insert(number + 1, upper[0].key)
+            elif number and not block:
+                del self._blocks[number], self._bounds[number]
 
     def copy(self) -> _View:
-        """The rows for an update to change; or, when it ends, to be committed."""
-        return _View([tuple(block) for block in self._blocks], self._used)
-
-
-def _first_key(block: Sequence[Change]) -> bytes:
-    return block[0].key
+        """The same rows, for an update to change."""
+        return _View(self._bounds.copy(), self._blocks.copy(), self._used)
 
 
 def _cost(row: Change) -> int:
@@ -140,7 +137,7 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self.rows = _View([(FIRST,)], 0)
+        self.rows = _View([b""], [[]], 0)
         self.writing = threading.Lock()
         self.max_bytes: int | None = None
 
@@ -216,7 +213,7 @@ class MemoryBackend(Backend):
             draft = Draft(rows, COSTS, rows.apply)
             yield draft
             draft.flush()
-            memory.rows = rows.copy()
+            memory.rows = rows
 
     def sync(self) -> None:
         """Nothing to do: memory does not outlive the process."""
