@@ -252,6 +252,7 @@ def test_a_wrong_password_is_refused_and_not_shown(client, valkey_server):
     ("command", "says"),
     [
         (("SET", "meta", "mine"), "another application"),
+        (("SET", "rows", "mine"), "another application"),
         (("HSET", "meta", "a", "b"), "another application"),
         (("HSET", "meta", "magic", "prefixstore", "format", "1"), "format 1"),
         (("HSET", "meta", "magic", "prefixstore", "format", "99"), "format 99"),

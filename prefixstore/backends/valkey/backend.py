@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -71,7 +70,6 @@ class ValkeyBackend(Backend):
         self._connections = Connections(address)
         self._buffers = KeptBuffers()
         self._read_only = read_only
-        self._writing = threading.Lock()
         try:
             self._open()
         except BaseException:
@@ -100,18 +98,16 @@ class ValkeyBackend(Backend):
     def update(self) -> Iterator[Draft]:
         if self._read_only:
             raise refusals.read_only(self.location)
-        self._connections.require_open()
-        with self._writing:
-            turn = Turn(self._connections)
-            try:
-                view = ServerView(self._connections, self._buffers, turn.keep)
-                view.n_bytes = turn.begin()
-                draft = Draft(view, COSTS)
-                yield draft
-                turn.commit(draft.changes)
-            except BaseException:
-                turn.abort()
-                raise
+        turn = Turn(self._connections)
+        try:
+            view = ServerView(self._connections, self._buffers, turn.keep)
+            view.n_bytes = turn.begin()
+            draft = Draft(view, COSTS)
+            yield draft
+            turn.commit(draft.changes)
+        except BaseException:
+            turn.abort()
+            raise
 
     def sync(self) -> None:
         """Wait until the server's log is on its disk, if it keeps one; without it nothing outlives a loss of power."""
@@ -136,7 +132,6 @@ class ValkeyBackend(Backend):
             return True
 
     def check(self) -> None:
-        self._connections.require_open()
         head = self._connections.run(HEAD)
         # nothing at all is an empty location
         if bytes_in(head, self.location) is None and head[-1]:
@@ -145,7 +140,6 @@ class ValkeyBackend(Backend):
             )
 
     def after_fork(self) -> None:
-        self._writing = threading.Lock()
         self._connections.after_fork()
 
     def close(self) -> None:

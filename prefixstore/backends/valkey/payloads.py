@@ -10,6 +10,8 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from io import BufferedReader
+from socket import SocketIO
 from typing import Any
 
 from valkey.exceptions import ConnectionError as LostError
@@ -174,8 +176,8 @@ class _Replies:
     def __init__(self, connection: Any, buffers: KeptBuffers, view: View) -> None:
         self._connection = connection
         connection.connect()
-        # it receives straight into memory, but for the first few bytes
-        self._file = connection._sock.makefile("rb")  # noqa: SLF001 - valkey-py has no way to do that
+        # It receives straight into memory, but for the first few bytes. Not `makefile`, which keeps the socket open.
+        self._file = BufferedReader(SocketIO(connection._sock, "r"))  # noqa: SLF001 - valkey-py has no way to do that
         self._buffers = buffers
         self._view = view
 
